@@ -229,10 +229,7 @@ def need_of(spec: ModelSpec, node: Node, fleet: Fleet) -> Need | None:
     if takes_bytes is None:
         takes_bytes = fleet.measured.get((spec.id, spec.quant, spec.context_tokens), spec.vram_bytes)
         if status is not None and spec.vram_bytes is None and (takes_bytes is None or contexts is not None):
-            estimate_bytes = _whole(status, status.estimate_bytes) or 0
-            if contexts is not None and spec.context_tokens is not None:  # the node's estimate may be for another one
-                estimate_bytes = min(estimate_bytes, contexts.full_bytes)
-            takes_bytes = max(takes_bytes or 0, estimate_bytes) or None
+            takes_bytes = max(takes_bytes or 0, _estimated_bytes(spec, status) or 0) or None
     if takes_bytes is None:
         takes_bytes = _estimate_elsewhere(spec, fleet)
     if takes_bytes is None:
@@ -274,6 +271,16 @@ def _contexts(spec: ModelSpec, status: ModelStatus) -> ContextSizes | None:
         return None
     contexts = status.contexts.part_of(1, max(1, len(status.nodes)))
     return contexts if spec.context_tokens in (None, contexts.full_tokens) else contexts.named(spec.context_tokens)
+
+
+def _estimated_bytes(spec: ModelSpec, status: ModelStatus) -> int | None:
+    """What a node expects the whole model to take, with the context that the catalogue names: the node's own entry may
+    name a shorter or a longer one."""
+    estimate_bytes, contexts = _whole(status, status.estimate_bytes), _contexts(spec, status)
+    if estimate_bytes is None or contexts is None or status.contexts is None or spec.context_tokens is None:
+        return estimate_bytes
+    is_longer = contexts.full_tokens > status.contexts.full_tokens
+    return contexts.full_bytes if is_longer else min(estimate_bytes, contexts.full_bytes)
 
 
 def _whole(status: ModelStatus, num_bytes: int | None) -> int | None:
@@ -363,7 +370,7 @@ def _largest_estimate(spec: ModelSpec, fleet: Fleet) -> int | None:
         held = [each for each in every if each.status.source == spec.source]
     known = [status for each in held if (status := sized_for(spec, each.status)) is not None]
     sizes = [
-        _whole(status, status.estimate_bytes) if measured_bytes is None or _is_cut(status) else measured_bytes
+        _estimated_bytes(spec, status) if measured_bytes is None or _is_cut(status) else measured_bytes
         for status in known
         for measured_bytes in (whole_measured_bytes(status),)
     ]

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from cortex.wire.errors import FilesDamaged, SourceNotFound
+from cortex.wire.errors import FilesDamaged, ModelUnsupported, SourceNotFound
 from cortex.wire.node.load_options import is_path
 from cortex.wire.node.protocol import (
     DiskUse,
@@ -62,14 +62,24 @@ class Residency(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return self.status.state
 
     @property
-    def is_damaged(self) -> bool:
-        """Whether the node has read its files and cannot use them. It reads them again when they change."""
-        return self.state is ModelState.COLD and self.status.reason_code == FilesDamaged.code
+    def is_unusable(self) -> bool:
+        """Whether the node has read its files and cannot use them: they are damaged, or of a model that it does not
+        support. It reads them again when they change. An unsupported load may have been one with other options."""
+        if self.state is not ModelState.COLD:
+            return False
+        is_unsupported = self.is_unsupported and self.status.state_age_s == 0  # never asked for
+        return is_unsupported or self.status.reason_code == FilesDamaged.code
+
+    @property
+    def is_unsupported(self) -> bool:
+        """Whether the last thing that the node said of it is that it does not support it."""
+        is_out = self.state in (ModelState.COLD, ModelState.FAILED)
+        return is_out and self.status.reason_code == ModelUnsupported.code
 
     @property
     def is_absent(self) -> bool:
-        """Whether the node has no files of it that can be loaded: its path has none, or they are damaged."""
-        if self.is_damaged:
+        """Whether the node has no files of it that can be loaded: its path has none, or they are unusable."""
+        if self.is_unusable:
             return True
         is_named_by_path = is_path(self.status.source or "")
         return is_named_by_path and self.state is ModelState.COLD and self.status.reason_code == SourceNotFound.code

@@ -1,4 +1,5 @@
-"""The protocols of traces. Programs use these whether or not a collector is configured."""
+"""The protocols of traces, and OpenTelemetry's names for generative AI. Programs use these whether or not a collector
+is configured."""
 
 from __future__ import annotations
 
@@ -6,6 +7,23 @@ from collections.abc import Mapping
 from typing import Protocol
 
 Attributes = Mapping[str, str | int | float]
+
+MODEL, OPERATION = "gen_ai.request.model", "gen_ai.operation.name"
+INPUT_TOKENS, OUTPUT_TOKENS = "gen_ai.usage.input_tokens", "gen_ai.usage.output_tokens"
+
+_OPERATIONS = {
+    **dict.fromkeys(("openai_completions", "ollama_generate", "llama_cpp_infill"), "text_completion"),
+    **dict.fromkeys(("relay", "opaque"), "generate_content"),
+    "embeddings": "embeddings",
+    "rerank": "rerank",
+    "count": "count_tokens",
+}
+
+
+def operation_name(kind: str) -> str:
+    """The value of `gen_ai.operation.name` for a dialect, or for what a request needs where that is no text. The
+    conventions have no name for reranking and counting."""
+    return _OPERATIONS.get(kind, "chat")
 
 
 class Span(Protocol):

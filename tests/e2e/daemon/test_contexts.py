@@ -25,15 +25,16 @@ def node(start_daemon: StartDaemon, tmp_path_factory: pytest.TempPathFactory) ->
         f"limits = {{ memory_mb = {MEMORY_MB}, max_num_seqs = 4 }}",
         f'[[models]]\nid = "long"\nsource = "{path}"',
         f'[[models]]\nid = "other"\nsource = "{path}"\ncontext_tokens = {SHORTER}',
+        f'[[models]]\nid = "named"\nsource = "{path}"\ncontext_tokens = 2048',
     )
 
 
 @pytest.fixture
 def gateway(node: Daemon, start_gateway: StartGateway) -> Daemon:
-    gateway = start_gateway("", {"n": node})
+    gateway = start_gateway('[[models]]\nid = "named"\ncontext_tokens = 32768', {"n": node})
 
     def are_known() -> bool:
-        return all(explained(gateway, model)["need_bytes"] for model in ("long", "other"))
+        return all(explained(gateway, model)["need_bytes"] for model in ("long", "other", "named"))
 
     until(are_known, "the models were not read")
     return gateway
@@ -58,6 +59,13 @@ def check_dry_run(gateway: Daemon, node: Daemon, model: str) -> dict[str, Any]:
     assert loaded["measured_bytes"] == pytest.approx(expected["takes_bytes"], rel=0.1)
     assert expected["context_tokens"] <= loaded["context_tokens"] <= 1.5 * expected["context_tokens"]
     return {**expected, "outcome": decision["outcome"]}
+
+
+def test_dry_run_counts_the_context_of_the_catalogue_where_the_node_names_a_shorter_one(
+    node: Daemon, gateway: Daemon
+) -> None:
+    assert check_dry_run(gateway, node, "named")["context_tokens"] == 32_768
+    order(gateway, "named", "unload")
 
 
 def test_model_gets_its_full_context_of_an_idle_model_and_less_is_said_everywhere(

@@ -176,6 +176,15 @@ def test_context_of_the_catalogue_bounds_what_the_load_is_counted_as(
     assert decision.takes_bytes == 6 * GIB, "four contexts of 1 GiB and the weights"
 
 
+def test_context_of_the_catalogue_counts_where_the_node_names_a_shorter_one(
+    cold: Make, node: Make, fleet: Make, spec: Make
+) -> None:
+    short = cold(estimate=6, contexts=contexts().named(8192))
+    nodes = [node("has", [80], short), node("lacks", [80])]
+    decision = place("m", fleet(*nodes, specs=[spec("m", None, context_tokens=AGENTS)]), NOW)
+    assert [each.takes_bytes for each in decision.assessments] == [18 * GIB, 18 * GIB]
+
+
 def test_load_that_found_little_room_is_no_measure_for_the_next(cold: Make, node: Make, fleet: Make) -> None:
     """It had taken 3 GiB on a full device. Where it found its room, the measured size counts."""
     cut = msgspec.structs.replace(

@@ -161,6 +161,34 @@ def test_model_with_damaged_files_fits_nowhere_not_even_for_the_operator(
     assert outcome(place("m", other_files, NOW)).startswith("load m on a")
 
 
+def test_model_that_the_node_read_and_does_not_support_fits_nowhere_not_even_for_the_operator(
+    model: Make, node: Make, fleet: Make, spec: Make
+) -> None:
+    facts = {"reason_code": "model_unsupported", "reason": "mamba9000 is not supported", "source": "/m"}
+    read = model("m", state=ModelState.COLD, age_s=0, **facts)
+    unsupported = fleet(node("a", [24], read), specs=[spec("m", 8)])
+    origins: tuple[Origin, ...] = ("request", "operator")
+    for decide, origin in itertools.product((place, search), origins):
+        decision = decide("m", unsupported, NOW, origin=origin)
+        assert [(each.verdict, each.reason) for each in decision.assessments] == [
+            (Verdict.UNSUPPORTED, "mamba9000 is not supported")
+        ]
+    assert rejection(place("m", unsupported, NOW, origin="operator")).code == "model_unsupported"
+    assert Feasibility(unsupported, NOW).nodes("m") == ()
+    for other in ({"source": "org/m"}, {"harness": "vllm"}):
+        elsewhere = fleet(node("a", [24], read, harnesses=("torch", "vllm")), specs=[spec("m", 8, **other)])
+        assert outcome(place("m", elsewhere, NOW)).startswith("load m on a")
+
+
+def test_load_that_failed_as_unsupported_may_be_tried_again_by_the_operator_and_is_not_listed_as_fitting(
+    model: Make, node: Make, fleet: Make, spec: Make
+) -> None:
+    facts = {"state": ModelState.FAILED, "age_s": 1, "reason": "not so", "reason_code": "model_unsupported"}
+    failed = fleet(node("a", [24], model("m", **facts)), specs=[spec("m", 8)])
+    assert place("m", failed, NOW, origin="operator").action == "load"
+    assert Feasibility(failed, NOW).nodes("m") == ()
+
+
 def test_unsupported_model_is_the_error_only_where_every_node_says_so(
     model: Make, node: Make, fleet: Make, spec: Make
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import select
 import socket
+from typing import Any
 
 import pytest
 
@@ -80,3 +81,63 @@ async def test_client_that_has_connected_is_accepted_after_others_are_held() -> 
             assert accepted.recv(100) == b"request"
             accepted.sendall(b"response")
             assert client.recv(100) == b"response"
+
+
+class SlowHandshake(socket.socket):
+    """A listening socket that a client is still connecting to when further ones are held."""
+
+    is_held = False
+    num_attempts = 0
+
+    def setsockopt(self, *option: Any) -> None:
+        self.is_held = True
+        super().setsockopt(*option)
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        self.num_attempts += self.is_held
+        if self.num_attempts < 2:
+            raise BlockingIOError
+        return super().accept()
+
+
+async def test_client_whose_handshake_ends_after_the_stop_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not is_held_here():
+        pytest.skip("this platform has no filters for sockets")
+    monkeypatch.setattr("cortex.http.server.server._HANDSHAKE_S", 0.5)
+    server = Server(echo, reject, Ticker(asyncio.get_running_loop()))
+    (bound,) = listen("127.0.0.1", 0)
+    listening = SlowHandshake(fileno=bound.detach())
+    server.listen_on([listening])
+    reader, writer = await asyncio.open_connection(*listening.getsockname()[:2])
+    stopping = asyncio.create_task(server.stop_accepting(WAIT_S))
+    writer.write(GET)
+    assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+    writer.close()
+    await stopping
+    await server.close()
+
+
+async def test_request_on_an_idle_connection_during_the_stop_is_served_and_told_to_be_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cortex.http.server.server._HANDSHAKE_S", 0)
+    monkeypatch.setattr("cortex.http.server.server._LAST_REQUEST_S", WAIT_S)
+    server = Server(echo, reject, Ticker(asyncio.get_running_loop()))
+    reader, writer = await asyncio.open_connection(*await server.listen("127.0.0.1", 0))
+    writer.write(GET)
+    head = await reader.readuntil(b"\r\n\r\n")
+    assert b"connection: close" not in head
+    await reader.readexactly(int(head.split(b"content-length: ")[1].split(b"\r\n")[0]))
+
+    async def stop() -> None:
+        await server.stop_accepting(WAIT_S)
+        await server.close(WAIT_S)
+
+    stopping = asyncio.create_task(stop())
+    await asyncio.sleep(0.01)
+    writer.write(GET)
+    last = await reader.read()
+    assert last.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b"connection: close" in last
+    await stopping
+    writer.close()

@@ -41,17 +41,17 @@ class Feasibility:
         large one, first those that list the model."""
         listing = self._fleet.index.listing.get(model_id, ())
         nodes = list(self._slim)
-        without_files = set()
+        unable = set()
         for position in listing:
             slim, held = nodes[position], self._fleet.nodes[position].residencies[model_id]
-            if held.is_absent:  # a load by the operator tries again; until then it is not there
-                without_files.add(slim.name)
+            if held.is_absent or held.is_unsupported:  # a load by the operator tries again; until then it is not there
+                unable.add(slim.name)
             nodes[position] = msgspec.structs.replace(slim, residencies=slim.residencies | {model_id: held})
         fleet = msgspec.structs.replace(self._fleet, nodes=tuple(nodes))
         if len(nodes) <= SMALL_FLEET:
             decision = place(model_id, fleet, self._now, origin="operator")
             feasible = (each.node for each in decision.assessments if each.verdict in ACTIONS)
-            return tuple(name for name in feasible if name not in without_files)
+            return tuple(name for name in feasible if name not in unable)
         if not self._fleet.index.sharing:  # else the models that were left out may be asked for
             fleet.__dict__["index"] = self._fleet.index
         spec = fleet.catalogue.spec(model_id)
@@ -66,7 +66,7 @@ class Feasibility:
                 is_feasible = self._has_room(model_id, node, elsewhere)
             else:
                 is_feasible = assess(spec, node, fleet, self._now, origin="operator").verdict in ACTIONS
-            if is_feasible and node.name not in without_files:
+            if is_feasible and node.name not in unable:
                 found.append(node.name)
             if len(found) == MAX_NAMED:
                 break

@@ -13,7 +13,6 @@ from cortex.fleet.index import remembered
 from cortex.fleet.memory import Need, need_of
 from cortex.fleet.rules import PlacementRules
 from cortex.fleet.topology import STARTING, Fleet, Node, Residency
-from cortex.wire.errors import ModelUnsupported
 from cortex.wire.node.bench import BenchResult
 from cortex.wire.node.protocol import HostKV, ModelState
 from cortex.wire.words import duration, replicas_in_words
@@ -239,19 +238,21 @@ def without_memory(
         return Verdict.WRONG_HARNESS, f"has no harness `{harness}`, {have}"
     if spec.num_nodes > 1 and (unfit := unfit_for_group(spec, node)) is not None:
         return unfit
-    if held is not None and held.is_absent and (origin != "operator" or held.is_damaged) and not _is_other(spec, held):
-        return Verdict.FAILED, held.status.reason or "its files are not there"
+    failed = Verdict.UNSUPPORTED if held is not None and held.is_unsupported else Verdict.FAILED
+    if held is not None and held.is_absent and (origin != "operator" or held.is_unusable) and not _is_other(spec, held):
+        return failed, held.status.reason or "its files are not there"
     if held is not None and held.state is ModelState.FAILED and origin != "operator":
         age_s = now - held.state_since
         if age_s < fleet.rules.retry_failed_after_s:
-            verdict = Verdict.UNSUPPORTED if held.status.reason_code == ModelUnsupported.code else Verdict.FAILED
-            return verdict, held.status.reason or f"failed to load {duration(age_s)} ago"
+            return failed, held.status.reason or f"failed to load {duration(age_s)} ago"
     return None
 
 
 def _is_other(spec: ModelSpec, held: Residency) -> bool:
-    """Whether the entry names other files than those that the node looked at."""
+    """Whether the entry names other files than those that the node looked at, or another server for them."""
     status = held.status
+    if spec.harness not in (None, status.harness):
+        return True
     is_other_source = spec.source is not None and status.source is not None and spec.source != status.source
     return is_other_source or (spec.quant is not None and spec.quant != status.requested_quant)
 

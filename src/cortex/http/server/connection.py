@@ -79,8 +79,11 @@ class CountedConnection(Protocol):
     client: str
 
     @property
-    def is_fresh(self) -> bool:
-        """Whether its first request has not arrived yet."""
+    def is_idle(self) -> bool:
+        """Whether it waits for a request."""
+
+    def announce_end(self) -> None:
+        """Close after the next response, which tells the client so."""
 
     def retire(self) -> None:
         """Take no further request: close now if idle, else after the running exchange."""
@@ -306,16 +309,20 @@ class ClientConnection(asyncio.Protocol):
             self._parser.release_upload(len(exchange.request.upload))
 
     @property
-    def is_fresh(self) -> bool:
-        """Whether its first request has not arrived yet."""
-        return not self._has_served and self._exchange is None and not self._closing
+    def is_idle(self) -> bool:
+        """Whether it waits for a request."""
+        return self._exchange is None and not self._closing
 
-    def retire(self) -> None:
-        """Take no further request: close now if idle, else after the running exchange."""
+    def announce_end(self) -> None:
+        """Close after the next response, which tells the client so."""
         self._retiring = True
         if self._exchange is not None:
             self._exchange.disable_keep_alive()
-        elif not self._parser.ready and not self._closing:
+
+    def retire(self) -> None:
+        """Take no further request: close now if idle, else after the running exchange."""
+        self.announce_end()
+        if self._exchange is None and not self._parser.ready and not self._closing:
             self._close()
 
     def abort(self) -> None:

@@ -83,12 +83,15 @@ _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 class ArrivingConnection:
     """A connection that was accepted and has no protocol yet: its TLS handshake may be running."""
 
-    is_fresh = True
+    is_idle = True
 
     def __init__(self, client: str) -> None:
         self.client = client
         self.task: asyncio.Task[None] | None = None
         self.is_aborted = False
+
+    def announce_end(self) -> None:
+        """There is no response yet that could say so."""
 
     def retire(self) -> None:
         """Nothing was requested yet: close."""
@@ -124,14 +127,20 @@ class Listener:
         self.sockets = tuple(sockets)
         self._accepting = [self._loop.create_task(self._accept_from(listening)) for listening in sockets]
 
+    def hold(self) -> None:
+        """Accept only clients that have begun to connect, until `close`; none of a socket that is shared."""
+        for listening, task in zip(self.sockets, self._accepting, strict=True):
+            if self._is_shared:
+                task.cancel()
+            else:
+                hold_arrivals(listening)
+
     def close(self) -> None:
         """Accept nothing more than what has connected already: closing the socket would reset it. Connections that
         have begun go on."""
-        for task in self._accepting:
+        self.hold()
+        for listening, task in zip(self.sockets, self._accepting, strict=True):
             task.cancel()
-        for listening in self.sockets:
-            if not self._is_shared:
-                hold_arrivals(listening)
             self._take_waiting(listening, _BACKLOG + 1)
             listening.close()
 

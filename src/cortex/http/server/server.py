@@ -27,7 +27,9 @@ log = logging.getLogger(__name__)
 _throttled_log = ThrottledLog(log)
 
 _DRAIN_CHECK_S = 0.02
-_FIRST_REQUEST_S = 0.5
+_HANDSHAKE_S = 0.02
+"""How long clients that are connecting have for it. Others that try meanwhile may have to try again after a second."""
+_LAST_REQUEST_S = 0.5
 
 
 class Server:
@@ -102,13 +104,20 @@ class Server:
     # --- shutdown
 
     async def stop_accepting(self, grace_s: float = 0.0) -> None:
-        """Stop accepting, and wait a moment for the first requests of clients that have just connected."""
+        """Stop accepting, and wait a moment for requests that are on their way: to close a connection under them would
+        look like a fault. Responses tell clients to connect anew."""
+        for listener in self._listeners:
+            listener.hold()
+        if self._listeners and grace_s:
+            await asyncio.sleep(_HANDSHAKE_S)
         for listener in self._listeners:
             listener.close()
         self._listeners.clear()
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + min(grace_s, _FIRST_REQUEST_S)
-        while any(connection.is_fresh for connection in self.connections) and loop.time() < deadline:
+        deadline = loop.time() + min(grace_s, _LAST_REQUEST_S)
+        while loop.time() < deadline and any(connection.is_idle for connection in self.connections):
+            for connection in self.connections:
+                connection.announce_end()
             await asyncio.sleep(_DRAIN_CHECK_S)
 
     async def close(self, grace_s: float = 0.0) -> None:

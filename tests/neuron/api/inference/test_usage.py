@@ -30,7 +30,7 @@ async def test_reports_usage_up_to_the_disconnect(api: Any, chat_body: Any, stre
 
     request = asyncio.create_task(send())
     async with asyncio.timeout(WAIT_S):
-        while 'neuron_time_to_first_token_seconds_count{model="org/tiny"} 1.0' not in await exposition(api):
+        while "\ngen_ai_server_time_to_first_token_seconds_count{" not in await exposition(api):
             await asyncio.sleep(0.01)
     early = asyncio.create_task(api.client.get(api.url + "/requests/a/b:1/usage"))  # before the disconnect
     await asyncio.sleep(0.05)

@@ -211,6 +211,7 @@ async def test_exposes_every_metric(api: Any, chat_body: Any) -> None:
         assert response.headers["content-type"].startswith("text/plain")
         lines = (await response.text()).splitlines()
     prompt_tokens = len(api.node.submitted[0].prompt)
+    named = 'gen_ai_operation_name="chat",gen_ai_request_model="org/tiny"'
     for expected in (
         'neuron_requests_total{dialect="openai_chat",model="org/tiny",outcome="ok"} 1.0',
         'neuron_request_errors_total{code="invalid_value",model="unknown"} 1.0',
@@ -219,11 +220,13 @@ async def test_exposes_every_metric(api: Any, chat_body: Any) -> None:
         'neuron_cached_prompt_tokens_total{model="org/tiny"} 2.0',
         'neuron_completion_tokens_total{model="org/tiny"} 13.0',
         'neuron_tokenised_characters_total{model="org/tiny"} 11.0',
-        'neuron_time_to_first_token_seconds_bucket{le="+Inf",model="org/tiny"} 1.0',
+        f"gen_ai_server_time_to_first_token_seconds_count{{{named}}} 1.0",
+        f"gen_ai_server_time_per_output_token_seconds_count{{{named}}} 1.0",
+        f'gen_ai_server_request_duration_seconds_count{{error_type="",{named}}} 1.0',
         'neuron_inter_token_seconds_bucket{le="+Inf",model="org/tiny"} 12.0',
         'neuron_queue_depth{model="org/tiny"} 3.0',
         'neuron_running_requests{model="org/tiny"} 2.0',
-        'neuron_kv_used_fraction{model="org/tiny"} 0.25',
+        'neuron_kv_used_ratio{model="org/tiny"} 0.25',
         'neuron_model_state{model="org/tiny",state="ready"} 1.0',
         'neuron_model_state{model="org/tiny",state="cold"} 0.0',
         'neuron_model_bytes{model="org/tiny"} 6.0',
@@ -234,7 +237,7 @@ async def test_exposes_every_metric(api: Any, chat_body: Any) -> None:
         'neuron_preemptions_total{model="org/tiny"} 1.0',
         'neuron_failed_kernel_passes_total{model="org/tiny"} 0.0',
         'neuron_kv_used_pages{model="org/tiny"} 4.0',
-        "# TYPE neuron_time_to_first_token_seconds histogram",
+        "# TYPE gen_ai_server_time_to_first_token_seconds histogram",
     ):
         assert expected in lines, expected
 

@@ -15,6 +15,7 @@ from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest
 from cortex.gateway.proxy.routes import InferenceRoute
 from cortex.gateway.proxy.services import Services
 from cortex.http.observer import Outcome
+from cortex.telemetry.spans import INPUT_TOKENS, MODEL, OPERATION, OUTPUT_TOKENS, operation_name
 from cortex.telemetry.tracing import UNTRACED
 from cortex.wire.errors import CortexError, ModelNotFound
 from cortex.wire.events import Usage
@@ -308,12 +309,13 @@ class RequestAccounting:
             "cortex.node": node,
             "cortex.outcome": self._result(outcome),
             "cortex.attempts": self.num_attempts,
-            "gen_ai.request.model": self.admitted.model,
+            MODEL: self.admitted.model,
+            OPERATION: operation_name(self.route.dialect if self.route.generates else self.route.need),
             STATUS_CODE: self.status,
         }
         if usage is not None:
-            attributes["gen_ai.usage.input_tokens"] = usage.prompt_tokens
-            attributes["gen_ai.usage.output_tokens"] = usage.completion_tokens
+            attributes[INPUT_TOKENS] = usage.prompt_tokens
+            attributes[OUTPUT_TOKENS] = usage.completion_tokens
         self.received.span.end(attributes, error=self.failure)
 
     def _log(self, node: str, outcome: Outcome, usage: Usage | None) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from cortex.http.request import Request, loggable
 from cortex.neuron.api.log_context import request_id
 from cortex.neuron.api.routes.metrics import RequestWatch
-from cortex.telemetry.spans import Span, Tracer
+from cortex.telemetry.spans import INPUT_TOKENS, MODEL, OPERATION, OUTPUT_TOKENS, Span, Tracer
 from cortex.telemetry.tracing import UNTRACED
 from cortex.wire.errors import CortexError
 from cortex.wire.response import total_usage
@@ -40,7 +40,8 @@ def traced(tracer: Tracer, http: Request, watch: RequestWatch) -> Iterator[None]
 def _end(span: Span, watch: RequestWatch, error: str | None) -> None:
     attributes: dict[str, str | int | float] = {
         "cortex.request_id": request_id.get(),
-        "gen_ai.request.model": watch.model,
+        MODEL: watch.model,
+        OPERATION: watch.operation,
     }
     if watch.finishes:
         timing = watch.finishes[-1].timing
@@ -49,8 +50,8 @@ def _end(span: Span, watch: RequestWatch, error: str | None) -> None:
             span.phase(name, began_s, began_s + took_s)
             began_s += took_s
         usage = total_usage(watch.finishes)
-        attributes["gen_ai.usage.input_tokens"] = usage.prompt_tokens
-        attributes["gen_ai.usage.output_tokens"] = usage.completion_tokens
+        attributes[INPUT_TOKENS] = usage.prompt_tokens
+        attributes[OUTPUT_TOKENS] = usage.completion_tokens
         attributes["cortex.cached_tokens"] = usage.cached_tokens
         attributes["cortex.drafted_tokens"] = usage.drafted_tokens
         attributes["cortex.accepted_draft_tokens"] = usage.accepted_draft_tokens

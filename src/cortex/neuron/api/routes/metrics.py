@@ -1,4 +1,4 @@
-"""The node's metrics: `neuron_*` in Prometheus' text format."""
+"""The node's metrics in Prometheus' text format: `neuron_*`, and those of model servers that OpenTelemetry names."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from prometheus_client.metrics_core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from cortex.neuron.api.backend import Backend
+from cortex.telemetry.spans import MODEL, OPERATION, operation_name
 from cortex.wire.errors import CortexError
 from cortex.wire.events import AnyEvent, Finish, Usage
 from cortex.wire.node.protocol import DeviceHealth, HostHealth, ModelState, ModelStatus
@@ -72,6 +73,7 @@ class Metrics:
     def __init__(self, backend: Backend) -> None:
         self._registry = CollectorRegistry()
         counter, histogram = self._counter, self._histogram
+        named = (MODEL.replace(".", "_"), OPERATION.replace(".", "_"))
         self.requests = counter("requests", "Requests that ended, by outcome.", "model", "dialect", "outcome")
         self.errors = counter("request_errors", "Requests that ended in an error, by its code.", "model", "code")
         self.disconnects = counter("client_disconnects", "Disconnected clients, by phase.", "model", "phase")
@@ -80,19 +82,23 @@ class Metrics:
         self.completion_tokens = counter("completion_tokens", "Tokens generated.", "model")
         self.reasoning_tokens = counter("reasoning_tokens", "Generated tokens that were reasoning.", "model")
         self.first_token = histogram(
-            "time_to_first_token_seconds", "From arrival to the first token, queue and load included.", _SECONDS
+            "time_to_first_token", "From arrival to the first token, queue and load included.", _SECONDS, *named
+        )
+        self.token_time = histogram(
+            "time_per_output_token", "For each token of a response after the first.", _TOKEN_SECONDS, *named
         )
         self.inter_token = TokenTimes(
             "neuron_inter_token_seconds", "Between two outputs of a response.", _TOKEN_SECONDS, self._registry
         )
-        self.duration = histogram("request_duration_seconds", "From arrival to the end.", _SECONDS)
+        self.duration = histogram("request_duration", "From arrival to the end.", _SECONDS, *named, "error_type")
         self._registry.register(_NodeState(backend))
 
     def _counter(self, name: str, documentation: str, *labels: str) -> Counter:
         return Counter(f"neuron_{name}", documentation, labels, registry=self._registry)
 
-    def _histogram(self, name: str, documentation: str, buckets: Iterable[float]) -> Histogram:
-        return Histogram(f"neuron_{name}", documentation, ["model"], buckets=tuple(buckets), registry=self._registry)
+    def _histogram(self, name: str, documentation: str, buckets: Iterable[float], *labels: str) -> Histogram:
+        name = f"gen_ai_server_{name}_seconds"
+        return Histogram(name, documentation, labels, buckets=tuple(buckets), registry=self._registry)
 
     def exposition(self) -> bytes:
         return generate_latest(self._registry)
@@ -100,7 +106,7 @@ class Metrics:
     @contextmanager
     def watch(self, dialect: str) -> Iterator[RequestWatch]:
         """Counts one request, however it ends."""
-        watch = RequestWatch(self)
+        watch = RequestWatch(self, operation_name(dialect))
         outcome = "ok"
         try:
             yield watch
@@ -120,13 +126,15 @@ class Metrics:
         finally:
             outcome = "error" if watch.error_code else outcome
             self.requests.labels(watch.model, dialect, outcome).inc()
-            self.duration.labels(watch.model).observe(time.monotonic() - watch.began_s)
+            error_type = watch.error_code or ("" if outcome == "ok" else outcome)
+            self.duration.labels(watch.model, watch.operation, error_type).observe(time.monotonic() - watch.began_s)
 
 
 class RequestWatch:
     """One request's counters and timers. Owned by the request's task."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, operation: str) -> None:
+        self.operation = operation
         self.began_s = time.monotonic()
         self.model = UNKNOWN_MODEL
         self.phase: Callable[[], str] = lambda: "read"
@@ -146,7 +154,7 @@ class RequestWatch:
         now_s = time.monotonic()
         passed_s, self._last_s = now_s - self._last_s, now_s
         if self._inter_token is None:
-            self._metrics.first_token.labels(self.model).observe(passed_s)
+            self._metrics.first_token.labels(self.model, self.operation).observe(passed_s)
             self._inter_token = self._metrics.inter_token.of(self.model)
         else:
             self._inter_token(passed_s)
@@ -154,6 +162,9 @@ class RequestWatch:
             if isinstance(event, Finish):
                 self.finishes.append(event)
                 self.count(event.usage)
+                if (later_tokens := event.usage.completion_tokens - 1) > 0:
+                    token_s = event.timing.decode_s / later_tokens
+                    self._metrics.token_time.labels(self.model, self.operation).observe(token_s)
 
     def count(self, usage: Usage) -> None:
         """Counts used tokens."""
@@ -235,7 +246,7 @@ def _of_models(models: Iterable[ModelStatus]) -> Iterator[Metric]:
     yield _gauge("queue_depth", "Requests that wait.", "model", {m: load.waiting for m, load in loads.items()})
     yield _gauge("running_requests", "Requests that run.", "model", {m: load.running for m, load in loads.items()})
     used = {m: load.kv_used_fraction for m, load in loads.items()}
-    yield _gauge("kv_used_fraction", "Share of the cache pages in use.", "model", used)
+    yield _gauge("kv_used_ratio", "Share of the cache pages in use.", "model", used)
     speeds = {m: load.tokens_per_s for m, load in loads.items()}
     yield _gauge("tokens_per_second", "Completion tokens after the first, over the last few seconds.", "model", speeds)
     sizes = {model.id: model.measured_bytes for model in models if model.state is not ModelState.ASLEEP}
@@ -264,7 +275,7 @@ def _of_devices(devices: Iterable[DeviceHealth]) -> Iterator[Metric]:
     kv = {index: device.kv_host_bytes for index, device in by_index.items()}
     yield _gauge("device_kv_host_bytes", "Host memory of KV pages that are not on the device.", "device", kv)
     utilisation = {index: device.utilisation for index, device in by_index.items()}
-    yield _gauge("device_utilisation", "How busy the device is, 0 to 1.", "device", utilisation)
+    yield _gauge("device_utilisation_ratio", "How busy the device is, 0 to 1.", "device", utilisation)
     yield _fallbacks(by_index.values())
     temperature = {index: device.temperature_c for index, device in by_index.items()}
     yield _gauge("device_temperature_celsius", "Temperature of the device.", "device", temperature)

@@ -34,7 +34,8 @@ class CreatedModels:
         """Replace the entries, atomically. Raises OSError."""
         draft = self.path.with_suffix(f".{os.getpid()}.tmp")
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_bytes(msgspec.json.format(msgspec.json.encode(entries)) + b"\n")
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(entries)) + b"\n")  # with the operator's prompts
         draft.replace(self.path)
 
 

@@ -95,6 +95,10 @@ def explained(gateway: Daemon, model: str) -> dict[str, Any]:
     return dict(gateway.call(f"/fleet/explain/{model}")[1]["nodes"][0])
 
 
+def node_of(gateway: Daemon) -> dict[str, Any]:
+    return dict(gateway.call("/fleet/status")[1]["nodes"][0])
+
+
 def order(gateway: Daemon, model: str, name: str = "load", **options: Any) -> dict[str, Any]:
     status, response = gateway.call(f"/fleet/models/{model}/{name}", options)
     assert status == 200, response
@@ -140,7 +144,8 @@ def test_loaded_model_says_what_lies_where_and_serves(node: Daemon, gateway: Dae
     assert host["weight_bytes"] == status["host_bytes"] <= host["budget_bytes"] <= HOST_MB << 20
     assert node.complete("moe")[0] == 200
     assert "in RAM" in run(gateway, "ps")[1]
-    until(lambda: "host memory" in run(gateway, "status")[1], "the status does not say it")
+    until(lambda: node_of(gateway)["host"]["weight_bytes"] > 0, "the gateway does not know it")
+    assert "host memory" in run(gateway, "status")[1]
 
 
 def test_model_in_host_memory_is_evicted_for_another_that_needs_it(node: Daemon, gateway: Daemon) -> None:

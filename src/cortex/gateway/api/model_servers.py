@@ -111,7 +111,7 @@ class ModelServerRoutes:
                 await asyncio.sleep(_FOLLOW_S)
         except CortexError:
             exchange.finish(keep_alive=False)
-        except asyncio.CancelledError:
+        except BaseException:
             if not exchange.closed:
                 exchange.finish(keep_alive=False)
             raise

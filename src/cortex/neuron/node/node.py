@@ -430,8 +430,22 @@ class Node:
             raise ModelUnsupported("this node is never suspended: its `suspend_command` is empty")
         if work := self._work():
             raise ModelInUse(f"this node is not suspended: {work}")
-        run_once(_suspend(command), "suspend this host")
+        run_once(self._suspend(command), "suspend this host")
         return command
+
+    async def _suspend(self, command: tuple[str, ...]) -> None:
+        await asyncio.sleep(_SUSPEND_AFTER_S)
+        if work := self._work():  # which came with the last requests
+            log.info("this host is not suspended: %s", work)
+            return
+        log.info("this host is suspended: %s", " ".join(command))
+        try:
+            process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)
+        except OSError as problem:
+            log.error("this host cannot be suspended: %s", problem)
+            return
+        if status := await process.wait():
+            log.error("this host was not suspended: `%s` failed with status %d", command[0], status)
 
     def _work(self) -> str | None:
         """What would be interrupted if the host were suspended now; None: nothing."""
@@ -529,15 +543,3 @@ class Node:
 
 def _shutting_down() -> ShuttingDown:
     return ShuttingDown("the node is shutting down; try another node, or this one later", retry_after_s=10)
-
-
-async def _suspend(command: tuple[str, ...]) -> None:
-    await asyncio.sleep(_SUSPEND_AFTER_S)
-    log.info("this host is suspended: %s", " ".join(command))
-    try:
-        process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)
-    except OSError as problem:
-        log.error("this host cannot be suspended: %s", problem)
-        return
-    if status := await process.wait():
-        log.error("this host was not suspended: `%s` failed with status %d", command[0], status)

@@ -183,7 +183,7 @@ def test_stored_matrix_has_the_dense_name_and_shape_and_reads_as_its_values(tmp_
     assert list(checkpoint.tensors) == [f"{NAME}.weight"]
     assert checkpoint.tensors[f"{NAME}.weight"].shape == (OUTPUTS, INPUTS)
     values = checkpoint.read(f"{NAME}.weight")
-    torch.testing.assert_close(values, matrix.values, rtol=2**-8, atol=1e-6)  # scales are rounded to bfloat16
+    torch.testing.assert_close(values, matrix.values, rtol=1e-6, atol=1e-6)
 
 
 def test_dense_destination_gets_the_numbers_in_pieces(
@@ -193,7 +193,7 @@ def test_dense_destination_gets_the_numbers_in_pieces(
     destination = torch.full((OUTPUTS, INPUTS), torch.nan)
     placement = Placement(f"{NAME}.weight", destination)
     load_into(opened(tmp_path, matrix), [placement], progress=lambda *_: None, cancelled=lambda: False)
-    torch.testing.assert_close(destination, matrix.values, rtol=2**-8, atol=1e-6)
+    torch.testing.assert_close(destination, matrix.values, rtol=1e-6, atol=1e-6)
 
 
 def test_packed_matrix_keeps_the_values(tmp_path: Path, matrix: Matrix, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,8 +203,11 @@ def test_packed_matrix_keeps_the_values(tmp_path: Path, matrix: Matrix, monkeypa
     packed = PackedMatrix(layout, OUTPUTS, INPUTS, torch.device("cpu"))
     placement = PackedPlacement(f"{NAME}.weight", packed, 0, OUTPUTS)
     load_into(checkpoint, [], [placement], progress=lambda *_: None, cancelled=lambda: False)
-    error = (packed.values() - matrix.values).norm() / matrix.values.norm()
-    assert error < 0.006  # bfloat16 scales, and eight bits where there are no groups
+    if layout.has_zeros or layout.codebook:
+        torch.testing.assert_close(packed.values(), matrix.values, rtol=2**-16, atol=1e-6)
+    else:
+        error = (packed.values() - matrix.values).norm() / matrix.values.norm()
+        assert error < 0.006  # eight bits where there are no groups
 
 
 def test_mxfp4_is_exact(tmp_path: Path) -> None:

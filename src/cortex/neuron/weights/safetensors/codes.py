@@ -72,7 +72,6 @@ def groups_of(stored: StoredTensor, scales: ScaleTensors, raw: Tensor, first_row
         scale, zero = (part[rows] for part in _group_scales(stored, scales, raw.device))
         repeats = scales.columns // GROUP
         scale, zero = scale.repeat_interleave(repeats, 1), zero.repeat_interleave(repeats, 1)
-    scale = scale.bfloat16().float()  # rounded first, so that the code of zero stays exactly zero
     return _groups(stored, codes, scale, -zero * scale)
 
 

@@ -29,7 +29,11 @@ LAYOUTS = [
 
 
 def layout_name(layout: Layout) -> str:
-    return f"{layout.bits}bit" + "-zeros" * layout.has_zeros + (f"-codebook-to-{max(layout.codebook)}" if layout.codebook else "")
+    return (
+        f"{layout.bits}bit"
+        + "-zeros" * layout.has_zeros
+        + (f"-codebook-to-{max(layout.codebook)}" if layout.codebook else "")
+    )
 
 
 class Codes(NamedTuple):

@@ -210,3 +210,30 @@ def _allowed(matcher: Matcher, grammar: str) -> list[int]:
     row = numpy.zeros(matcher.mask_words, dtype=numpy.int32)
     matcher.compile(grammar).fill_mask(row)
     return allowed(row)
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        r"start: /[a-z ]{40,90}/",
+        r"start: /([A-Z][a-z]{1,12} ){1,20}/",
+        r"start: /\w{3,50}(\n\w{2,9})*/",
+        'start: %json {"type": "array", "items": {"type": "string", "pattern": "^[a-z0-9_]{3,40}$"}}',
+    ],
+)
+def test_classes_of_tokens_make_no_difference_to_masks(grammar: str, demo_model: Path) -> None:
+    matcher = Matcher(demo_model, 49152)
+    state = matcher.compile(grammar)
+    assert matcher._vocabulary is not None
+    plain = llguidance.LLMatcher(matcher._vocabulary.with_slices([]), grammar, log_level=0)
+    row, expected = (numpy.zeros(matcher.mask_words, dtype=numpy.int32) for _ in range(2))
+    for step in range(12):
+        state.fill_mask(row)
+        plain.unsafe_compute_mask_ptr(expected.ctypes.data, expected.nbytes)
+        assert (row == expected).all()
+        tokens = sorted(allowed(row))
+        token = tokens[(step + 1) * 7919 % len(tokens)]
+        state.accept(token)
+        assert plain.consume_token(token)
+        if state.is_finished:
+            break

@@ -2,9 +2,9 @@
 
     PYTHONPATH=src:bench python bench/grammars.py [--vocabulary MODEL.gguf] [--tokens 128256] [--model llama-3.1-8b]
 
-The host's part needs no GPU: for each grammar and number of constrained rows, milliseconds of the engine's thread and of
-all threads for the masks of a step, and of the engine's thread to match the drawn tokens. Processor time, so that other
-programs matter little. Without a vocabulary, one is trained on the sources of Python's library.
+The host's part needs no GPU: for each grammar and number of constrained rows, milliseconds of the engine's thread and
+of all threads for the masks of a step, and of the engine's thread to match the drawn tokens. Processor time, so that
+other programs matter little. Without a vocabulary, one is trained on the sources of Python's library.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def train(num_tokens: int, folder: Path) -> Path:
         show_progress=False,
     )
     sources = sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py"))
-    tokenizer.train([str(path) for path in sources if "site-packages" not in path.parts], trainer)
+    tokenizer.train([str(path) for path in sources if not {"site-packages", "test", "tests"} & {*path.parts}], trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
     return folder

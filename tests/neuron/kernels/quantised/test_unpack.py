@@ -95,10 +95,8 @@ def expected(layout: Layout, slot: int, low: int, high: int, scales: tuple[int, 
 def distance(layout: Layout, slot: int, low: int, high: int, scale: int) -> Fraction:
     """As `expected`, of a layout whose groups have zeros."""
     j = slot % 4
-    if layout.low_bits == 8:
-        code = (low, high)[j % 2] >> (j // 2 * 8 + slot // 4 * 16) & 0xFF
-    else:
-        code = low >> (4 * slot) & 15
+    wide = (low, high)[j % 2] >> (j // 2 * 8 + slot // 4 * 16) & 0xFF
+    code = wide if layout.low_bits == 8 else low >> (4 * slot) & 15
     kept: float = struct.unpack("<f", struct.pack("<I", scale & 0xFFFFFF00))[0]
     return (code - (scale & 0xFF)) * Fraction(kept)
 

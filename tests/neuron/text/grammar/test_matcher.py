@@ -221,19 +221,21 @@ def _allowed(matcher: Matcher, grammar: str) -> list[int]:
         'start: %json {"type": "array", "items": {"type": "string", "pattern": "^[a-z0-9_]{3,40}$"}}',
     ],
 )
-def test_classes_of_tokens_make_no_difference_to_masks(grammar: str, demo_model: Path) -> None:
+def test_classes_of_tokens_make_no_difference_to_masks(
+    grammar: str, demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     matcher = Matcher(demo_model, 49152)
     state = matcher.compile(grammar)
-    assert matcher._vocabulary is not None
-    plain = llguidance.LLMatcher(matcher._vocabulary.with_slices([]), grammar, log_level=0)
+    monkeypatch.setattr("cortex.neuron.text.grammar.matcher._SLICES", ())
+    plain = Matcher(demo_model, 49152).compile(grammar)
     row, expected = (numpy.zeros(matcher.mask_words, dtype=numpy.int32) for _ in range(2))
     for step in range(12):
         state.fill_mask(row)
-        plain.unsafe_compute_mask_ptr(expected.ctypes.data, expected.nbytes)
+        plain.fill_mask(expected)
         assert (row == expected).all()
         tokens = sorted(allowed(row))
         token = tokens[(step + 1) * 7919 % len(tokens)]
         state.accept(token)
-        assert plain.consume_token(token)
+        plain.accept(token)
         if state.is_finished:
             break

@@ -25,8 +25,8 @@ class Constraint:
     def __init__(self, state: MatchState, allowed: Tensor | None = None) -> None:
         """`allowed`: the only tokens that the request allows, as bits. [words] int32, on the host"""
         self.state = state
-        self._allowed = allowed
-        self._accepted: bool | None = None
+        self.allowed = allowed
+        self.accepted: bool | None = None
         """Whether the grammar allowed the token that is asked about next, if it has been matched already."""
         self.failure: str | None = None
         """Why the grammar cannot be matched any further; ignore tokens drawn after that."""
@@ -54,7 +54,7 @@ class Constraint:
             return
         index = 0
         for each, drafted in bound:
-            if each._allowed is not None:
+            if each.allowed is not None:
                 each.check_allowed(rows[index])
             index += 1 + len(drafted)
 
@@ -74,14 +74,14 @@ class Constraint:
 
     def num_allowed(self, tokens: Sequence[int]) -> int:
         """How many of `tokens` the grammar allows one after the other, without one that ends the output."""
-        ahead = Constraint(self.state.copy(), self._allowed) if tokens else self
+        ahead = Constraint(self.state.copy(), self.allowed) if tokens else self
         return next((count for count, token in enumerate(tokens) if ahead.is_complete_after(token)), len(tokens))
 
     def fill_masks(self, rows: Tensor, drafted: Sequence[int]) -> None:
         """As `fill_mask`, for the next token and after each of `drafted`, which `num_allowed` has counted.
         rows: [1 + drafted, words]"""
         self.fill_mask(rows[0])
-        ahead = Constraint(self.state.copy(), self._allowed) if drafted else self
+        ahead = Constraint(self.state.copy(), self.allowed) if drafted else self
         for index, token in enumerate(drafted, start=1):
             if not ahead.is_complete_after(token):
                 ahead.fill_mask(rows[index])
@@ -90,20 +90,20 @@ class Constraint:
     @staticmethod
     def accept_all(drawn: Sequence[tuple[Constraint, int]]) -> None:
         """Matches a token of each of several sequences at once, which `is_complete_after` is asked about next."""
-        matched = [(each, token) for each, token in drawn if each.failure is None and each._allowed is None]
+        matched = [(each, token) for each, token in drawn if each.failure is None and each.allowed is None]
         if len(matched) > 1:  # for one, to wake the library's threads takes longer
             accepted = MatchState.accept_all([(each.state, token) for each, token in matched])
             for (each, _), is_accepted in zip(matched, accepted, strict=True):
-                each._accepted = is_accepted
+                each.accepted = is_accepted
 
     def is_complete_after(self, token: int) -> bool:
         """Accepts `token`; true if no token may follow it."""
         if self.failure is not None:
             return True  # drawn without a mask
-        if self._allowed is not None and not self._allowed[token // 32] >> token % 32 & 1:
+        if self.allowed is not None and not self.allowed[token // 32] >> token % 32 & 1:
             self._contradict()  # drawn with drafts, after which nothing was allowed
             return True
-        is_accepted, self._accepted = self._accepted, None
+        is_accepted, self.accepted = self.accepted, None
         try:
             if is_accepted is None:
                 self.state.accept(token)
@@ -111,7 +111,7 @@ class Constraint:
                 self.state.check_accepted(token, is_accepted)
             return self.state.is_finished
         except Exception as error:  # noqa: BLE001 - as above
-            if self._allowed is not None and isinstance(error, GrammarRejected):
+            if self.allowed is not None and isinstance(error, GrammarRejected):
                 self._contradict()
             else:
                 self._fail(error)
@@ -119,7 +119,7 @@ class Constraint:
 
     def check_allowed(self, row: Tensor) -> None:
         """Fails if the request allows none of the tokens that the grammar does. row: [words] int32"""
-        if self._allowed is not None and not (row & self._allowed).any():
+        if self.allowed is not None and not (row & self.allowed).any():
             self._contradict()
 
     def _contradict(self) -> None:

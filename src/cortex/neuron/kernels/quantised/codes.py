@@ -290,7 +290,7 @@ class PackedCodes:
     high: Tensor
     """[outputs, units]; empty where the layout has one plane"""
     scales: Tensor
-    """[outputs, columns / 32 · scale words]: two bfloat16 values in an int32, or one in an int16, or the upper 24 bits of
+    """[outputs, columns / 32 · scale words]: two bfloat16 values in an int32, one in an int16, or the upper 24 bits of
     a float32 and a zero in an int32"""
     counters: Tensor
     """[blocks of COUNTED_ROWS rows] int32, all 0 between products: how many parts of a sum are done"""

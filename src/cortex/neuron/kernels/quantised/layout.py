@@ -39,8 +39,8 @@ class Layout:
     zero: int | None = None
     """The code that stands for 0; None: each group has a minimum. Only with groups of 16, or a codebook."""
     has_zeros: bool = False
-    """Each group has the code that stands for 0, below 256, in the low 8 bits of the word of its scale. Only with groups
-    of 32."""
+    """Each group has the code that stands for 0, below 256, in the low 8 bits of the word of its scale. Only with
+    groups of 32."""
     codebook: tuple[int, ...] = ()
     """Sixteen signed bytes that codes of four bits stand for; empty: codes are the values themselves. Only with groups
     of 32. Codes arrive as `zero + value`."""
@@ -63,7 +63,7 @@ class Layout:
 
     @property
     def scale_words(self) -> int:
-        """Words of scales per 32 columns: scale and minimum or zero, or two scales, or two of the former, or one scale."""
+        """Words of scales per 32 columns: scale and minimum or zero, two scales, two of the former, or one scale."""
         return 2 if self.group == 16 and self.zero is None else 1
 
     @property

@@ -5,8 +5,8 @@ So a code needs no conversion, and one multiply-add, for two columns at a time, 
 as much larger. It rounds once. A code may even stay a few bits further up, with a scale that is as much smaller. What
 comes out is RESTORE times too small, which is made up for once, after the product. Scales from 2¹⁸ on do not fit.
 
-A scale of 24 bits is the sum of two of bfloat16. The distance of a code from its zero is exact in bfloat16; its products
-with both are added, so that a weight is rounded as the exact one would be, but for ties.
+A scale of 24 bits is the sum of two of bfloat16. The distance of a code from its zero is exact in bfloat16; its
+products with both are added, so that a weight is rounded as the exact one would be, but for those next to a tie.
 
 Triton has no operation for this, so it is written in PTX; under the interpreter the same arithmetic runs in Triton's
 own operations. Products of pairs are multiply-adds, because cards before Hopper have no other instruction for pairs of

@@ -182,7 +182,7 @@ class MatchState:
 
     @staticmethod
     def accept_all(tokens: Sequence[tuple[MatchState, int]]) -> list[bool]:
-        """As `accept`, of several states at once, in threads of the library. False: the mask did not allow the token."""
+        """As `accept`, of several states at once, in threads of the library. False: the mask did not allow a token."""
         return list(_executor().consume_token_par([(state.matcher, token) for state, token in tokens]))
 
     def check_accepted(self, token: int, is_accepted: bool) -> None:

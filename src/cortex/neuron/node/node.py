@@ -474,6 +474,7 @@ class Node:
         drain_s = self._config.drain_s
         leaving = (server.leave(drain_s) for server in self._servers.values())
         await asyncio.gather(self._models.close(_shutting_down(), drain_s), *leaving)
+        self.kv.close()
         self._ports.close()
         await self._harnesses.close()
         await self.texts.close()

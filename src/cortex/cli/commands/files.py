@@ -128,8 +128,8 @@ def rm(model: str, node: str | None, yes: bool, gateway: GatewayClient, as_json:
 def forget(gateway: GatewayClient, as_json: bool, *, unused_days: float | None, **chosen: object) -> None:
     """Delete what nodes keep of prompts.
 
-    That is their KV on devices, in host memory and on disk. Requests that run keep theirs. Prompts that continue deleted
-    ones are computed again.
+    That is their KV on devices, in host memory and on disk. Requests that run keep theirs. Prompts that continue
+    deleted ones are computed again.
     """
     unused_s = None if unused_days is None else unused_days * 86400
     given = {name: value for name, value in {**chosen, "unused_s": unused_s}.items() if value not in (None, False)}

@@ -1,9 +1,10 @@
 """Which replica serves a request: the one where its first token is expected first, or, where all replicas were
 measured, its last.
 
-Everything is weighed in seconds: computing what is not cached of the prompt, copying what is cached in host memory or on
-disk, fetching what another place has, the prompts ahead of it, the queue, and the requests that share the device. A replica whose KV cache is full comes after
-every other one whatever it has cached: routing by cache alone overloads one replica while another is idle.
+Everything is weighed in seconds: computing what is not cached of the prompt, copying what is cached in host memory or
+on disk, fetching what another place has, the prompts ahead of it, the queue, and the requests that share the device. A
+replica whose KV cache is full comes after every other one whatever it has cached: routing by cache alone overloads one
+replica while another is idle.
 """
 
 from __future__ import annotations

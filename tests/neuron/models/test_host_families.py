@@ -12,11 +12,9 @@ from cortex.neuron.engine.memory.plan import PAGE_TOKENS
 from cortex.neuron.engine.memory.sequences import SequenceMemory
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.kernels.moe.host_team import HostRates, HostTeam
-from cortex.neuron.layers.configs import MoEConfig
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.host_division import movable_layers
-from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.models.sizes import WeightStorage
 
 from ..named_weights import fill_by_name
@@ -25,7 +23,8 @@ from .family_models import TABLE
 from .test_parity import CPU, Driver
 from .tiny_family import VOCAB
 
-SPEC = LoadSpec("", dtype="float32", context_tokens=128, max_num_seqs=4, speculation="off", vision="off")
+NUM_POSITIONS = 128
+SPEC = LoadSpec("", dtype="float32", context_tokens=NUM_POSITIONS, max_num_seqs=4, speculation="off", vision="off")
 TOKENS = torch.randint(0, VOCAB, (80,), generator=torch.Generator().manual_seed(0))
 CHUNKS = [[74, 1, 5]]
 """With 74 rows the weights come to the device, with few the CPU computes."""
@@ -36,30 +35,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **{"model_type": "qwen3_next", "shared_expert_intermediate_size": 40, **QWEN, **tiny_delta()},
         "layer_types": ["linear_attention", "full_attention"],
     },
-    **{
-        f"{family}, {name}": each.config_of(name).to_dict()
-        for family, each in TABLE.items()
-        for name in each.changes
-    },
+    **{f"{family}, {name}": each.config_of(name).to_dict() for family, each in TABLE.items() for name in each.changes},
 }
-MIXTURES = [
-    name
-    for name, config in CONFIGS.items()
-    if any(
-        isinstance(block, MoEConfig)
-        for layer in read_architecture(config).layers
-        for block in (layer.feed_forward, layer.experts)
-    )
-]
 
 
 def divided(config: dict[str, Any], whole: LoadedModel) -> Decoder:
-    """The same model with half of each layer's routed experts in host memory, and memory for the same sequences."""
+    """The same model with half of each layer's routed experts in host memory, and the blocks of layers that have none;
+    and with memory for the same sequences."""
     team = HostTeam(CPU, torch.float32, lambda size: torch.empty(size, dtype=torch.uint8), buffer_experts=2)
     architecture = whole.model.architecture
     layers = movable_layers(architecture, WeightStorage(torch.float32.itemsize))
     parameters = Parameters(CPU, torch.float32, host=team)
-    model = Decoder(architecture.hosting([layer.experts // 2 for layer in layers]), parameters, SPEC.context_tokens)
+    model = Decoder(
+        architecture.hosting([-(-layer.num_movable // 2) for layer in layers]), parameters, NUM_POSITIONS
+    )
     fill_by_name(parameters)
     team.prepare()
     team.rates = HostRates(host=1e9, bus=1.0)
@@ -67,7 +56,7 @@ def divided(config: dict[str, Any], whole: LoadedModel) -> Decoder:
     return model
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", CONFIGS)
 @torch.inference_mode()
 def test_weights_in_host_memory_change_no_logit(name: str) -> None:
     whole = build_model(CONFIGS[name], SPEC, CPU, fill_by_name)

@@ -282,7 +282,7 @@ def build_model(
     if spec.host_weight_bytes and not (plan.fits and plan.context_tokens >= least_context(sizes, spec)):
         _check_hosting(spec, config, architecture)
         division = _divided(architecture, storage, sizes, spec, allowed_bytes)
-        architecture = architecture.hosting(division.experts_on_device)
+        architecture = architecture.hosting(division.moved)
         weights = division.device_bytes + sizes.weight_bytes - weight_bytes(passed_architecture, storage)
         sizes = replace(sizes, weight_bytes=weights)
         plan = plan_with_graphs(sizes, have_bytes, own_bytes, 0, max_rows=rows, device_kind=kind, wanted_tokens=wanted)
@@ -409,8 +409,9 @@ def _team(device: torch.device, dtype: torch.dtype, host: HostBuffers, layers: S
 def _host_notes(division: Division | None) -> tuple[str, ...]:
     if division is None:
         return ()
-    moved = len(division.host_layers)
-    return (f"{gib(division.host_bytes)} of weights in host memory: routed experts of {moved} layers",)
+    counts = {"routed experts": division.num_expert_layers, "feed-forward blocks": division.num_blocks}
+    parts = " and ".join(f"{what} ({count} layers)" for what, count in counts.items() if count)
+    return (f"{gib(division.host_bytes)} of weights in host memory: {parts}",)
 
 
 def step_tokens(spec: LoadSpec, rows: int, device: torch.device) -> int:

@@ -26,8 +26,14 @@ from cortex.neuron.engine.request import StageSpec
 from cortex.neuron.kernels.peer_buffer import buffer_bytes
 from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe
 from cortex.neuron.models.architecture import Architecture
-from cortex.neuron.models.host_division import NO_EXPERTS, LayerWeights, Rates, divide
-from cortex.neuron.models.host_division import buffer_bytes as stream_bytes
+from cortex.neuron.models.host_division import (
+    NO_EXPERTS,
+    NOTHING_MOVABLE,
+    LayerWeights,
+    Rates,
+    divide,
+    most_saved_bytes,
+)
 from cortex.neuron.models.packing import MatrixDevice
 from cortex.neuron.models.sizes import WeightStorage
 from cortex.neuron.models.towers.config import PASS_PATCHES
@@ -196,14 +202,14 @@ class Forecast(NodeLimits):
             return why
         layers, other_bytes = facts.movable(self.matrix_device(device))
         limit_bytes = model.host_weights << 20 if isinstance(model.host_weights, int) else _UNLIMITED_BYTES
-        return _split(layers, other_bytes, lacking_bytes, limit_bytes, self.rates())
+        return _split(layers, other_bytes, lacking_bytes, limit_bytes, self.rates(), moves_blocks=_moves_blocks(model))
 
     def splits(self, model: KnownModel, facts: ModelFacts, device: Device) -> HostSplits | None:
         """How the weights can be divided between the device and the host; None: they cannot, or may not."""
         if self._unsplittable(model, facts, device) is not None:
             return None
         layers, _ = facts.movable(self.matrix_device(device))
-        movable_bytes = sum(layer.num_movable * layer.expert_bytes for layer in layers) - stream_bytes(layers)
+        movable_bytes = most_saved_bytes(layers, moves_blocks=_moves_blocks(model))
         parts = (self.split(model, facts, device, max(1, movable_bytes * part // 16)) for part in _SPLIT_PARTS)
         found = tuple(split for split in parts if isinstance(split, HostSplit))
         return HostSplits(splits=found, is_measured=self.rates() is not None) if found else None
@@ -216,7 +222,12 @@ class Forecast(NodeLimits):
             return "weights lie in host memory only of a model on one device, not deterministic, in a native family"
         if device.kind == "cpu" and self.share_bytes(model, device) is None and model.memory_bytes is None:
             return "the memory of a CPU is the host's"
-        return None if any(layer.num_movable for layer in facts.movable(self.matrix_device(device))[0]) else NO_EXPERTS
+        layers, _ = facts.movable(self.matrix_device(device))
+        if any(layer.experts for layer in layers if layer.num_movable):
+            return None
+        if not any(layer.num_movable for layer in layers):
+            return NOTHING_MOVABLE
+        return None if _moves_blocks(model) else NO_EXPERTS
 
     def stages(
         self,
@@ -320,11 +331,22 @@ class Forecast(NodeLimits):
         return penalty_bytes(self.config.limits.max_num_seqs + 1, sizes.vocab, sizes.context_tokens)
 
 
+def _moves_blocks(model: KnownModel) -> bool:
+    """Whether weights that every token reads may lie in host memory, too: the entry must say so."""
+    return model.host_weights is not None
+
+
 def _split(
-    layers: Sequence[LayerWeights], other_bytes: int, lacking_bytes: int, limit_bytes: int, rates: Rates | None
+    layers: Sequence[LayerWeights],
+    other_bytes: int,
+    lacking_bytes: int,
+    limit_bytes: int,
+    rates: Rates | None,
+    *,
+    moves_blocks: bool,
 ) -> HostSplit | str:
-    whole_bytes = other_bytes + sum(layer.dense_bytes + layer.experts * layer.expert_bytes for layer in layers)
-    found = divide(layers, other_bytes, whole_bytes - lacking_bytes, limit_bytes, rates)
+    whole_bytes = other_bytes + sum(layer.num_bytes for layer in layers)
+    found = divide(layers, other_bytes, whole_bytes - lacking_bytes, limit_bytes, rates, moves_blocks=moves_blocks)
     if isinstance(found, str):
         return found
     return HostSplit(

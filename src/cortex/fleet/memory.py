@@ -247,10 +247,9 @@ def _splits(spec: ModelSpec, status: ModelStatus | None, fleet: Fleet) -> HostSp
     is_on_one_device = spec.tensor_parallel == spec.pipeline_parallel == spec.num_nodes == 1
     if spec.host_weights == "off" or not is_on_one_device:
         return None
-    if status is not None:
-        return status.host_splits
-    known = (node.residencies[spec.id].status for node in fleet.listing(spec.id))
-    return next((each.host_splits for each in known if each.host_splits is not None), None)
+    statuses = [node.residencies[spec.id].status for node in fleet.listing(spec.id)] if status is None else [status]
+    splits = next((each.host_splits for each in statuses if each.host_splits is not None), None)
+    return None if splits is not None and splits.is_last_resort and spec.host_weights is None else splits
 
 
 def host_left_bytes(node: Node) -> int:

@@ -46,9 +46,7 @@ def divided(config: dict[str, Any], whole: LoadedModel) -> Decoder:
     architecture = whole.model.architecture
     layers = movable_layers(architecture, WeightStorage(torch.float32.itemsize))
     parameters = Parameters(CPU, torch.float32, host=team)
-    model = Decoder(
-        architecture.hosting([-(-layer.num_movable // 2) for layer in layers]), parameters, NUM_POSITIONS
-    )
+    model = Decoder(architecture.hosting([-(-layer.num_movable // 2) for layer in layers]), parameters, NUM_POSITIONS)
     fill_by_name(parameters)
     team.prepare()
     team.rates = HostRates(host=1e9, bus=1.0)

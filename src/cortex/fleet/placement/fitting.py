@@ -177,7 +177,7 @@ class Fitting:
             speed = speed_in_words(split.tokens_per_s, is_measured=is_measured)
             reason += f"; {gib(split.host_bytes)} of its weights in host memory, {speed}"
         if verdict is Verdict.TOO_SMALL and self._held is not None:
-            reason += _smaller_form(self._held.status, candidates)
+            reason += _smaller_form(self._held.status, candidates) + _last_resort(spec, self._held.status)
         if asleep and verdict is Verdict.FITS:
             verdict, reason = Verdict.ASLEEP, f"asleep on this node; {reason}"
         takes_bytes = None if need is None or size is None else _taken(need.takes_bytes, size, room)
@@ -471,6 +471,16 @@ def _too_small(node: Node, eligible: Sequence[DeviceLedger], division: Division 
     if node.max_devices_per_model == 1 and len(eligible) > 1:
         reason += "; the node runs a model on one device"
     return reason
+
+
+def _last_resort(spec: ModelSpec, status: ModelStatus) -> str:
+    """What a dense model could leave to host memory, if its entry allowed that."""
+    splits = status.host_splits
+    if splits is None or not splits.is_last_resort or spec.host_weights is not None:
+        return ""
+    most = splits.splits[-1]
+    speed = speed_in_words(most.tokens_per_s, is_measured=splits.is_measured)
+    return f'; with `host_weights = "auto"` up to {gib(most.host_bytes)} of it may lie in host memory, {speed}'
 
 
 def _smaller_form(status: ModelStatus, devices: Sequence[DeviceLedger]) -> str:

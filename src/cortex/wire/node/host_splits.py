@@ -29,6 +29,10 @@ class HostSplits(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     is_measured: bool = False
     """Whether the rates behind the speeds were measured on the node (`cortex bench`)."""
 
+    is_last_resort: bool = False
+    """Whether every token reads what lies in host memory: a dense model. Only an entry that says so (`host_weights`)
+    allows it."""
+
     @property
     def most_saved_bytes(self) -> int:
         return self.splits[-1].saved_bytes

@@ -195,6 +195,7 @@ class Forecast(NodeLimits):
             model.num_devices * max(self.expected_bytes(model, facts, device) for device in allowed),
             self.contexts(model, facts, allowed[0], empty_tokens).part_of(1, model.num_devices),
             splits,
+            None if splits is not None else self._last_resort(model, facts, allowed[0]),
         )
 
     def split(self, model: KnownModel, facts: ModelFacts, device: Device, lacking_bytes: int) -> HostSplit | str:
@@ -212,7 +213,14 @@ class Forecast(NodeLimits):
         movable_bytes = most_saved_bytes(layers, moves_blocks=_moves_blocks(model))
         parts = (self.split(model, facts, device, max(1, movable_bytes * part // 16)) for part in _SPLIT_PARTS)
         found = tuple(split for split in parts if isinstance(split, HostSplit))
-        return HostSplits(splits=found, is_measured=self.rates() is not None) if found else None
+        if not found:
+            return None
+        is_dense = not any(layer.experts for layer in layers)
+        return HostSplits(splits=found, is_measured=self.rates() is not None, is_last_resort=is_dense)
+
+    def _last_resort(self, model: KnownModel, facts: ModelFacts, device: Device) -> HostSplits | None:
+        """How they could be if the entry said so."""
+        return None if model.host_weights else self.splits(replace(model, host_weights="auto"), facts, device)
 
     def _unsplittable(self, model: KnownModel, facts: ModelFacts, device: Device) -> str | None:
         """Why the weights must all be on the device; None: they need not."""

@@ -133,13 +133,14 @@ async def test_dense_model_is_divided_only_if_its_entry_says_so(tmp_path: Path, 
     if host_weights is not None:
         settings["models"][0]["host_weights"] = host_weights
     async with running_node(tmp_path, settings, read_host=lambda: LARGE) as node:
-        status = await node.survey(LoadRequest(model_id="m"))
         if host_weights in ("auto", 4096):
+            status = await load(node)
+            assert status.host_bytes > 64 * MIB
             assert status.host_splits is not None
             assert status.host_splits.is_last_resort
             assert status.host_splits.splits[0].tokens_per_s > 0
-            assert (await load(node)).host_bytes > 64 * MIB
             return
         with pytest.raises(InsufficientCapacity) as rejected:
             await load(node)
         assert ('with host_weights = "auto"' in rejected.value.message) == (host_weights is None)
+        assert (node.model("m").host_splits is not None) == (host_weights is None)

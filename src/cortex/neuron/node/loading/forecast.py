@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+import msgspec
+
 from cortex.neuron.engine.memory.dtypes import dtype_name, likely_multiplies_codes
 from cortex.neuron.engine.memory.plan import (
     MIN_PAGES,
@@ -220,7 +222,8 @@ class Forecast(NodeLimits):
 
     def _last_resort(self, model: KnownModel, facts: ModelFacts, device: Device) -> HostSplits | None:
         """How they could be if the entry said so."""
-        return None if model.host_weights else self.splits(replace(model, host_weights="auto"), facts, device)
+        asking = msgspec.structs.replace(model, host_weights="auto")
+        return None if model.host_weights else self.splits(asking, facts, device)
 
     def _unsplittable(self, model: KnownModel, facts: ModelFacts, device: Device) -> str | None:
         """Why the weights must all be on the device; None: they need not."""

@@ -137,10 +137,11 @@ async def test_dense_model_is_divided_only_if_its_entry_says_so(tmp_path: Path, 
             status = await load(node)
             assert status.host_bytes > 64 * MIB
             assert status.host_splits is not None
-            assert status.host_splits.is_last_resort
+            assert not status.host_splits.is_last_resort
             assert status.host_splits.splits[0].tokens_per_s > 0
             return
         with pytest.raises(InsufficientCapacity) as rejected:
             await load(node)
         assert ('with host_weights = "auto"' in rejected.value.message) == (host_weights is None)
-        assert (node.model("m").host_splits is not None) == (host_weights is None)
+        splits = node.model("m").host_splits
+        assert (splits is not None and splits.is_last_resort) == (host_weights is None)

@@ -215,15 +215,14 @@ class Forecast(NodeLimits):
         movable_bytes = most_saved_bytes(layers, moves_blocks=_moves_blocks(model))
         parts = (self.split(model, facts, device, max(1, movable_bytes * part // 16)) for part in _SPLIT_PARTS)
         found = tuple(split for split in parts if isinstance(split, HostSplit))
-        if not found:
-            return None
-        is_dense = not any(layer.experts for layer in layers)
-        return HostSplits(splits=found, is_measured=self.rates() is not None, is_last_resort=is_dense)
+        return HostSplits(splits=found, is_measured=self.rates() is not None) if found else None
 
     def _last_resort(self, model: KnownModel, facts: ModelFacts, device: Device) -> HostSplits | None:
         """How they could be if the entry said so."""
-        asking = msgspec.structs.replace(model, host_weights="auto")
-        return None if model.host_weights else self.splits(asking, facts, device)
+        if model.host_weights is not None:
+            return None
+        splits = self.splits(msgspec.structs.replace(model, host_weights="auto"), facts, device)
+        return None if splits is None else msgspec.structs.replace(splits, is_last_resort=True)
 
     def _unsplittable(self, model: KnownModel, facts: ModelFacts, device: Device) -> str | None:
         """Why the weights must all be on the device; None: they need not."""

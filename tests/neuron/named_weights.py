@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from cortex.neuron.engine.loading.loading import build_model
+from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.layers.parameters import Binding, Parameters
 
 
@@ -33,3 +36,17 @@ def fill_by_name(parameters: Parameters) -> None:
         binding.destination.copy_(values if binding.transform is None else binding.transform(values))
     for packed in parameters.row_bindings:
         packed.matrix.put_values(packed.first_row, named_tensor(packed.source, (packed.num_rows, packed.matrix.inputs)))
+
+
+def named_weights(config: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a checkpoint that has every expert apart."""
+    found: dict[str, Tensor] = {}
+
+    def collect(parameters: Parameters) -> None:
+        for binding in smallest_parts(parameters.bindings):
+            shape = binding.shape or tuple(binding.destination.shape)
+            found[binding.source] = named_tensor(binding.source, shape).contiguous()
+
+    spec = LoadSpec("", dtype="float32", max_num_seqs=4, speculation="off")
+    build_model(config, spec, torch.device("cpu"), collect)
+    return found

@@ -11,6 +11,7 @@ from cortex.neuron.engine.loading.loading import LoadedModel, build_model
 from cortex.neuron.engine.memory.plan import PAGE_TOKENS
 from cortex.neuron.engine.memory.sequences import SequenceMemory
 from cortex.neuron.engine.request import LoadSpec
+from cortex.neuron.kernels.moe.host_memory import processors_of_one_node
 from cortex.neuron.kernels.moe.host_team import HostRates, HostTeam
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.decoder import Decoder
@@ -42,7 +43,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def divided(config: dict[str, Any], whole: LoadedModel) -> Decoder:
     """The same model with half of each layer's routed experts in host memory, and the blocks of layers that have none;
     and with memory for the same sequences."""
-    team = HostTeam(CPU, torch.float32, lambda size: torch.empty(size, dtype=torch.uint8), buffer_experts=2)
+    team = HostTeam(
+        CPU,
+        torch.float32,
+        lambda size: torch.empty(size, dtype=torch.uint8),
+        buffer_experts=2,
+        processors=processors_of_one_node(),
+    )
     architecture = whole.model.architecture
     layers = movable_layers(architecture, WeightStorage(torch.float32.itemsize))
     parameters = Parameters(CPU, torch.float32, host=team)

@@ -102,14 +102,14 @@ class Fitting:
         return split
 
     def _load_split(self, need: Need) -> Assessment | None:
-        """With as many weights on a device as it can have: on one that is emptied first, on what is free next, and then
-        with as few as possible. `None`: that does not fit either."""
+        """With as many weights on devices as they can have: on those that are emptied first, on what is free next, and
+        then with as few as possible. `None`: that does not fit either."""
         assert need.splits is not None
         best: Assessment | None = None
         for size in dict.fromkeys((need.wanted_bytes, need.least_bytes)):
             least_share = max(1, size - need.splits.most_saved_bytes)
-            widest = max((device.capacity_bytes for device in self._eligible), default=0)
-            freest = max((device.available_bytes for device in self._eligible), default=0)
+            widest = self._together([device.capacity_bytes for device in self._eligible])
+            freest = self._together([device.available_bytes for device in self._eligible])
             for share in dict.fromkeys((widest, freest, least_share)):
                 if not least_share <= share < size or (split := need.splits.saving(size - share)) is None:
                     continue
@@ -120,6 +120,13 @@ class Fitting:
                     return found
                 best = found if best is None or found.rank < best.rank else best
         return best
+
+    def _together(self, sizes: list[int]) -> int:
+        """What the devices with the most can hold of it: unequal parts by layers, else equal ones."""
+        most = sorted(sizes, reverse=True)[: self._spec.tensor_parallel]
+        if len(most) < self._spec.tensor_parallel:
+            return 0
+        return sum(most) if self._by_layers else len(most) * most[-1]
 
     def _load_whole(self) -> Assessment:
         """On its devices alone. A model is placed where its full footprint is free. Other models are evicted for the

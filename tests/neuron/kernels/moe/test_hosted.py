@@ -16,7 +16,7 @@ from cortex.neuron.kernels.matrix import ExpertMatrix
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.host_exchange import exchange_of
 from cortex.neuron.kernels.moe.host_layers import HostExperts
-from cortex.neuron.kernels.moe.host_memory import HostMatrix
+from cortex.neuron.kernels.moe.host_memory import HostMatrix, processors_of_one_node
 from cortex.neuron.kernels.moe.host_team import HostRates, HostTeam
 from cortex.neuron.kernels.moe.hosted import hosted_mixture
 from cortex.neuron.kernels.moe.mixture import mixture
@@ -72,7 +72,7 @@ class _Layer:
     def __init__(self, kind: DeviceLayout | torch.dtype, hidden: int, inner: int, *, gated: bool, biased: bool) -> None:
         torch.manual_seed(1)
         rows = (1 + gated) * inner
-        self.team = HostTeam(_CPU, torch.float32, _allocate, buffer_experts=3)
+        self.team = HostTeam(_CPU, torch.float32, _allocate, buffer_experts=3, processors=processors_of_one_node())
         (gate_up, held_gate_up, hosted_gate_up) = _matrices(kind, rows, hidden)
         (down, held_down, hosted_down) = _matrices(kind, hidden, inner)
         held = (held_gate_up, held_down)

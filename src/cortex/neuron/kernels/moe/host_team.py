@@ -23,7 +23,6 @@ from cortex.neuron.kernels.moe.host_memory import (
     Call,
     launch_host_function,
     mapped_on,
-    processors_of_one_node,
 )
 from cortex.neuron.kernels.native.library import native_library
 
@@ -57,9 +56,16 @@ class HostTeam:
     """The threads, and the memory through which they talk to the device: one for all layers of a model. Belongs to the
     engine thread; the driver calls the functions of the host one after the other."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, allocate: Allocate, buffer_experts: int) -> None:
-        """`buffer_experts`: how many experts are copied to the device at a time. Raises NotImplementedError where the
-        functions in C cannot be compiled."""
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        allocate: Allocate,
+        buffer_experts: int,
+        processors: Sequence[int],
+    ) -> None:
+        """`buffer_experts`: how many experts are copied to the device at a time. `processors`: those of the threads.
+        Raises NotImplementedError where the functions in C cannot be compiled."""
         self.device = device
         self.allocate = allocate
         self.dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
@@ -74,7 +80,6 @@ class HostTeam:
         """Whether the copies of this step must still wait for the steps before it."""
         self._close: Callable[[], object] | None = None
         self._library = _declared(native_library().library)
-        processors = processors_of_one_node()
         threads = max(1, len(processors) - (device.type == "cuda"))  # the engine thread has a core of its own
         bound = (ctypes.c_int32 * len(processors))(*processors)
         num_bound = len(processors) if len(processors) < len(os.sched_getaffinity(0)) else 0

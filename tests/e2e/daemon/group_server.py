@@ -2,9 +2,8 @@
 """A stand-in for servers that run one model on several hosts: vLLM with and without Ray, SGLang, llama.cpp over RPC.
 
 It takes the arguments of the real ones, meets its other members as they do, and fails as they do: a leader that loses a
-member ends, a member that loses its leader ends, a member that is frozen holds up every response. `ggml-rpc-server` waits
-for leaders, one after another. The head of Ray goes on in the background, whatever becomes of vLLM. It needs the
-standard library only, so that it starts in milliseconds.
+member ends, a member that loses its leader ends, a member that is frozen holds up every response. `ggml-rpc-server`
+waits for leaders, one after another. It needs the standard library only, so that it starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -87,12 +86,7 @@ def start_ray() -> None:
         os.environ["RAY_ADDRESS"] = options.address
         answer(through_head("member"))
         sys.exit("the head is gone")
-    listener = socket.create_server((options.node_ip_address, int(options.port)))
-    if os.fork() == 0:
-        os.setsid()  # a daemon, as those of Ray
-        for descriptor in (0, 1, 2):
-            os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
-        lead_ray(listener)
+    lead_ray(socket.create_server((options.node_ip_address, int(options.port))))
 
 
 def lead_ray(listener: socket.socket) -> None:
@@ -266,6 +260,10 @@ def serve(options: argparse.Namespace, members: list[socket.socket]) -> None:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"] or 0)) or b"{}")
+            if self.path.startswith(("/sleep", "/wake_up")):
+                Path(os.environ["STAND_IN_STATE"]).write_text(self.path)
+                self.reply({})
+                return
             text = "".join(step() for _ in range(int(body.get("max_tokens") or 4)))
             usage = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
             message = {"role": "assistant", "content": text}

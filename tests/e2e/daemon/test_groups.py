@@ -190,10 +190,13 @@ def test_group_of_which_a_member_is_lost_ends_and_is_started_again(
 
 
 @long
-def test_group_whose_part_of_ray_ends_is_started_again(group: Group) -> None:
+@pytest.mark.parametrize("is_head", [False, True])
+def test_group_whose_part_of_ray_ends_is_started_again(group: Group, is_head: bool) -> None:
     until(lambda: group.is_served("ray"), "it is not served")
     before = group.processes("ray")
-    (victim,) = [process for process in before if "--block" in Path(f"/proc/{process}/cmdline").read_text()]
+    arguments = {process: Path(f"/proc/{process}/cmdline").read_text().split("\0") for process in before}
+    parts = [process for process, words in arguments.items() if "--block" in words]
+    (victim,) = [process for process in parts if ("--head" in arguments[process]) == is_head]
     os.kill(victim, signal.SIGKILL)
     until(lambda: not before.keys() & group.processes("ray").keys(), "a part of the old group is left")
     until(lambda: group.is_served("ray"), "it is not served again")

@@ -44,11 +44,16 @@ _VLLM = HarnessEntry(
     ),
 )
 # Ray otherwise gives its members the folder of the head, which nobody removes on their hosts.
-_RAY = 'ray start --node-ip-address=${MEMBER_HOST} --num-gpus=${GPU_COUNT} --temp-dir="$TMPDIR"'
+_RAY = 'ray start --block --node-ip-address=${MEMBER_HOST} --num-gpus=${GPU_COUNT} --temp-dir="$TMPDIR"'
+_RAY_IS_UP = f"ray health-check --address {_LEADER} 2> /dev/null"
+# The head and the server: when one ends, so does the other. SIGTERM lets the server end first.
 _RAY_HEAD = (
-    f"{_RAY} --head --port=${{LEADER_PORT}} --include-dashboard=false --disable-usage-stats && "
-    f'export RAY_ADDRESS={_LEADER} && exec "$0" "$@"'
+    f"{_RAY} --head --port=${{LEADER_PORT}} --include-dashboard=false --disable-usage-stats & head=$!; "
+    f"until {_RAY_IS_UP}; do kill -0 $head || exit 1; sleep 1; done; "
+    f'RAY_ADDRESS={_LEADER} "$0" "$@" & server=$!; trap "wait $server; exit" TERM; wait -n'
 )
+# It starts before the head does, and ends when its part of Ray does.
+_RAY_MEMBER = f"until {_RAY_IS_UP}; do sleep 1; done; exec {_RAY} --address={_LEADER}"
 # Its name since June 2026; before, it was rpc-server.
 _RPC_SERVER = 'program=$(command -v ggml-rpc-server) || program=rpc-server; exec "$program" "$@"'
 _SERVERS = (
@@ -72,13 +77,7 @@ _SERVERS = (
         group=GroupSettings(
             cmd=("bash", "-c", _RAY_HEAD, *_VLLM.commands["cmd"]),
             args="--pipeline-parallel-size ${NUM_NODES} --distributed-executor-backend ray",
-            # It starts before the head does, and ends when its part of Ray does.
-            member_cmd=(
-                "bash",
-                "-c",
-                f"until ray health-check --address {_LEADER}; do sleep 1; done 2> /dev/null; "
-                f"exec {_RAY} --address={_LEADER} --block",
-            ),
+            member_cmd=("bash", "-c", _RAY_MEMBER),
             version="ray --version",
         ),
     ),
@@ -89,8 +88,7 @@ _SERVERS = (
         context_args="--context-length ${CONTEXT}",
         health=_SLOW,
         group=GroupSettings(
-            args="--pp-size ${NUM_NODES} --nnodes ${NUM_NODES} --node-rank ${RANK} "
-            f"--dist-init-addr {_LEADER}",
+            args=f"--pp-size ${{NUM_NODES}} --nnodes ${{NUM_NODES}} --node-rank ${{RANK}} --dist-init-addr {_LEADER}",
             version="sglang version",
         ),
     ),

@@ -295,6 +295,7 @@ class Node:
         if request.wake_only and not self._models.is_in_memory(model.id):
             raise LoadFailed(f"nothing of {model.id} is on this node any more; load it again")
         if request.member is not None:
+            self._ports.await_load(request.member.group)
             await self._end_other_group(model)
         elif not (request.devices or request.harness or request.wake_only):  # no order of a gateway
             self._check_not_in_group(model.id)

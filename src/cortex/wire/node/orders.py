@@ -77,6 +77,19 @@ class FilesRequest(NodeValue, frozen=True):
     """False: a pull takes the files as the neighbours have them, and nothing from the hub."""
 
 
+class AssembleRequest(NodeValue, frozen=True, kw_only=True):
+    """`POST /files/assemble`: make a repository of the cache of uploaded files (`POST /api/blobs/sha256:…`)."""
+
+    repository: ModelName
+    files: dict[str, Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]]
+    """The SHA-256 of each, by its path in the repository."""
+
+
+class AssembledFiles(NodeValue, frozen=True):
+    repository: str
+    num_bytes: int
+
+
 class DeletedFiles(NodeValue, frozen=True):
     model_id: str
     freed_bytes: int

@@ -1,0 +1,75 @@
+"""Files that clients send instead of having them downloaded: each is kept under its digest, next to the repositories of
+the cache, until a repository is made of it. These functions block."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+import uuid
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from cortex.neuron.weights.errors import FilesMissing, Malformed
+from cortex.neuron.weights.hub.cache import RepositoryCache
+from cortex.neuron.weights.hub.listing import checked_file
+
+_KEPT_S: Final = 24 * 3600.0
+"""What no model was made of for so long is deleted with the next upload."""
+
+
+def _folder(cache: Path) -> Path:
+    return cache / ".uploads"
+
+
+def has(cache: Path, digest: str) -> bool:
+    return (_folder(cache) / digest).is_file()
+
+
+def store(cache: Path, digest: str, chunks: Iterable[bytes]) -> None:
+    """Keep a file. Raises Malformed for one with another SHA-256 than `digest`, and OSError."""
+    folder = _folder(cache)
+    folder.mkdir(parents=True, exist_ok=True)
+    _delete_old(folder)
+    draft = folder / f"{uuid.uuid4().hex}.incomplete"
+    found = hashlib.sha256()
+    try:
+        with draft.open("wb") as file:
+            for chunk in chunks:
+                found.update(chunk)
+                file.write(chunk)
+        if found.hexdigest() != digest:
+            raise Malformed(f"the file has the SHA-256 {found.hexdigest()}, not {digest}")
+        draft.replace(folder / digest)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _delete_old(folder: Path) -> None:
+    for file in folder.iterdir():
+        with suppress(FileNotFoundError):
+            if time.time() - file.stat().st_mtime > _KEPT_S:
+                file.unlink()
+
+
+def assemble(cache: Path, repository: str, digests: Mapping[str, str]) -> int:
+    """Make a repository of files that are here, by path; returns their bytes. Raises ValueError for a path that leads
+    out of it, FilesMissing and OSError."""
+    target = RepositoryCache(cache, repository)
+    uploads = {path: _folder(cache) / digest for path, digest in digests.items()}
+    try:
+        files = [checked_file(path, upload.stat().st_size, digests[path]) for path, upload in uploads.items()]
+    except FileNotFoundError as error:
+        raise FilesMissing(f"{Path(error.filename).name} was not uploaded") from None
+    listed = "".join(f"{file.path}\0{file.digest}\n" for file in sorted(files, key=lambda file: file.path))
+    commit = hashlib.sha1(listed.encode(), usedforsecurity=False).hexdigest()
+    for file in files:
+        blob = target.blob(file)
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            os.link(uploads[file.path], blob)  # other models may be made of it, too
+        target.link(commit, file)
+    target.remember("main", commit)
+    return sum(file.num_bytes for file in files)

@@ -21,7 +21,7 @@ DIGEST = hashlib.sha256(CONTENT).hexdigest()
 
 def test_repository_of_uploads_is_one_of_the_cache(tmp_path: Path) -> None:
     uploads.store(tmp_path, DIGEST, [CONTENT[:3], CONTENT[3:]])
-    assert uploads.has(tmp_path, DIGEST)
+    assert uploads.find(tmp_path, DIGEST)
     for _ in range(2):
         assert uploads.assemble(tmp_path, "uploaded/a", {"model.gguf": DIGEST, "sub/copy": DIGEST}) == 2 * len(CONTENT)
     listed = RepositoryCache(tmp_path, "uploaded/a").listing("main")
@@ -34,7 +34,7 @@ def test_repository_of_uploads_is_one_of_the_cache(tmp_path: Path) -> None:
 def test_upload_with_another_digest_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(Malformed, match="SHA-256"):
         uploads.store(tmp_path, DIGEST, [b"other"])
-    assert not uploads.has(tmp_path, DIGEST)
+    assert uploads.find(tmp_path, DIGEST) is None
     assert not [file for file in tmp_path.rglob("*") if file.is_file()]
 
 
@@ -48,8 +48,11 @@ def test_no_path_leads_out_of_the_repository_and_no_file_is_missing(tmp_path: Pa
 
 def test_old_uploads_are_deleted_and_their_models_stay(tmp_path: Path) -> None:
     uploads.store(tmp_path, DIGEST, [CONTENT])
-    uploads.assemble(tmp_path, "uploaded/a", {"model.gguf": DIGEST})
     os.utime(tmp_path / ".uploads" / DIGEST, (0, 0))
-    uploads.store(tmp_path, hashlib.sha256(b"").hexdigest(), [])
-    assert not uploads.has(tmp_path, DIGEST)
+    other = hashlib.sha256(b"").hexdigest()
+    uploads.store(tmp_path, other, [])
+    assert uploads.find(tmp_path, DIGEST) is None
+    uploads.assemble(tmp_path, "uploaded/a", {"model.gguf": other})
+    uploads.drop(tmp_path, [other])
+    assert uploads.find(tmp_path, other) is not None
     assert RepositoryCache(tmp_path, "uploaded/a").listing("main") is not None

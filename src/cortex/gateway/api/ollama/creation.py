@@ -32,7 +32,7 @@ from cortex.wire.dialects.ollama import lines, modelfile, models
 from cortex.wire.errors import CortexError, InvalidValue, ModelNotFound, UpstreamUnavailable, shorten
 from cortex.wire.fields import body as wire_body
 from cortex.wire.fields.body import MAX_MODEL_NAME
-from cortex.wire.model_names import check_name, plain_name
+from cortex.wire.model_names import UPLOADED, check_name, is_uploaded, plain_name
 from cortex.wire.node.load_options import is_path
 from cortex.wire.node.orders import AssembleRequest, FilesRequest
 from cortex.wire.preset import Preset
@@ -42,8 +42,6 @@ log = logging.getLogger(__name__)
 Change = Callable[[str, ModelSpec | Alias | None], Awaitable[None]]
 
 PREFIX = "/api/"
-_UPLOADED = "uploaded/"
-"""What the repositories of uploaded files are called on nodes."""
 
 
 class CreationRoutes:
@@ -190,13 +188,22 @@ class CreationRoutes:
         try:
             await client.assemble(AssembleRequest(repository=repository, files=creation.files))
             if creation.template:
-                _check_template(creation.template, creation.name, await client.chat_template(repository))
+                await self._check_uploaded(creation, client, repository)
         except UpstreamFault as fault:
             raise UpstreamUnavailable(f"Node {client.name} did not respond: {fault}") from fault
         files = FilesRequest(model_id=repository, source=repository)
         entry = created_entry(creation, None, files, None)
         assert isinstance(entry, ModelSpec)
         return entry if self._files.are_shared else msgspec.structs.replace(entry, only_on=(client.name,))
+
+    async def _check_uploaded(self, creation: modelfile.Creation, client: NodeClient, repository: str) -> None:
+        """Raises InvalidValue, and deletes the files, where TEMPLATE is not theirs."""
+        try:
+            _check_template(creation.template, creation.name, await client.chat_template(repository))
+        except CortexError:
+            if not any(each.source == repository for each in self._created_models.read().models):
+                await client.delete_files(FilesRequest(model_id=repository))
+            raise
 
     async def _entry_of_source(self, creation: modelfile.Creation) -> ModelSpec | Alias:
         """A model of one that is here, of the hub, or of a path on a node."""
@@ -226,7 +233,7 @@ class CreationRoutes:
     async def _delete_uploads(self, spec: ModelSpec, created: Catalogue) -> None:
         """Delete the files that were uploaded for `spec`, unless another model has them. Raises ModelInUse."""
         source = spec.source or ""
-        if source.startswith(_UPLOADED) and not any(each.source == source for each in created.models if each != spec):
+        if is_uploaded(source) and not any(each.source == source for each in created.models if each != spec):
             for node in self._dispatcher.fleet.listing(source):
                 await self._files.delete(node.name, source, None)
 
@@ -258,7 +265,7 @@ def _repository_for(creation: modelfile.Creation) -> str:
     """What the repository of the model's files is called: it has the same name as long as they are the same."""
     listed = "".join(f"{path}\0{digest}\n" for path, digest in sorted(creation.files.items()))
     slug = re.sub(r"[^A-Za-z0-9]+", "-", creation.name).strip("-")[:64] or "model"
-    return f"{_UPLOADED}{slug}-{hashlib.sha256(listed.encode()).hexdigest()[:8]}"
+    return f"{UPLOADED}/{slug}-{hashlib.sha256(listed.encode()).hexdigest()[:8]}"
 
 
 def _renamed(created: Catalogue, spec: ModelSpec, alias: str) -> ModelSpec:

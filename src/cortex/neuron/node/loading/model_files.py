@@ -172,7 +172,7 @@ class ModelFiles:
         return DeletedFiles(model_id=model.id, freed_bytes=num_bytes)
 
     async def has_upload(self, digest: str) -> bool:
-        return await asyncio.to_thread(uploads.has, self._library.cache, digest)
+        return await asyncio.to_thread(uploads.find, self._library.cache, digest) is not None
 
     async def upload(self, digest: str, body: Body) -> None:
         """Keep a file of a client for a model that is made of it. Raises InvalidValue or LoadFailed."""
@@ -207,6 +207,7 @@ class ModelFiles:
         except CortexError:
             await self.delete(FilesRequest(model_id=model.id))
             raise
+        await asyncio.to_thread(uploads.drop, self._library.cache, request.files.values())
         return AssembledFiles(repository=request.repository, num_bytes=num_bytes)
 
     async def shared(self, repository: str, revision: str) -> SharedRepository:

@@ -82,6 +82,8 @@ class FakeNeuron:
     name: str
     sizes: dict[str, int] = field(default_factory=dict)
     uploads: dict[str, bytes] = field(default_factory=dict)
+    harnesses: tuple[str, ...] = ("torch",)
+    num_reloads: int = 0
     """Models the node has, and the bytes each takes once loaded."""
     estimates: dict[str, int] = field(default_factory=dict)
     """Estimated bytes before the first load; `sizes` where absent."""
@@ -178,6 +180,7 @@ class FakeNeuron:
         return Health(
             status="ok",
             uptime_s=time.monotonic() - self.started,
+            num_reloads=self.num_reloads,
             devices=(DeviceHealth(index=0, total_bytes=self.total_bytes, free_bytes=free, worker="running"),),
             models=tuple(self.status(model) for model in self.sizes),
             disk=DiskUse(total_bytes=1000, free_bytes=self.free_disk_bytes, models_bytes=100),
@@ -193,6 +196,7 @@ class FakeNeuron:
             devices=(device,),
             dialects=self.dialects,
             can_sleep=self.can_sleep,
+            harnesses=self.harnesses,
         )
 
     @web.middleware

@@ -183,7 +183,7 @@ class Control:
 
     async def assemble_files(self, call: ApiCall) -> Response:
         """Makes a model of files that were uploaded."""
-        return responses.json(await self.backend.files.assemble(_decode(call.request.body, AssembleRequest)))
+        return responses.json(await self.backend.files.assemble(decode(call.request.body, AssembleRequest)))
 
     async def bench(self, call: ApiCall) -> Response:
         """Starts to measure a model that is ready, and responds at once; `/bench/{model}` shows the progress."""

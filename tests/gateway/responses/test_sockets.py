@@ -68,7 +68,8 @@ async def test_the_sdk_works_unmodified(node: FakeNeuron, start_gateway: StartGa
         AsyncOpenAI(api_key=ALICE.text, base_url=f"{client.url}/v1") as openai,
         openai.responses.connect() as connection,
     ):
-        deltas, ids = [], []
+        deltas: list[str] = []
+        ids: list[str] = []
         for previous in (None, 0):
             more = {} if previous is None else {"previous_response_id": ids[0]}
             await connection.response.create(model="a", input="hello", **more)

@@ -75,6 +75,8 @@ class _LineRun:
         self.status = 0
         self.body = bytearray()
         self.reserved: LineReservation | None = None
+        self.is_held_off = False
+        """It was rejected while other lines held its budget."""
 
     @property
     def reservation(self) -> LineReservation:
@@ -433,7 +435,7 @@ class BatchRunner:
             status = work.status
             is_busy = status in _BUSY or (status == 429 and work.reserved is not None)
             is_faulty = status in _FAULTY and run.tries[line.number] + 1 < MAX_TRIES
-            is_waiting = status == 429 and self._holds_budget(run.batch.key_id)
+            is_waiting = status == 429 and work.is_held_off
             if is_busy or is_faulty or is_waiting:
                 run.tries[line.number] += is_faulty and not is_busy and not is_waiting
                 self._back_off(run, line.model, work.node, is_busy=is_busy)
@@ -461,8 +463,9 @@ class BatchRunner:
 
     def _holds_budget(self, key_id: str) -> bool:
         """Whether other lines of the key hold a part of its budget, of which they may use less."""
-        runs = (run for run in self._runs.values() if run.batch.key_id == key_id)
-        return any(work.reserved is not None for run in runs for work in run.running.values())
+        runs = [run for run in self._runs.values() if run.batch.key_id == key_id]
+        are_running = any(work.reserved is not None for run in runs for work in run.running.values())
+        return are_running or any(run.results.hold_budget for run in runs)
 
     def _back_off(self, run: _BatchRun, model: str, node: str, *, is_busy: bool) -> None:
         """Only for its batch: the key of another one may have a budget, or its model a node."""
@@ -496,6 +499,7 @@ class BatchRunner:
                 prices, price = services.dispatcher.cost(facts.model), self._files.section.price
                 work.reserved = LineReservation(self._metering.ledger, key, estimate, prices, price)
             except CortexError as error:
+                work.is_held_off = self._holds_budget(run.batch.key_id)
                 self._inference.reject(received, shown_to(key, error))
                 return
             self._inference.serve(msgspec.structs.replace(received, idle=work))

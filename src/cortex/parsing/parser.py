@@ -148,6 +148,11 @@ class BodyParser:
         """What a client of the Responses API sends over a WebSocket."""
         return await self._parse(functions.read_event, body=text, client=client)
 
+    async def read_message_batch(self, body: bytes, max_lines: int, client: str) -> tuple[bytes, int]:
+        """The requests of a batch in Anthropic's API, one per line, and their number."""
+        read = await self._parse(functions.read_message_batch, max_lines, body=body, client=client)
+        return read.text, read.num_lines
+
     async def complete(
         self,
         body: bytes,

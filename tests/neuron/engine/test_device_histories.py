@@ -39,7 +39,7 @@ MAX_PAGES = 12
 """Two requests of the whole context do not fit."""
 EVENTS = (*["ask"] * 6, "sleep", "swap")
 FEW = hypothesis.settings(
-    max_examples=max(1, hypothesis.settings().max_examples // 40), phases=(hypothesis.Phase.generate,), deadline=None
+    max_examples=max(1, hypothesis.settings().max_examples // 200), phases=(hypothesis.Phase.generate,), deadline=None
 )
 HISTORIES = st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 1 << 30)), min_size=4, max_size=10)
 
@@ -167,6 +167,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         plain.close()
 
 
+@pytest.mark.timeout(1200)
 @FEW
 @hypothesis.given(events=HISTORIES)
 def test_model_with_any_history_responds_as_one_with_room(family: Family, events: list[tuple[str, int]]) -> None:
@@ -185,6 +186,5 @@ def test_histories_reach_what_they_are_for(family: Family) -> None:
     history.happen("ask", Random(5))
     history.happen("swap", Random(0))
     history.end()
-    print(dict(family.reached))
     expected = ("preemptions with pictures", "cancellations", "sleeps", "swaps")
     assert not [name for name in expected if not family.reached[name]]

@@ -66,12 +66,6 @@ class BatchResults:
     def num_unwritten(self) -> int:
         return len(self._finished) + len(self._unrecorded)
 
-    @property
-    def hold_budget(self) -> bool:
-        """Whether results that are not recorded hold a part of their key's budget."""
-        finished = (*self._finished, *(each for _, each in self._unrecorded))
-        return any(each.reservation is not None for each in finished)
-
     def __contains__(self, line: Line) -> bool:
         """Whether a line has a result that is not recorded yet."""
         unrecorded = (finished.number for _, finished in self._unrecorded)

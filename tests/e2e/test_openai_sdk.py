@@ -79,7 +79,8 @@ def test_same_seed_draws_the_same_response(client: openai.OpenAI) -> None:
 
 def test_responses_over_a_websocket_continue_without_being_stored(client: openai.OpenAI) -> None:
     with client.responses.connect() as connection:
-        ids, texts = [], []
+        ids: list[str] = []
+        texts: list[str] = []
         for text in ("The capital of France is Paris. Say: Paris.", "Say it again."):
             more = {"previous_response_id": ids[-1]} if ids else {}
             connection.response.create(

@@ -9,19 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-from aiohttp import ClientWebSocketResponse, WSMsgType, WSServerHandshakeError
+from aiohttp import ClientWebSocketResponse, WSMsgType, WSServerHandshakeError, web
 from openai import AsyncOpenAI
 
 from cortex.gateway.config import ResponsesSection
 from cortex.gateway.ledger.keys import generate
 from cortex.gateway.responses import sockets
+from cortex.wire import sse
 
 from ...waiting import WAIT_S
 from ..fake_neuron import FakeNeuron
+from ..fake_responses import begin_stream
 from ..started_gateway import Client, until
-from .responding_node import CALL
+from .responding_node import CALL, READY
 
 if TYPE_CHECKING:
+    from ..fake_neuron import StartNeuron
     from ..started_gateway import StartGateway
 
 ALICE = generate("alice", models=("a",))
@@ -225,6 +228,33 @@ async def test_responses_of_a_client_that_disconnects_are_cancelled(
     await until(lambda: not any(client.gateway.dispatcher.in_flight.values()))
     await until(lambda: client.gateway.server.buffered.num_bytes == 0)
     assert len(node.seen) == 2, "what waited in a lane was dropped"
+
+
+async def test_a_client_that_does_not_read_pauses_its_node(neurons: StartNeuron, start_gateway: StartGateway) -> None:
+    num_events, sent = 600, 0
+    event = {"type": "response.output_text.delta", "delta": "x" * 65_536}
+
+    async def respond(_: FakeNeuron, http: web.Request, __: dict[str, Any]) -> web.StreamResponse:
+        nonlocal sent
+        response = await begin_stream(http)
+        for _number in range(num_events):
+            await response.write(sse.frame(msgspec.json.encode(event), event["type"]))
+            sent += 1
+        done = {"type": "response.completed", "response": {"id": "resp_1", "status": "completed", "output": []}}
+        await response.write(sse.frame(msgspec.json.encode(done), "response.completed"))
+        await response.write_eof()
+        return response
+
+    client = await start_gateway(await neurons("beast", respond=respond, **READY))
+    async with connected(client) as socket:
+        await send(socket)
+        before = -1
+        while sent != before or not sent:
+            before = sent
+            await asyncio.sleep(0.5)
+        assert sent < num_events, "all of it lies in memory somewhere"
+        assert (await last(socket))["type"] == "response.completed"
+        assert sent == num_events
 
 
 async def test_events_beyond_the_limit_are_rejected(

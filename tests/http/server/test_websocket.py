@@ -141,7 +141,7 @@ class Opened:
             socket.listen(self.echoes[-1])
             exchange.upgrade(websocket.accept_headers(exchange.request), socket)
 
-        self.server, self.port = await self.harness.server(handle, **limits)
+        self.server, self.port = await self.harness.server(handle, admit_head=None, **limits)
         return await self.connect()
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

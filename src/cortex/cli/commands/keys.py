@@ -424,7 +424,7 @@ def import_keys(file: Path, config: Path | None, move: bool) -> None:
         def write(execute: Execute) -> None:
             key_store.import_keys(execute, source.keys, source.groups, other_groups)
             if loaded.ledger.audit_days:
-                names = ", ".join(each.name for each in (*source.keys, *source.groups))
+                names = ", ".join([*(key.name for key in source.keys), *(group.name for group in source.groups)])
                 audit.add_command(execute, "cortex keys import", f"{_counted(imported)}: {names}")
 
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +98,10 @@ def explained(gateway: Daemon, model: str) -> dict[str, Any]:
     return dict(gateway.call(f"/fleet/explain/{model}")[1]["nodes"][0])
 
 
+def is_read(gateway: Daemon, model: str) -> bool:
+    return explained(gateway, model)["need_bytes"] is not None
+
+
 def node_of(gateway: Daemon) -> dict[str, Any]:
     return dict(gateway.call("/fleet/status")[1]["nodes"][0])
 
@@ -182,7 +187,7 @@ def test_model_larger_than_all_devices_together_is_divided_among_them_and_the_ho
     )
     gateway = start_gateway("", {"n": node})
     for name in ("tensor", "pipeline"):
-        until(lambda name=name: explained(gateway, name)["need_bytes"], "the model was not read")
+        until(partial(is_read, gateway, name), "the model was not read")
         expected = explained(gateway, name)
         assert expected["host"]["need_bytes"] > 0, expected["reason"]
         order(gateway, name)

@@ -21,7 +21,7 @@ from cortex.neuron.kernels.quantised.matrix import PackedMatrix
 _PACKED, _BFLOAT16, _FLOAT32, _FLOAT8 = range(4)
 
 Allocate = Callable[[int], Tensor]
-"""Host memory of this many bytes, [bytes] uint8; page-locked where the device is a GPU."""
+"""Host memory of this many bytes, [bytes] uint8, zeros; page-locked where the device is a GPU."""
 MakeMatrix = Callable[[int, torch.device], ExpertMatrix]
 """Memory for a matrix of this many rows."""
 
@@ -202,7 +202,7 @@ def processors_of_one_node(number: int = 0, count: int = 1, root: Path = Path("/
     node = nodes[number % len(nodes)]
     ranks = range(number % len(nodes), count, len(nodes))
     place, size = ranks.index(number), len(ranks)
-    return node[len(node) * place // size : len(node) * (place + 1) // size] or [node[place % len(node)]]
+    return node[len(node) * place // size : len(node) * (place + 1) // size] or [node[len(node) * place // size]]
 
 
 def _cpu_list(text: str) -> set[int]:

@@ -227,6 +227,29 @@ async def test_a_line_waits_while_another_one_holds_the_budget(
     assert len(await results(client, done.output_file_id)) == 2
 
 
+async def test_lines_wait_for_the_window_of_a_budget_to_move_on(
+    start_gateway: StartGateway, neurons: StartNeuron, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "MAX_TRIES", 1)
+    new = keys.generate("ada", window_tokens=60)
+    gateway = await start_gateway(await neurons("one", **READY), keys=(new.section,))
+    client = openai_client(gateway.port, new.text)
+    id = (await submit(client, [line(number, max_tokens=3) for number in range(12)])).id
+    deadline = time.monotonic() + WAIT_S
+    while not (batch := await client.batches.retrieve(id)).request_counts.completed:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+    await asyncio.sleep(0.3)
+    await client.batches.cancel(batch.id)
+
+    done = await ended(client, batch.id)
+
+    codes = {each["error"]["code"] for each in await results(client, done.error_file_id) if each["error"]}
+    assert codes == {"batch_cancelled"}, "no line failed for want of a budget that comes back"
+    assert done.request_counts is not None
+    assert 0 < done.request_counts.completed < 12
+
+
 async def test_a_line_for_a_model_that_its_key_may_not_use_fails_and_is_not_counted(
     start_gateway: StartGateway, neurons: StartNeuron
 ) -> None:

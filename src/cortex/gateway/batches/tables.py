@@ -199,6 +199,20 @@ def drop_file(execute: Execute, id: str) -> None:
     execute("DELETE FROM stored_file WHERE id = ?", (id,))
 
 
+def unowned(execute: Execute, names: Sequence[str]) -> list[str]:
+    """Those of the files on disk that no row is about: neither a file of a client, nor a segment of a batch that has
+    not ended."""
+    batch_of = {name: name.partition(".")[0] for name in names}
+    marks = ", ".join("?" * len(names))
+    rows = execute(
+        f"""SELECT id FROM stored_file WHERE id IN ({marks})
+        UNION ALL SELECT id FROM batch WHERE id IN ({marks}) AND status IN {_ACTIVE}""",
+        (*names, *batch_of.values()),
+    )
+    owners = {row[0] for row in rows}
+    return [name for name in names if name not in owners and batch_of[name] not in owners]
+
+
 def is_in_use(execute: Execute, id: str) -> bool:
     """Whether a batch that has not ended reads the file."""
     return bool(execute(f"SELECT 1 FROM batch WHERE input_file_id = ? AND status IN {_ACTIVE}", (id,)))
@@ -257,11 +271,12 @@ def num_active(execute: Execute, key_id: str) -> int:
 
 
 def claim(execute: Execute, owner: str, now_s: float, lost_s: float, limit: int) -> list[Batch]:
-    """Take over batches that no gateway runs, or whose gateway has not been alive since `lost_s`, oldest first."""
+    """Take over batches that no gateway runs, or that have not been renewed since `lost_s`, oldest first. They may be
+    `owner`'s own: one that it runs although the database was away, or one that it could not release."""
     rows = execute(
-        f"""SELECT id FROM batch WHERE status IN {_ACTIVE} AND owner <> ? AND (owner = '' OR renewed_s <= ?)
+        f"""SELECT id FROM batch WHERE status IN {_ACTIVE} AND (owner = '' OR renewed_s <= ?)
         ORDER BY created_s, id LIMIT ?""",
-        (owner, int(lost_s), limit),
+        (int(lost_s), limit),
     )
     taken = []
     for (id,) in rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from cortex.neuron.engine.host_pages.block_files import Selection
@@ -44,7 +45,7 @@ class Files(Protocol):
     async def delete(self, request: FilesRequest) -> DeletedFiles: ...
     async def offer(self, source: str) -> HubRepository: ...
     async def shared(self, repository: str, revision: str) -> SharedRepository: ...
-    def open_shared(self, repository: str, digest: str) -> int: ...
+    def shared_file(self, repository: str, digest: str) -> AbstractContextManager[int]: ...
 
 
 class KvBlocks(Protocol):

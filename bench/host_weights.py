@@ -145,7 +145,7 @@ def main() -> None:
     rates = team.rates
     print(
         f"  {model.host.num_bytes / 1e9:.1f} GB in host memory; CPU {rates.host / 1e9:.1f} GB/s, "
-        f"bus {rates.bus / 1e9:.1f} GB/s, {rates.row_s * 1e6:.0f} µs per pair, notes {model.notes}",
+        f"bus {rates.bus / 1e9:.1f} GB/s, {rates.rows / 1e9:.1f} GB/s for a further row, notes {model.notes}",
         flush=True,
     )
     run = Run(model, spec, device)

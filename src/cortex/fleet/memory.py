@@ -244,13 +244,11 @@ def need_of(spec: ModelSpec, node: Node, fleet: Fleet) -> Need | None:
 
 def _splits(spec: ModelSpec, status: ModelStatus | None, fleet: Fleet) -> HostSplits | None:
     """How its weights can be divided between device and host: as the node says, or another one that has its files."""
-    is_on_one_device = spec.tensor_parallel == spec.pipeline_parallel == spec.num_nodes == 1
-    if spec.host_weights == "off" or not is_on_one_device:
+    if spec.host_weights == "off" or spec.num_nodes > 1:
         return None
-    if status is not None:
-        return status.host_splits
-    known = (node.residencies[spec.id].status for node in fleet.listing(spec.id))
-    return next((each.host_splits for each in known if each.host_splits is not None), None)
+    statuses = [node.residencies[spec.id].status for node in fleet.listing(spec.id)] if status is None else [status]
+    splits = next((each.host_splits for each in statuses if each.host_splits is not None), None)
+    return None if splits is not None and splits.is_last_resort and spec.host_weights is None else splits
 
 
 def host_left_bytes(node: Node) -> int:

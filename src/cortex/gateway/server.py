@@ -19,6 +19,7 @@ from cortex.gateway.api.control import Control
 from cortex.gateway.api.files import FileRoutes
 from cortex.gateway.api.health import GatewayHealth
 from cortex.gateway.api.jobs import JobBoard, JobRoutes
+from cortex.gateway.api.kept_prompts import KeptPromptRoutes
 from cortex.gateway.api.keys import KeyRoutes
 from cortex.gateway.api.live.event_streams import EventStreams
 from cortex.gateway.api.llama_cpp import LlamaCppRoutes
@@ -182,6 +183,7 @@ class Gateway:
             self._created_models,
             self._change_created,
         )
+        key_routes = KeyRoutes(self._metering, self._refresh_keys, self._deferred)
         store = self._operator_state.store
         orders = OrderRoutes(self.dispatcher, operator, board, self._metering, self._deferred, store)
         self._model_servers = ModelServerRoutes(self.dispatcher, nodes, self._metering, self._deferred, self.event_log)
@@ -205,7 +207,15 @@ class Gateway:
             self._batches,
             HistoryRoutes(self._history.history, self._metering),
             UsageRoutes(self._metering, lambda: self.dispatcher.fleet.catalogue, self._deferred),
-            KeyRoutes(self._metering, self._refresh_keys, self._deferred),
+            key_routes,
+            KeptPromptRoutes(
+                self.dispatcher,
+                nodes,
+                self._metering,
+                self._deferred,
+                key_routes.find,
+                lambda: self._admission.prefix_sharing,
+            ),
         )
         self._control = Control(
             self.dispatcher,

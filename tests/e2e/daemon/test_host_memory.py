@@ -76,11 +76,13 @@ def write_mixture(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def node(start_daemon: StartDaemon, tmp_path_factory: pytest.TempPathFactory) -> Daemon:
     path = write_mixture(tmp_path_factory.mktemp("mixture"))
+    dense = write_model(tmp_path_factory.mktemp("dense"), inner=6144, num_layers=8)
     return start_daemon(
         f"limits = {{ host_mb = {HOST_MB}, max_num_seqs = 4, min_free_vram_mb = 0 }}",
         f"[[devices]]\nindex = 0\nmemory_mb = {DEVICE_MB}",
         *(f'[[models]]\nid = "{name}"\nsource = "{path}"' for name in ("moe", "second")),
         f'[[models]]\nid = "on-device"\nsource = "{path}"\nhost_weights = "off"',
+        f'[[models]]\nid = "dense"\nsource = "{dense}"\nhost_weights = "auto"',
     )
 
 
@@ -125,6 +127,17 @@ def test_bytes_and_speed_are_said_before_the_load(gateway: Daemon) -> None:
     assert code == 0
     assert "yes, with host memory" in shown
     assert "host memory" in run(gateway, "explain", "moe")[1]
+
+
+def test_dense_model_is_the_last_resort_with_its_speed_said_before_the_load(node: Daemon, gateway: Daemon) -> None:
+    until(lambda: explained(gateway, "dense")["need_bytes"], "the model was not read")
+    assert "of its weights in host memory, about" in explained(gateway, "dense")["reason"]
+    assert "tokens/s expected" in order(gateway, "dense", dry_run=True)["outcome"]
+    assert "yes, with host memory" in run(gateway, "fits", "dense")[1]
+    order(gateway, "dense")
+    assert node.model("dense")["host_bytes"] > 10 << 20
+    assert node.complete("dense")[0] == 200
+    order(gateway, "dense", "unload")
 
 
 def test_model_that_may_not_use_host_memory_fits_nowhere(gateway: Daemon) -> None:

@@ -236,7 +236,7 @@ async def test_lines_wait_for_the_window_of_a_budget_to_move_on(
     client = openai_client(gateway.port, new.text)
     id = (await submit(client, [line(number, max_tokens=3) for number in range(12)])).id
     deadline = time.monotonic() + WAIT_S
-    while not (batch := await client.batches.retrieve(id)).request_counts.completed:  # type: ignore[union-attr]
+    while not (batch := await client.batches.retrieve(id)).request_counts.completed:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.02)
     await asyncio.sleep(0.3)

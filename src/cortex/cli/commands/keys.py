@@ -248,7 +248,7 @@ class LimitsRow(msgspec.Struct, frozen=True, kw_only=True):
     window_left_cost: float | None = None
     source: str = "file"
     tenant: str = ""
-    """For `neuron forget --tenant`."""
+    """For `cortex forget --tenant`, once the key is revoked."""
 
     def cells(self) -> tuple[str, ...]:
         """Under `_LIMIT_COLUMNS`."""

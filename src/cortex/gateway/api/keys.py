@@ -157,7 +157,7 @@ class KeyRoutes:
         return json_response({"key": made.text, **await self._described(made.section)}, 201)
 
     async def _change(self, operator: KeySection, name: str, fields: _KeyFields) -> Response:
-        given, found = fields.given(), self._find(name)
+        given, found = fields.given(), self.find(name)
         if operator.id == found.id and ("expires" in given or given.get("operator") is False):
             raise _own_key("change who may use")
         self._check_in_database(found)
@@ -178,7 +178,7 @@ class KeyRoutes:
         return json_response(await self._described(section))
 
     async def _revoke(self, operator: KeySection, name: str) -> Response:
-        found = self._find(name)
+        found = self.find(name)
         if operator.id == found.id:
             raise _own_key("revoke")
         self._check_in_database(found)
@@ -212,7 +212,8 @@ class KeyRoutes:
         """Those in force, with the models of their groups."""
         return () if self._metering.ledger is None else tuple(self._metering.ledger.keyring)
 
-    def _find(self, name_or_id: str) -> KeySection:
+    def find(self, name_or_id: str) -> KeySection:
+        """Raises RouteNotFound, and InvalidValue where several keys have the name."""
         keys = self._keys()
         found = [key for key in keys if key.id == name_or_id] or [key for key in keys if key.name == name_or_id]
         if not found:

@@ -349,7 +349,7 @@ class Dispatcher(DispatchView, StateMachine):
         if went_down:
             self._effects.mark_down(node, is_down=True)
             self._leases.suspects.discard(node)
-            self._leases.forget_cache(node)
+            self._leases.went_down(node)
             self._jobs.abandon(node, f"went down: {why}")
             self._surveys.ended(node)
 

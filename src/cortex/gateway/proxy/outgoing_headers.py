@@ -10,6 +10,7 @@ from urllib.parse import quote
 from cortex.foreign.embeddings import ASKED
 from cortex.gateway.dispatch.leases import Lease
 from cortex.gateway.dispatch.nodes.client import NodeClient
+from cortex.gateway.dispatch.nodes.neighbours import reaches
 from cortex.gateway.proxy.accounting.request_accounting import RequestAccounting
 from cortex.gateway.proxy.admission import AdmittedRequest
 from cortex.gateway.proxy.redaction import hides_details
@@ -85,10 +86,12 @@ def for_node(
 
 
 def kv_source(lease: Lease, nodes: Mapping[str, NodeClient]) -> Headers:
-    """Where the node finds KV of the prompt that another one has computed. Empty where its certificates are too long
-    for a header."""
+    """Where the node finds KV of the prompt that another one has computed. Empty where it cannot reach that one, or its
+    certificates are too long for a header."""
     source = nodes.get(lease.kv_source) if lease.kv_source else None
     if source is None or not lease.abilities.reads_headers or source.section.kind != "neuron":
+        return ()
+    if not reaches(nodes[lease.node].section.endpoint, source.section.endpoint):
         return ()
     try:
         value = kv_blocks.source_header(source.as_neighbour(kv_blocks.SCOPE))

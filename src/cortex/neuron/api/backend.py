@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 from cortex.neuron.engine.host_pages.block_files import Selection
+from cortex.neuron.engine.host_pages.store import ChosenBlocks
 from cortex.neuron.engine.request import EngineRequest, EngineStats, PooledTexts
 from cortex.neuron.node.generation import Fail, Receive
 from cortex.neuron.node.harness.upstream import Upstream
@@ -49,9 +50,10 @@ class Files(Protocol):
 
 
 class KvBlocks(Protocol):
-    """KV blocks for other nodes."""
+    """KV blocks of this node."""
 
-    async def offered(self, model: bytes, digests: Sequence[bytes]) -> Selection: ...
+    async def offered(self, model: bytes, digests: tuple[bytes, ...]) -> Selection: ...
+    async def forget(self, chosen: ChosenBlocks, unused_for_s: float | None = None) -> tuple[int, int]: ...
 
 
 class ModelBenches(Protocol):

@@ -22,7 +22,7 @@ from cortex.neuron.engine.host_pages.rates import prompt_s
 from cortex.neuron.engine.host_pages.store import BlockKind
 from cortex.neuron.engine.host_pages.tier import FETCHED_PAGES, HostTier, OtherRanks
 from cortex.neuron.engine.kv.page_groups import KVPages
-from cortex.neuron.engine.kv.pages import forget_tokens
+from cortex.neuron.engine.kv.pages import Digest, forget_tokens
 from cortex.neuron.engine.kv.recurrent_checkpoints import (
     CHECKPOINT_SPACING_TOKENS,
     RESPONSE_SPACING_TOKENS,
@@ -374,6 +374,21 @@ class Engine:
         """Copies to host memory what is not there yet, before the model sleeps or is closed. It must have no work."""
         if isinstance(self._loop, StepLoop):
             self._loop.save_pages()
+
+    @property
+    def model_id(self) -> str:
+        return self._spec.model_id
+
+    @property
+    def tier(self) -> HostTier | None:
+        """What is kept of the model beyond its device; None while it is asleep, and for one that keeps nothing."""
+        return self._loop.host if isinstance(self._loop, StepLoop) else None
+
+    def forget_pages(self, is_chosen: Callable[[Digest], bool]) -> None:
+        """Forgets what is cached on the device of these prefixes. Requests that run keep theirs."""
+        forget_tokens()
+        if isinstance(self._loop, StepLoop):
+            self._loop.forget(is_chosen)
 
     def _fall_asleep(self, asleep: ModelSleep) -> None:
         self._end_loop()

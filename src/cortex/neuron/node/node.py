@@ -408,7 +408,10 @@ class Node:
         """Fetches KV of the prompt from a node that has computed it, where that is expected to be faster."""
         instance = self._models.controller(model_id).instance
         if instance is not None:
-            await self.kv.fetch(model_id, instance.resident.info, instance.stats, request, source)
+            info, started_s = instance.resident.info, time.monotonic()
+            num_bytes = await self.kv.fetch(model_id, info, instance.stats, request, source)
+            if num_bytes and info.token_bytes:
+                instance.fetched_tokens_per_s = num_bytes / info.token_bytes / (time.monotonic() - started_s)
 
     def upstream(self, model_id: str) -> Upstream | None:
         """The server that takes the model's requests as text; None: `generate` takes them. Raises ModelNotFound or
@@ -476,6 +479,7 @@ class Node:
         drain_s = self._config.drain_s
         leaving = (server.leave(drain_s) for server in self._servers.values())
         await asyncio.gather(self._models.close(_shutting_down(), drain_s), *leaving)
+        self.kv.close()
         self._ports.close()
         await self._harnesses.close()
         await self.texts.close()

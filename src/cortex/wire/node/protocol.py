@@ -151,6 +151,8 @@ class ModelLoad(NodeValue, frozen=True):
     kv_used_fraction: float = 0.0
     tokens_per_s: float = 0.0
     """Completion tokens of all requests, without the first of each, over the last few seconds in which one came."""
+    fetched_tokens_per_s: float | None = None
+    """How fast KV of prompts came from other nodes; absent: none did."""
     waiting_by_class: dict[str, int] = {}
     """How many of those that wait for a slot are of each class; only classes with any."""
 

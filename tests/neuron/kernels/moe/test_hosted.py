@@ -14,8 +14,10 @@ from cortex.neuron.kernels.jit import INTERPRETED
 from cortex.neuron.kernels.layouts import DeviceLayout
 from cortex.neuron.kernels.matrix import ExpertMatrix
 from cortex.neuron.kernels.moe.experts import Experts
-from cortex.neuron.kernels.moe.host_memory import HostMatrix
-from cortex.neuron.kernels.moe.host_team import HostExperts, HostRates, HostTeam, exchange_of
+from cortex.neuron.kernels.moe.host_exchange import exchange_of
+from cortex.neuron.kernels.moe.host_layers import HostExperts
+from cortex.neuron.kernels.moe.host_memory import HostMatrix, processors_of_one_node
+from cortex.neuron.kernels.moe.host_team import HostRates, HostTeam
 from cortex.neuron.kernels.moe.hosted import hosted_mixture
 from cortex.neuron.kernels.moe.mixture import mixture
 from cortex.neuron.kernels.quantised.layout import FP4, IQ4, Q2, Q3, Q4, Q5, Q6, Q8, Layout
@@ -70,14 +72,22 @@ class _Layer:
     def __init__(self, kind: DeviceLayout | torch.dtype, hidden: int, inner: int, *, gated: bool, biased: bool) -> None:
         torch.manual_seed(1)
         rows = (1 + gated) * inner
-        self.team = HostTeam(_CPU, torch.float32, _allocate, buffer_experts=3)
+        self.team = HostTeam(_CPU, torch.float32, _allocate, buffer_experts=3, processors=processors_of_one_node())
         (gate_up, held_gate_up, hosted_gate_up) = _matrices(kind, rows, hidden)
         (down, held_down, hosted_down) = _matrices(kind, hidden, inner)
         held = (held_gate_up, held_down)
-        self.host = HostExperts(self.team, hosted_gate_up, hosted_down, held, _EXPERTS, _TOP_K, gated=gated)
+        self.host = HostExperts(
+            *(hosted_gate_up, hosted_down, held, torch.float32),
+            stream_places=3,
+            num_experts=_EXPERTS,
+            slots=_TOP_K,
+            gated=gated,
+            activation="silu",
+        )
+        self.team.layers.append(self.host)
         if biased:
             self.host.biases = (torch.randn(_EXPERTS * rows), torch.randn(_EXPERTS * hidden))
-        biases = self.host.biases or (None, None)
+        biases = self.host.biases
         router = torch.randn(_EXPERTS, hidden)
         self.whole = Experts(
             router, gate_up, down, _TOP_K, True, gated=gated, gate_up_bias=biases[0], down_bias=biases[1]
@@ -95,7 +105,7 @@ class _Layer:
     def check(self, rows: int, hidden: int) -> None:
         x = torch.randn(rows, hidden)
         expected = mixture(x, self.norm, 1e-6, self.whole)
-        found = hosted_mixture(x, self.norm, 1e-6, self.divided, self.host)
+        found = hosted_mixture(x, self.norm, 1e-6, self.divided, self.host, self.team)
         error = float((found - expected).norm() / (expected - x).norm())
         assert error < (1e-2 if INTERPRETED else 1e-3), error  # kernels of GPUs round to bfloat16
 

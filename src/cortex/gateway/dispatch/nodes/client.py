@@ -32,7 +32,9 @@ from cortex.wire.node.neighbours import Neighbour, key_hash, new_ticket
 from cortex.wire.node.orders import (
     DeletedFiles,
     FilesRequest,
+    ForgetBlocksRequest,
     ForgetSizeRequest,
+    ForgottenBlocks,
     HubRepository,
     LoadRequest,
     Recycled,
@@ -290,6 +292,9 @@ class NodeClient:
     async def cancel_bench(self, model: str) -> BenchStatus:
         """Returns when the measurement has ended."""
         return await self._post(b"/bench/cancel", BenchRequest(model_id=model), BenchStatus, CONTROL_TIMEOUT_S)
+
+    async def forget_blocks(self, request: ForgetBlocksRequest) -> ForgottenBlocks:
+        return await self._post(b"/kv/forget", request, ForgottenBlocks, DELETE_TIMEOUT_S)
 
     async def delete_files(self, request: FilesRequest) -> DeletedFiles:
         return await self._post(b"/files/delete", request, DeletedFiles, DELETE_TIMEOUT_S)

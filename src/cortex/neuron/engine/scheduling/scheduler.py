@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Ordered
 from itertools import islice
 from math import ceil
 
 from cortex.neuron.engine.errors import RequestError
 from cortex.neuron.engine.kv.page_groups import KVPages
+from cortex.neuron.engine.kv.pages import Digest
 from cortex.neuron.engine.kv.recurrent_checkpoints import RecurrentCheckpoints
 from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.engine.roofline.step_costs import StepCosts, StepShape
@@ -148,6 +149,12 @@ class Scheduler:
         self._states.distrust(sequence, digests)
         if self._offloaded is not None:
             self._offloaded.forget(digests)
+
+    def forget(self, is_chosen: Callable[[Digest], bool]) -> None:
+        """Forgets the cached pages and states of these prefixes. Sequences that have them keep theirs."""
+        digests = [each for each in (*self.pages.digests(), *self._states.digests()) if is_chosen(each)]
+        self.pages.disown(digests)
+        self._states.forget(digests)
 
     def _release(self, sequence: Sequence) -> None:
         self._admission.running_change()

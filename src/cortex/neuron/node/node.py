@@ -465,6 +465,8 @@ class Node:
                 return f"{status.id} runs on several nodes"
         if any(pull.state == "running" for pull in self.health().pulls):
             return "it downloads a model"
+        if self.files.num_shared:
+            return "another node downloads a model from it"
         return "a model is being measured" if self.benches.is_running else None
 
     async def close(self) -> None:

@@ -15,6 +15,7 @@ from cortex.neuron.engine.execution.results import Launched, RowResult
 from cortex.neuron.engine.execution.runner import Runner
 from cortex.neuron.engine.host_pages.rates import prompt_s
 from cortex.neuron.engine.host_pages.tier import HostTier
+from cortex.neuron.engine.kv.pages import Digest
 from cortex.neuron.engine.request import Counters, EngineRequest, EngineStats, SamplingParams, StepOutput
 from cortex.neuron.engine.sampling.constraints import Constraint, Constraints
 from cortex.neuron.engine.sampling.sampler import Draw, GrammarMask
@@ -171,6 +172,11 @@ class StepLoop:
         """Waits for the copies of pages: the device memory is about to be freed."""
         if self.host is not None:
             self.host.collect(wait=True)
+
+    def forget(self, is_chosen: Callable[[Digest], bool]) -> None:
+        """Forgets what is cached on the device of these prefixes. Requests that run keep theirs."""
+        self.end_copies()
+        self._scheduler.forget(is_chosen)
 
     def save_pages(self) -> None:
         """Copies to host memory what is not there yet. There must be no work."""

@@ -1,6 +1,7 @@
 """Output of a random model under a grammar: without the mask it would be noise."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -139,6 +140,22 @@ def test_grammar_that_no_allowed_token_continues_rejects_the_request(
     assert (tokens["ending"], finish["ending"]) == ([a, b], "rejected")
     assert "allowed_token_ids" in errors["ending"]
     engine.check_integrity()
+
+
+@pytest.mark.parametrize(("grammar", "drawn"), [('start: "}"', 0), ('start: "a}"', 1), ('start: "ab" "}" "c"', 2)])
+def test_grammar_that_the_vocabulary_cannot_spell_rejects_the_request(
+    model: tuple[Path, Tokenizer], tmp_path: Path, grammar: str, drawn: int
+) -> None:
+    shutil.copytree(model[0], tmp_path, dirs_exist_ok=True)
+    alphabet = [byte for byte in sorted(pre_tokenizers.ByteLevel.alphabet()) if byte != "}"]
+    poor = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    poor.model = models.BPE({byte: index for index, byte in enumerate(alphabet)}, [])
+    poor.save(str(tmp_path / "tokenizer.json"))
+    engine, errors = new_engine((tmp_path, poor), late=False), dict[str, str]()
+    tokens, finish = run(engine, request("x", grammar), errors=errors)
+    assert (finish["x"], len(tokens["x"])) == ("rejected", drawn)
+    assert "vocabulary" in errors["x"]
+    engine.close()
 
 
 def test_token_that_is_drawn_where_no_token_is_allowed_rejects_the_request(

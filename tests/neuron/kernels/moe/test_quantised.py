@@ -10,6 +10,7 @@ import torch
 from tests.neuron.kernels.moe.test_mixture import with_biases
 
 from cortex.neuron.kernels.dense.matrix import DenseMatrix
+from cortex.neuron.kernels.expert_pairs import ExpertChoice
 from cortex.neuron.kernels.float8.layout import FLOAT8_BLOCKS, FLOAT8_ROWS
 from cortex.neuron.kernels.float8.matrix import Float8Matrix
 from cortex.neuron.kernels.float8.support import has_float8_products
@@ -18,7 +19,6 @@ from cortex.neuron.kernels.layouts import DeviceLayout
 from cortex.neuron.kernels.matrix import ExpertMatrix
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.mixture import mixture, mixture_grouped, mixture_of_rows, mixture_reference
-from cortex.neuron.kernels.moe.pairs import ExpertChoice
 from cortex.neuron.kernels.quantised import experts as packed_experts
 from cortex.neuron.kernels.quantised import layout as layouts
 from cortex.neuron.kernels.quantised.experts import PackedExpertTiles

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cortex.neuron.engine.errors import RequestError
 from cortex.neuron.engine.sampling.sampler import GrammarMask
-from cortex.neuron.text.errors import GrammarRejected, TextModelError
+from cortex.neuron.text.errors import GrammarRejected, GrammarUnspellable, TextModelError
 from cortex.neuron.text.grammar.matcher import Matcher, MatchState
 
 
@@ -31,7 +31,7 @@ class Constraint:
         self.failure: str | None = None
         """Why the grammar cannot be matched any further; ignore tokens drawn after that."""
         self.is_contradiction = False
-        """Whether it failed because the request contradicts itself."""
+        """Whether it failed because the request contradicts itself, or asks for what the model cannot spell."""
 
     def fill_mask(self, row: Tensor) -> None:
         """Sets the bits of the allowed next tokens. row: [words] int32, on the host"""
@@ -132,6 +132,7 @@ class Constraint:
     def _fail(self, error: Exception) -> None:
         if isinstance(error, GrammarRejected):
             self.failure = str(error)
+            self.is_contradiction = isinstance(error, GrammarUnspellable)
         else:
             self.failure = f"the grammar could not be followed ({type(error).__name__}); simplify it and try again"
 

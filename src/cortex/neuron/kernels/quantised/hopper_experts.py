@@ -17,8 +17,8 @@ from torch import Tensor
 
 from cortex.neuron.kernels.activations import activation_number
 from cortex.neuron.kernels.device_facts import facts_of
+from cortex.neuron.kernels.expert_pairs import PairLists
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, num_processors, tl, triton
-from cortex.neuron.kernels.moe.pairs import PairLists
 from cortex.neuron.kernels.products.grouped import max_tiles, own_tile, pairs_from
 from cortex.neuron.kernels.quantised.codes import PackedCodes, empty_codes, unpacked
 from cortex.neuron.kernels.quantised.layout import CHUNK, FP4, UNIT, Layout

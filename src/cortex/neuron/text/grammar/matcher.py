@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from cortex.neuron.text.errors import GrammarRejected
+from cortex.neuron.text.errors import GrammarRejected, GrammarUnspellable
 from cortex.neuron.text.tokenizer.library import LibraryTokenizer
 
 if TYPE_CHECKING:
@@ -164,8 +164,13 @@ class MatchState:
             state.check()
 
     def check(self) -> None:
-        """Raises GrammarRejected if the last mask could not be computed."""
+        """Raises GrammarRejected if the last mask could not be computed, GrammarUnspellable if it would be empty."""
         if self.matcher.is_error():
+            if _reason(self.matcher).startswith("NoExtension"):
+                raise GrammarUnspellable(
+                    "no token of this model's vocabulary spells what the format of the output needs next; ask for "
+                    "another format, or use another model"
+                )
             raise GrammarRejected(f"the grammar became too complex, simplify it: {_reason(self.matcher)}")
 
     def forced_tokens(self) -> tuple[int, ...]:

@@ -75,7 +75,8 @@ def probabilities(logits: NDArray[np.float64], params: SamplingParams) -> NDArra
     kept = order[np.exp(x[order] - x[order[0]]) >= params.min_p]
     result = np.zeros(len(x))
     result[kept] = np.exp(x[kept] - x[kept[0]])
-    return result / result.sum()
+    result /= result.sum()
+    return result
 
 
 def drawn_tokens(logits: NDArray[np.float64], params: dict[str, Any], count: int, first_seed: int = 0) -> list[int]:

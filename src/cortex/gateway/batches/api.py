@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 
 from cortex.gateway.api.parts import ApiRoute, DeferredResponses, expect, number_in_query, read_body
-from cortex.gateway.batches import lines as batch_lines
 from cortex.gateway.batches import tables
 from cortex.gateway.batches.files import FileStore, chunks_of
 from cortex.gateway.batches.lines import ENDPOINTS, MESSAGES
@@ -28,6 +27,7 @@ from cortex.gateway.ledger.groups import NANO
 from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.meter import ANONYMOUS, Metering
 from cortex.gateway.ledger.users import is_user
+from cortex.gateway.proxy.admission import client_of
 from cortex.gateway.proxy.inference import Inference
 from cortex.gateway.proxy.listener import FILES_PATH, MESSAGE_BATCHES_PATH
 from cortex.gateway.proxy.routes import error_response, family_of, json_response
@@ -40,7 +40,6 @@ from cortex.system.tasks import Supervisor
 from cortex.wire.errors import (
     CortexError,
     InvalidValue,
-    MalformedJSON,
     RateLimitExceeded,
     ResponseNotFound,
     RouteNotFound,
@@ -107,6 +106,7 @@ class BatchService:
         self._files = FileStore(database, section, state_directory / section.directory.expanduser())
         self._runner = BatchRunner(inference, self._files, metering, tasks)
         self._metering = metering
+        self._parser = inference.services.parser
         self._deferred = deferred
         self.cross_site = CrossSiteCheck()
         """Replaced by a reload."""
@@ -373,15 +373,10 @@ class BatchService:
         request, section = exchange.request, self._files.section
         check_content_type(request.text(b"content-type"), required=True)
         batch = self._new(key, "anthropic", MESSAGES, "24h", "")
-        try:
-            lines = await asyncio.to_thread(batch_lines.from_messages, request.body, section.max_lines)
-        except msgspec.ValidationError as problem:
-            raise InvalidValue(f"Invalid body: {shorten(str(problem))}.") from problem
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
-            raise MalformedJSON(f"The body is not valid JSON: {shorten(str(problem))}") from problem
-        num_lines, num_bytes = len(lines), sum(map(len, lines))
+        client = client_of(key, request)
+        text, num_lines = await self._parser.read_message_batch(request.body, section.max_lines, client)
         file = await self._files.save(
-            _id_of(key), tables.HIDDEN, f"{batch.id}.jsonl", lines, num_bytes=num_bytes, lasts_s=section.retention_s
+            _id_of(key), tables.HIDDEN, f"{batch.id}.jsonl", [text], num_bytes=len(text), lasts_s=section.retention_s
         )
         batch = msgspec.structs.replace(batch, input_file_id=file.id, num_lines=num_lines)
         try:

@@ -15,6 +15,7 @@ from cortex.fleet.memory import ledger
 from cortex.fleet.placement import explain
 from cortex.fleet.placement.decision import Decision, Verdict
 from cortex.fleet.placement.eviction import due_for_recycling, expired, over_ceilings
+from cortex.fleet.placement.longer_contexts import to_load_again
 from cortex.fleet.placement.place import UnmetPin, place, unmet_pins
 from cortex.fleet.placement.search import search
 from cortex.fleet.sleeping import as_if_awake
@@ -126,6 +127,16 @@ class Dispatcher(DispatchView, StateMachine):
         kept[model] = max(kept.get(model, 0.0), now + kept_s)
         for other in [each for each, until in kept.items() if until <= now]:
             del kept[other]
+
+    def ask_for_context(self, model: str, tokens: int) -> ModelOnNode | None:
+        """A request asks for a context of `tokens`, which further loads are to have. Returns the replica to unload for
+        that, if there is one."""
+        now, fleet = self._clock(), self.fleet
+        self._demand.asks(model, tokens, now)
+        if self._is_applying or self._queues.depths.get(model):
+            return None
+        place = to_load_again(model, tokens, fleet, now)
+        return place if place is not None and self._demand.may_reload(model, now) else None
 
     def _check_limit(self, model: str) -> None:
         """Raises RateLimitExceeded for a request beyond the `max_requests` of its model."""

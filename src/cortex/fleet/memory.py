@@ -223,6 +223,8 @@ def need_of(spec: ModelSpec, node: Node, fleet: Fleet) -> MemoryNeed | None:
     held = node.residencies.get(spec.id)
     status = None if held is None else sized_for(spec, held.status)
     contexts = None if status is None else _contexts(spec, status)
+    if contexts is not None and fleet.demand is not None and (tokens := fleet.demand.wanted_context(spec.id)):
+        contexts = contexts.wanting(tokens)
     takes_bytes = None if status is None else whole_measured_bytes(status)
     if takes_bytes is None and status is not None and status.harness != ENGINE and status.estimate_bytes:
         takes_bytes = spec.vram_bytes or _whole(status, status.estimate_bytes)  # its node knows its latest runs

@@ -39,6 +39,7 @@ from cortex.neuron.api.routes.tokens import Tokens
 from cortex.parsing.parser import BodyParser
 from cortex.telemetry.spans import Tracer
 from cortex.telemetry.tracing import NoTracer
+from cortex.wire.dialects.ollama.models import BLOBS_PREFIX
 from cortex.wire.dialects.registry import ROUTES
 from cortex.wire.errors import Family
 from cortex.wire.node import headers as our_headers
@@ -122,6 +123,8 @@ class NodeApi:
         self._router.find(request)
         self._access.check_form(request)
         limits = self.server.limits
+        if request.path.startswith(BLOBS_PREFIX.encode()):
+            return Spooled(limits.upload_bytes)
         if not is_opaque(request.path.decode("latin-1")):
             return limits.body_bytes
         return body_limit(request, body_bytes=limits.body_bytes, upload_bytes=limits.upload_bytes)

@@ -43,7 +43,7 @@ class OpaqueRoutes:
             upstream = self._upstream(fields.model, http.path.decode(), watch)
             if fields.form == "json":
                 dropped = (*upstream.stripped_fields, *upstream.fields)
-                body = await shared.server_body(http, upstream.fields, dropped, None)
+                body = await shared.server_body(http, upstream.fields, dropped, "any")
                 await self._relay.pass_on_json(call, fields.model, body, upstream, watch)
                 return
             sent = written(http, fields, upstream.fields, upstream.stripped_fields)

@@ -206,7 +206,7 @@ class PoolingRoutes:
                     limit = bodies.token_limit_of(http)
                     _check_limit(len(http.body), limit)
                     dropped = (*upstream.stripped_fields, *upstream.fields)
-                    body = await shared.server_body(http, upstream.fields, dropped, limit)
+                    body = await shared.server_body(http, upstream.fields, dropped, bodies.access_of(http))
                     await shared.opaque.pass_on_json(call, request.model, body, upstream, watch)
                     return None
                 check_task(shared.backend, request.model, served, request.task, is_of_gateway=is_of_gateway)

@@ -78,7 +78,7 @@ def _check(device: torch.device, layout: Layout) -> None:
     codes = empty_codes(layout, 2 * outputs, inputs, device)
     code = torch.arange(2 * outputs * inputs, device=device).view(2 * outputs, inputs).remainder(11).remainder(8)
     scale = torch.rand(2 * outputs, inputs // 32, generator=torch.Generator().manual_seed(0)).to(device)
-    zero = layout.zero or 0
+    zero = 3 if layout.has_zeros else layout.zero or 0
     if layout.codebook:
         code = zero + torch.tensor(layout.codebook, device=device)[code]
     codes.put_codes(0, code.to(torch.uint8), scale, -zero * scale)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,11 +77,13 @@ def write_mixture(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def node(start_daemon: StartDaemon, tmp_path_factory: pytest.TempPathFactory) -> Daemon:
     path = write_mixture(tmp_path_factory.mktemp("mixture"))
+    dense = write_model(tmp_path_factory.mktemp("dense"), inner=6144, num_layers=8)
     return start_daemon(
         f"limits = {{ host_mb = {HOST_MB}, max_num_seqs = 4, min_free_vram_mb = 0 }}",
         f"[[devices]]\nindex = 0\nmemory_mb = {DEVICE_MB}",
         *(f'[[models]]\nid = "{name}"\nsource = "{path}"' for name in ("moe", "second")),
         f'[[models]]\nid = "on-device"\nsource = "{path}"\nhost_weights = "off"',
+        f'[[models]]\nid = "dense"\nsource = "{dense}"\nhost_weights = "auto"',
     )
 
 
@@ -93,6 +96,10 @@ def gateway(node: Daemon, start_gateway: StartGateway) -> Daemon:
 
 def explained(gateway: Daemon, model: str) -> dict[str, Any]:
     return dict(gateway.call(f"/fleet/explain/{model}")[1]["nodes"][0])
+
+
+def is_read(gateway: Daemon, model: str) -> bool:
+    return explained(gateway, model)["need_bytes"] is not None
 
 
 def node_of(gateway: Daemon) -> dict[str, Any]:
@@ -127,6 +134,17 @@ def test_bytes_and_speed_are_said_before_the_load(gateway: Daemon) -> None:
     assert "host memory" in run(gateway, "explain", "moe")[1]
 
 
+def test_dense_model_is_the_last_resort_with_its_speed_said_before_the_load(node: Daemon, gateway: Daemon) -> None:
+    until(lambda: explained(gateway, "dense")["need_bytes"], "the model was not read")
+    assert "of its weights in host memory, about" in explained(gateway, "dense")["reason"]
+    assert "tokens/s expected" in order(gateway, "dense", dry_run=True)["outcome"]
+    assert "yes, with host memory" in run(gateway, "fits", "dense")[1]
+    order(gateway, "dense")
+    assert node.model("dense")["host_bytes"] > 10 << 20
+    assert node.complete("dense")[0] == 200
+    order(gateway, "dense", "unload")
+
+
 def test_model_that_may_not_use_host_memory_fits_nowhere(gateway: Daemon) -> None:
     assert explained(gateway, "on-device")["verdict"] == "too_small"
     code, shown = run(gateway, "fits", "on-device")
@@ -155,3 +173,27 @@ def test_model_in_host_memory_is_evicted_for_another_that_needs_it(node: Daemon,
     assert (node.model("second")["state"], node.model("moe")["state"]) == ("ready", "cold")
     host = node.call("/health")[1]["host"]
     assert host["weight_bytes"] == node.model("second")["host_bytes"] > 0
+
+
+def test_model_larger_than_all_devices_together_is_divided_among_them_and_the_host(
+    start_daemon: StartDaemon, start_gateway: StartGateway, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = write_mixture(tmp_path_factory.mktemp("parts"))
+    node = start_daemon(
+        "cpu_devices = 2",
+        "limits = { max_num_seqs = 2, min_free_vram_mb = 0 }",
+        *(f"[[devices]]\nindex = {index}\nmemory_mb = 15" for index in range(2)),
+        *(f'[[models]]\nid = "{name}"\nsource = "{path}"\n{name}_parallel = 2' for name in ("tensor", "pipeline")),
+    )
+    gateway = start_gateway("", {"n": node})
+    for name in ("tensor", "pipeline"):
+        until(partial(is_read, gateway, name), "the model was not read")
+        expected = explained(gateway, name)
+        assert expected["host"]["need_bytes"] > 0, expected["reason"]
+        order(gateway, name)
+        status = node.model(name)
+        assert (status["state"], len(status["devices"])) == ("ready", 2)
+        assert 0 < status["host_bytes"] < 1.5 * expected["host"]["need_bytes"]
+        assert node.complete(name)[0] == 200
+        order(gateway, name, "unload")
+    assert node.call("/health")[1]["host"]["weight_bytes"] == 0

@@ -153,6 +153,15 @@ def test_entry_decides_how_much_may_lie_in_host_memory(setting: Any, is_divided:
     assert (decision.node == "a") is is_divided
 
 
+@pytest.mark.parametrize(("setting", "is_divided"), [(None, False), ("auto", True), ("off", False), (100_000, True)])
+def test_dense_model_is_divided_only_if_its_entry_says_so(setting: Any, is_divided: bool) -> None:
+    dense = mixture(msgspec.structs.replace(SPLITS, is_last_resort=True))
+    decision = place("moe", fleet(node("a", 24, 100, dense), host_weights=setting), NOW)
+    assert (decision.node == "a") is is_divided
+    hint = 'with `host_weights = "auto"` up to 51.0 GiB of it may lie in host memory, about 10 tokens/s expected'
+    assert (hint in text(decision)) is (setting is None)
+
+
 def test_node_without_the_files_is_judged_by_the_report_of_another() -> None:
     small = node("files", 8, 0, mixture())
     decision = place("moe", fleet(small, node("empty", 24, 100)), NOW)

@@ -28,19 +28,18 @@ def _divided(device_bytes: int, host_bytes: int = 1 << 40, rates: Rates | None =
 
 def test_model_that_fits_stays_on_the_device() -> None:
     division = _divided(WHOLE)
-    assert (division.device_bytes, division.host_bytes, division.host_layers) == (WHOLE, 0, ())
-    assert division.experts_on_device == (16, 16, 16, 0)
+    assert (division.device_bytes, division.host_bytes, division.moved) == (WHOLE, 0, (0, 0, 0, 0))
 
 
 @pytest.mark.parametrize("lacking", [1, 10 * MIB, 60 * MIB, 150 * MIB])
 def test_as_few_experts_leave_the_device_as_it_lacks_equally_many_of_each_layer(lacking: int) -> None:
     division = _divided(WHOLE - lacking)
-    moved = [layer.experts - count for layer, count in zip(LAYERS, division.experts_on_device, strict=True)]
+    moved = division.moved
     assert division.device_bytes <= WHOLE - lacking < division.device_bytes + 4 * MIB
     assert max(moved[:3]) - min(moved[:3]) <= 1
     assert moved[3] == 0
     assert division.device_bytes == WHOLE - 4 * MIB * sum(moved) + buffer_bytes(LAYERS)
-    assert division.host_bytes == 4 * MIB * (sum(moved) + len(division.host_layers))  # one spare place each
+    assert division.host_bytes == 4 * MIB * (sum(moved) + division.num_expert_layers)  # one spare place each
 
 
 def test_buffers_hold_the_experts_of_each_size_and_one_for_exchanges() -> None:
@@ -53,7 +52,8 @@ def test_buffers_hold_the_experts_of_each_size_and_one_for_exchanges() -> None:
 def test_reason_names_what_is_lacking() -> None:
     assert "lacking on the device" in str(divide(LAYERS, OTHER, 100 * MIB, 1 << 40))
     assert "of host memory" in str(divide(LAYERS, OTHER, WHOLE - 60 * MIB, 8 * MIB))
-    assert "no routed experts" in str(divide([LayerWeights(MIB)] * 4, 0, MIB, 1 << 40))
+    assert "no routed experts" in str(divide([LayerWeights(MIB)] * 4, 0, MIB, 1 << 40, moves_blocks=False))
+    assert "none of its weights" in str(divide([LayerWeights(MIB)] * 4, 0, MIB, 1 << 40))
 
 
 def test_more_in_host_memory_is_expected_to_be_slower_and_faster_rates_faster() -> None:

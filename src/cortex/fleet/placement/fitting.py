@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from cortex.fleet.catalogue import MEBIBYTE, ModelSpec
-from cortex.fleet.memory import DeviceLedger, Need, host_left_bytes, ledger
+from cortex.fleet.memory import DeviceLedger, MemoryNeed, host_left_bytes, ledger
 from cortex.fleet.topology import Fleet, ModelOnNode, Node
 from cortex.formats.units import gib
 from cortex.wire.node.contexts import AGENT_TOKENS, tolerated
@@ -45,7 +45,7 @@ class Fitting:
         fleet: Fleet,
         now: float,
         *,
-        need: Need | None,
+        need: MemoryNeed | None,
         origin: Origin,
         leaving: frozenset[ModelOnNode] = frozenset(),
     ) -> None:
@@ -101,15 +101,15 @@ class Fitting:
             return msgspec.structs.replace(found, host_left_bytes=host_left_bytes(self._node))
         return split
 
-    def _load_split(self, need: Need) -> Assessment | None:
-        """With as many weights on a device as it can have: on one that is emptied first, on what is free next, and then
-        with as few as possible. `None`: that does not fit either."""
+    def _load_split(self, need: MemoryNeed) -> Assessment | None:
+        """With as many weights on devices as they can have: on those that are emptied first, on what is free next, and
+        then with as few as possible. `None`: that does not fit either."""
         assert need.splits is not None
         best: Assessment | None = None
         for size in dict.fromkeys((need.wanted_bytes, need.least_bytes)):
             least_share = max(1, size - need.splits.most_saved_bytes)
-            widest = max((device.capacity_bytes for device in self._eligible), default=0)
-            freest = max((device.available_bytes for device in self._eligible), default=0)
+            widest = self._together([device.capacity_bytes for device in self._eligible])
+            freest = self._together([device.available_bytes for device in self._eligible])
             for share in dict.fromkeys((widest, freest, least_share)):
                 if not least_share <= share < size or (split := need.splits.saving(size - share)) is None:
                     continue
@@ -120,6 +120,13 @@ class Fitting:
                     return found
                 best = found if best is None or found.rank < best.rank else best
         return best
+
+    def _together(self, sizes: list[int]) -> int:
+        """What the devices with the most can hold of it: unequal parts by layers, else equal ones."""
+        most = sorted(sizes, reverse=True)[: self._spec.tensor_parallel]
+        if len(most) < self._spec.tensor_parallel:
+            return 0
+        return sum(most) if self._by_layers else len(most) * most[-1]
 
     def _load_whole(self) -> Assessment:
         """On its devices alone. A model is placed where its full footprint is free. Other models are evicted for the
@@ -177,7 +184,7 @@ class Fitting:
             speed = speed_in_words(split.tokens_per_s, is_measured=is_measured)
             reason += f"; {gib(split.host_bytes)} of its weights in host memory, {speed}"
         if verdict is Verdict.TOO_SMALL and self._held is not None:
-            reason += _smaller_form(self._held.status, candidates)
+            reason += _smaller_form(self._held.status, candidates) + _last_resort(spec, self._held.status)
         if asleep and verdict is Verdict.FITS:
             verdict, reason = Verdict.ASLEEP, f"asleep on this node; {reason}"
         takes_bytes = None if need is None or size is None else _taken(need.takes_bytes, size, room)
@@ -216,7 +223,7 @@ def capacity_bytes(spec: ModelSpec, node: Node, count: int) -> int:
     return sum(largest) if node.ceiling_bytes is None else min(sum(largest), node.ceiling_bytes)
 
 
-def need_and_have(node: Node, need: Need | None, count: int) -> tuple[DeviceRow, ...]:
+def need_and_have(node: Node, need: MemoryNeed | None, count: int) -> tuple[DeviceRow, ...]:
     """The device rows for a model over `count` devices, where memory does not decide the verdict."""
     return _rows(ledger(node), None if need is None else Division(need.takes_bytes, count), Room(()))
 
@@ -242,7 +249,7 @@ class _Context(NamedTuple):
     is_short: bool = False
 
 
-def _context(spec: ModelSpec, need: Need | None, size: int | None, room: Room, saved_bytes: int = 0) -> _Context:
+def _context(spec: ModelSpec, need: MemoryNeed | None, size: int | None, room: Room, saved_bytes: int = 0) -> _Context:
     """That of a load into `room`, where at least `size` is found. `saved_bytes`: what is in host memory instead."""
     if need is None or size is None or need.contexts is None:
         is_short = need is not None and size is not None and need.is_short(saved_bytes + max(size, _room_bytes(room)))
@@ -471,6 +478,16 @@ def _too_small(node: Node, eligible: Sequence[DeviceLedger], division: Division 
     if node.max_devices_per_model == 1 and len(eligible) > 1:
         reason += "; the node runs a model on one device"
     return reason
+
+
+def _last_resort(spec: ModelSpec, status: ModelStatus) -> str:
+    """What a dense model could leave to host memory, if its entry allowed that."""
+    splits = status.host_splits
+    if splits is None or not splits.is_last_resort or spec.host_weights is not None:
+        return ""
+    most = splits.splits[-1]
+    speed = speed_in_words(most.tokens_per_s, is_measured=splits.is_measured)
+    return f'; with `host_weights = "auto"` up to {gib(most.host_bytes)} of it may lie in host memory, {speed}'
 
 
 def _smaller_form(status: ModelStatus, devices: Sequence[DeviceLedger]) -> str:

@@ -241,6 +241,16 @@ class LoadSpec:
     """The layers of each rank, if the model is divided by layers. Empty: the ranks divide every layer."""
 
     @property
+    def own_host_weight_bytes(self) -> int:
+        """The part of `host_weight_bytes` for the rank that this spec loads: as large as its part of the weights."""
+        if self.rank is None:
+            return self.host_weight_bytes
+        if self.stage is None:
+            return self.host_weight_bytes // self.rank.size
+        num_layers = sum(stage.num_layers for stage in self.stages)
+        return self.host_weight_bytes * self.stage.num_layers // num_layers
+
+    @property
     def stage(self) -> StageSpec | None:
         """The layers of the rank that this spec loads, if the model is divided by layers."""
         return self.stages[self.rank.rank] if self.rank is not None and self.stages else None
@@ -278,6 +288,11 @@ class EngineInfo:
     def kv_tokens(self) -> int | None:
         """Tokens that fit in the KV pages; None: it has none, or a server has them."""
         return self.num_pages * self.page_tokens if self.kv_bytes else None
+
+    @property
+    def token_bytes(self) -> float:
+        """KV of a token; 0: it has none."""
+        return self.kv_bytes / self.kv_tokens if self.kv_tokens else 0.0
 
 
 @dataclass(frozen=True, slots=True)

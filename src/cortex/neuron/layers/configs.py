@@ -283,6 +283,8 @@ class MLPConfig:
     """The activation of the gate."""
     gated: bool = True
     """Without a gate, the block of a decoder is down(relu(up(x))²), and that of an encoder down(activation(up(x)))."""
+    is_hosted: bool = False
+    """Its matrices lie in host memory."""
 
     def input_rows(self, prefix: str) -> dict[str, int]:
         """The input projections of the checkpoint (without `.weight`) → their number of rows, in order."""

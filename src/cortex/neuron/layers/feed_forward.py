@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cortex.neuron.kernels.activations import relu_squared_
+from cortex.neuron.kernels.moe.host_layers import HostBlock
+from cortex.neuron.kernels.moe.hosted import hosted_block
 from cortex.neuron.layers.configs import MLPConfig, PerLayerInputConfig, PerLayerInputsConfig
 from cortex.neuron.layers.embedding import Embedding
-from cortex.neuron.layers.linear import GatedLinear, Linear, RowParallelLinear
+from cortex.neuron.layers.linear import GatedLinear, Linear, RowParallelLinear, prologue_of
 from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import Parameters
 
@@ -39,6 +41,34 @@ class MLP:
         if inner is not None:
             return self.down(inner, residual=residual)
         return self.down.activated(self.gate_up.gate_up(x, norm=norm), residual, self.gate_up.activation)
+
+
+class HostedMLP:
+    """An `MLP` whose matrices lie in host memory."""
+
+    def __init__(self, parameters: Parameters, config: MLPConfig, prefix: str) -> None:
+        assert parameters.host is not None
+        inputs, down = config.input_rows(prefix), f"{prefix}.down_proj"
+        self._team, self._group = parameters.host, parameters.group
+        self.host = HostBlock(
+            parameters.hosted_matrix({f"{name}.weight": rows for name, rows in inputs.items()}, config.hidden),
+            parameters.hosted_matrix({f"{down}.weight": config.hidden}, config.inner),
+            self._team.dtype,
+            gated=config.gated,
+            activation=config.activation,
+        )
+        gate_up_bias = parameters.empty(sum(inputs.values())) if config.bias else None
+        if gate_up_bias is not None:
+            for name, part in zip(inputs, gate_up_bias.split(list(inputs.values())), strict=True):
+                parameters.bind(f"{name}.bias", part)
+        down_bias = parameters.load(f"{down}.bias", config.hidden) if config.output_bias else None
+        self.host.biases = (gate_up_bias, down_bias)
+        self._team.layers.append(self.host)
+
+    def __call__(self, x: Tensor, norm: RMSNorm | None, residual: Tensor | None = None) -> Tensor:
+        """x: [tokens, hidden] → residual + mlp(norm(x)). `residual` may be overwritten: use the result."""
+        own_residual = residual if self._group.shard.is_first else None
+        return self._group.all_reduce(hosted_block(prologue_of(norm).applied(x), self.host, self._team, own_residual))
 
 
 ACTIVATIONS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {

@@ -12,7 +12,7 @@ from cortex.neuron.kernels.activations import relu_squared_
 from cortex.neuron.kernels.dense.matrix import DenseMatrix
 from cortex.neuron.kernels.matrix import ExpertMatrix
 from cortex.neuron.kernels.moe.experts import Experts
-from cortex.neuron.kernels.moe.host_team import HostExperts
+from cortex.neuron.kernels.moe.host_layers import HostExperts
 from cortex.neuron.kernels.moe.hosted import hosted_mixture
 from cortex.neuron.kernels.moe.mixture import mixture
 from cortex.neuron.kernels.moe.shared_gate import add_gated
@@ -33,6 +33,7 @@ class MoE:
         self._group = parameters.group
         self.shared: SharedExpert | None = None
         self.host: HostExperts | None = None
+        self._team = parameters.host
         num_shared = 0
         quantised = None if config.hosted else _quantised_experts(parameters, config, prefix)
         gate_up: ExpertMatrix
@@ -87,7 +88,9 @@ class MoE:
             residual = torch.zeros_like(x)
         if self.shared is not None:
             residual = self.shared(x, norm, residual)
-        compute = mixture if self.host is None else partial(hosted_mixture, host=self.host)
+        compute = mixture
+        if self.host is not None and self._team is not None:
+            compute = partial(hosted_mixture, host=self.host, team=self._team)
         if self._latent is None:
             return self._group.all_reduce(compute(x, norm.weight, norm.eps, self.experts, residual=residual))
         into, back = self._latent
@@ -168,10 +171,17 @@ def _divided_experts(
     inputs = joint if parameters.can_stack([source for each in joint for source in each]) else apart
     gate_up, hosted_gate_up = parameters.divided_matrix(inputs, config.width, config.hosted)
     down, hosted_down = parameters.divided_matrix(downs, config.inner, config.hosted)
-    team = parameters.host
-    places, held = (hosted_gate_up, hosted_down), (gate_up, down)
-    host = HostExperts(team, *places, held, len(config.held), config.top_k, gated=config.gated)
-    host.activation = config.activation
+    host = HostExperts(
+        *(hosted_gate_up, hosted_down, (gate_up, down), parameters.host.dtype),
+        stream_places=parameters.host.buffer_experts,
+        num_experts=config.experts,
+        slots=config.top_k,
+        gated=config.gated,
+        activation=config.activation,
+        first=config.held.start,
+        num_held=len(config.held),
+    )
+    parameters.host.layers.append(host)
     return gate_up, down, host
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from cortex.neuron.kernels.dense.matrix import DenseMatrix
 from cortex.neuron.kernels.layouts import DeviceLayout, MatrixLayout
 from cortex.neuron.kernels.matrix import ExpertMatrix, Matrix, StackedMatrix, StoredMatrix
-from cortex.neuron.kernels.moe.host_memory import HostMatrix
+from cortex.neuron.kernels.moe.host_memory import HostMatrix, MakeMatrix
 from cortex.neuron.kernels.moe.host_team import HostTeam
 from cortex.neuron.kernels.storages import empty_device_matrix, empty_matrix
 from cortex.neuron.layers.parallel import SINGLE_RANK, ParallelGroup
@@ -79,7 +79,7 @@ class Parameters:
     ) -> None:
         """`packing`: in which layouts tensors of the checkpoint are kept quantised, by name; others are dense.
         `group`: the ranks that the model is divided among. The layers get the sizes of this rank's share.
-        `host`: what computes experts in host memory; None: there are none."""
+        `host`: what computes weights in host memory; None: there are none."""
         self.host = host
         self.device = device
         self.group = group
@@ -150,10 +150,21 @@ class Parameters:
     def divided_matrix(
         self, experts: Sequence[Mapping[str, int]], inputs: int, num_hosted: int
     ) -> tuple[ExpertMatrix, HostMatrix]:
-        """The rows of each expert (name → rows), in order: the last ones in host memory, with a spare place. Dense, or
-        all in one layout."""
-        assert self.host is not None
-        layout, rows = self.packing.get(next(iter(experts[0]))), sum(experts[0].values())
+        """The rows of each expert (name → rows), in order: the last ones in host memory, with a spare place. Quantised
+        if all of them are in one layout."""
+        num_held = len(experts) - num_hosted
+        make = self._expert_memory([source for names in experts for source in names], inputs)
+        held = make(num_held * sum(experts[0].values()), self.device)
+        self._bind_rows(held, [source for names in experts[:num_held] for source in names.items()])
+        return held, self._hosted(make, experts[num_held:], inputs, num_spare=1)
+
+    def hosted_matrix(self, sources: Mapping[str, int], inputs: int) -> HostMatrix:
+        """A matrix in host memory for the rows of `sources` (name → rows), in order. Quantised if all of them are in
+        one layout."""
+        return self._hosted(self._expert_memory(sources, inputs), [sources], inputs, num_spare=0)
+
+    def _expert_memory(self, sources: Collection[str], inputs: int) -> MakeMatrix:
+        layout = self.packing[next(iter(sources))] if self.can_stack(sources) else None
 
         def make(outputs: int, device: torch.device) -> ExpertMatrix:
             if layout is None:
@@ -161,14 +172,18 @@ class Parameters:
             assert isinstance(layout, DeviceLayout)
             return empty_device_matrix(layout, outputs, inputs, device)
 
-        num_held = len(experts) - num_hosted
-        held = make(num_held * rows, self.device)
-        hosted = HostMatrix(make, rows, num_hosted + 1, inputs, self.device, self.host.allocate)
-        self._bind_rows(held, [source for names in experts[:num_held] for source in names.items()])
-        sources = [source for names in experts[num_held:] for source in names.items()]
+        return make
+
+    def _hosted(
+        self, make: MakeMatrix, experts: Sequence[Mapping[str, int]], inputs: int, *, num_spare: int
+    ) -> HostMatrix:
+        assert self.host is not None
+        places, rows = len(experts) + num_spare, sum(experts[0].values())
+        hosted = HostMatrix(make, rows, places, inputs, self.device, self.host.allocate)
+        sources = [source for names in experts for source in names.items()]
         for (source, count), end in zip(sources, accumulate(count for _, count in sources), strict=True):
             self.hosted_bindings.append(HostedBinding(source, hosted, end - count, count))
-        return held, hosted
+        return hosted
 
     def _dense(self, sources: Mapping[str, int], inputs: int) -> DenseMatrix:
         weight = self.empty(sum(sources.values()), inputs)
@@ -194,7 +209,7 @@ class Parameters:
         return [*self.packed_bindings, *self.hosted_bindings]
 
     def host_storages(self) -> list[torch.UntypedStorage]:
-        """The memory of experts in host memory."""
+        """The memory of weights in host memory."""
         hosted = {id(each.matrix): each.matrix for each in self.hosted_bindings}.values()
         return [tensor.untyped_storage() for matrix in hosted for tensor in matrix.tensors if tensor.numel()]
 

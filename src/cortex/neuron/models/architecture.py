@@ -170,10 +170,10 @@ class Architecture(ABC):
         part.head = self.head if part.has_ends else None
         return part
 
-    def hosting(self, experts_on_device: Sequence[int]) -> Architecture:
-        """The same model with fewer routed experts of each layer on the device; the others lie in host memory."""
+    def hosting(self, moved: Sequence[int]) -> Architecture:
+        """The same model with so many routed experts, or the feed-forward block, of each layer in host memory."""
         part = copy.copy(self)
-        part.layers = tuple(layer.hosting(count) for layer, count in zip(self.layers, experts_on_device, strict=True))
+        part.layers = tuple(layer.hosting(count) for layer, count in zip(self.layers, moved, strict=True))
         return part
 
     def with_head(self, names: Container[str] | None) -> Architecture:

@@ -14,7 +14,7 @@ from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.layers.attention import Attention, CachedAttention, LatentAttention
 from cortex.neuron.layers.configs import AttentionConfig, LatentAttentionConfig, MLPConfig, NormConfig
 from cortex.neuron.layers.embedding import Embedding, Head
-from cortex.neuron.layers.feed_forward import MLP, PerLayerInput, PerLayerInputs
+from cortex.neuron.layers.feed_forward import MLP, HostedMLP, PerLayerInput, PerLayerInputs
 from cortex.neuron.layers.moe import MoE, ParallelExperts
 from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import Parameters
@@ -59,9 +59,9 @@ class DecoderLayer:
         elif mixer is not None:
             self.mixer = RECURRENT_LAYERS[type(mixer)](parameters, mixer, f"{prefix}.{mixer.block}")
         self.mlp_norm, self.after_mlp = norm(around_mlp.before), norm(around_mlp.after, around_mlp.after_eps)
-        self.mlp: MLP | MoE | None = None
+        self.mlp: MLP | HostedMLP | MoE | None = None
         if isinstance(feed_forward, MLPConfig):
-            self.mlp = MLP(parameters, feed_forward, f"{prefix}.mlp")
+            self.mlp = (HostedMLP if feed_forward.is_hosted else MLP)(parameters, feed_forward, f"{prefix}.mlp")
         elif feed_forward is not None:
             self.mlp = MoE(parameters, feed_forward, f"{prefix}.mlp")
         self.parallel_experts = None

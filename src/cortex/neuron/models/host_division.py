@@ -1,32 +1,39 @@
 """Which weights of a model lie in host memory, where the device is too small for all of them, and how fast it is then.
 
 Routed experts go first: a token reads few of them, so that the CPU computes those where they lie, and prompts stream
-them over the bus. Pure, and imports no torch: the engine divides a load with it, and a node previews the load.
+them over the bus. Feed-forward blocks of layers without experts are the last resort: every token reads them. Attention
+stays on the device. Pure, and imports no torch: the engine divides a load with it, and a node previews the load.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cortex.formats.units import gib
-from cortex.neuron.layers.configs import MoEConfig
+from cortex.neuron.kernels.layouts import DeviceLayout
+from cortex.neuron.layers.configs import MLPConfig
 from cortex.neuron.models.architecture import Architecture
-from cortex.neuron.models.sizes import WeightStorage, expert_bytes, layer_bytes, weight_bytes
+from cortex.neuron.models.layer import LayerConfig
+from cortex.neuron.models.sizes import WeightStorage, block_bytes, expert_bytes, layer_bytes, weight_bytes
 
 STREAM_BYTES = 192 << 20
 """The most that each of the two buffers of a stream of experts to the device takes, if one expert is not larger."""
 NUM_BUFFERS = 2
 PROMPT_TOKENS = 2048
 """Tokens of the prompt whose speed is estimated."""
-NO_EXPERTS = "its layers have no routed experts, and only those are kept in host memory"
+NO_EXPERTS = (
+    'its layers have no routed experts; with host_weights = "auto" their feed-forward blocks may lie in host memory, '
+    "which is slow"
+)
+NOTHING_MOVABLE = "none of its weights can lie in host memory"
 MIN_ON_DEVICE = 1
 """Routed experts of each layer that stay on the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """What one layer takes in bytes, and what of it can be moved."""
+    """What one layer takes in bytes, and what of it can be moved: routed experts, or a block."""
 
     dense_bytes: int
     """All but the routed experts."""
@@ -34,10 +41,27 @@ class LayerWeights:
     """One routed expert; 0: there are none."""
     experts: int = 0
     top_k: int = 0
+    block_bytes: int = 0
+    """The part of `dense_bytes` that is the feed-forward block of a layer without experts, if it can be moved."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.dense_bytes + self.experts * self.expert_bytes
 
     @property
     def num_movable(self) -> int:
-        return max(0, self.experts - MIN_ON_DEVICE)
+        """Experts, or blocks."""
+        return self.experts - MIN_ON_DEVICE if self.experts else int(self.block_bytes > 0)
+
+    @property
+    def unit_bytes(self) -> int:
+        """What is moved at a time."""
+        return self.expert_bytes or self.block_bytes
+
+    @property
+    def num_spare(self) -> int:
+        """Places in host memory for exchanges, if something of the layer lies there."""
+        return int(self.experts > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +81,13 @@ class Division:
     device_bytes: int
     """Weights on the device, with the buffers for streaming."""
     host_bytes: int
-    """Memory of the host: weights, and one spare place of each layer for exchanges."""
-    experts_on_device: tuple[int, ...]
-    """Routed experts of each layer that lie on the device."""
-    host_layers: tuple[int, ...]
-    """Layers of which a part lies in host memory."""
+    """Memory of the host: weights, and one spare place for exchanges in each layer with experts there."""
+    moved: tuple[int, ...]
+    """Routed experts of each layer that lie in host memory; without experts, whether its block does."""
+    num_expert_layers: int
+    """Layers with experts in host memory."""
+    num_blocks: int
+    """Layers whose blocks are there."""
     host_read_bytes: int
     """What the CPU reads for one token, on average, if all experts are used equally."""
     decode_tokens_s: float
@@ -72,16 +98,29 @@ class Division:
 
 def movable_layers(architecture: Architecture, storage: WeightStorage) -> tuple[LayerWeights, ...]:
     """The layers of a model, in order."""
-    found = []
     totals = layer_bytes(architecture, storage)
-    for (name, layer), total in zip(architecture.named_layers(), totals, strict=True):
-        mixture = layer.feed_forward if isinstance(layer.feed_forward, MoEConfig) else layer.experts
-        if mixture is None:
-            found.append(LayerWeights(total))
-            continue
-        each, count = expert_bytes(mixture, storage, f"{name}.mlp"), len(mixture.held)
-        found.append(LayerWeights(total - count * each, each, count, mixture.top_k))
-    return tuple(found)
+    return tuple(
+        _layer_weights(layer, name, total, storage)
+        for (name, layer), total in zip(architecture.named_layers(), totals, strict=True)
+    )
+
+
+def _layer_weights(layer: LayerConfig, name: str, total_bytes: int, storage: WeightStorage) -> LayerWeights:
+    prefix = f"{name}.mlp"
+    if (mixture := layer.mixture) is not None:
+        each, count = expert_bytes(mixture, storage, prefix), len(mixture.held)
+        return LayerWeights(total_bytes - count * each, each, count, mixture.top_k)
+    if not isinstance(layer.feed_forward, MLPConfig):
+        return LayerWeights(total_bytes)
+    inputs, down = layer.feed_forward.input_rows(prefix), [f"{prefix}.down_proj"]
+    is_movable = all(_has_one_form(names, storage) for names in (inputs, down))
+    return LayerWeights(total_bytes, block_bytes=block_bytes(layer.feed_forward, storage, prefix) if is_movable else 0)
+
+
+def _has_one_form(names: Iterable[str], storage: WeightStorage) -> bool:
+    """Whether host memory can hold the rows of these tensors as the device would: dense, or in one layout."""
+    layouts = {storage.packing.get(f"{name}.weight") for name in names}
+    return layouts == {None} or (len(layouts) == 1 and isinstance(layouts.pop(), DeviceLayout))
 
 
 def divide_model(
@@ -89,8 +128,7 @@ def divide_model(
 ) -> Division | str:
     """`divide` for a model whose weights may take `device_bytes` on the device."""
     layers = movable_layers(architecture, storage)
-    whole = weight_bytes(architecture, storage)
-    other_bytes = whole - sum(layer.dense_bytes + layer.experts * layer.expert_bytes for layer in layers)
+    other_bytes = weight_bytes(architecture, storage) - sum(layer.num_bytes for layer in layers)
     return divide(layers, other_bytes, device_bytes, host_bytes, rates)
 
 
@@ -100,72 +138,100 @@ def divide(
     device_bytes: int,
     host_bytes: int,
     rates: Rates | None = None,
+    *,
+    moves_blocks: bool = True,
 ) -> Division | str:
-    """As few experts in host memory as the device needs, equally many of each layer; or the reason why it cannot be.
+    """As few experts in host memory as the device needs, equally many of each layer, and blocks only if that is not
+    enough; or the reason why it cannot be.
 
     `other_bytes`: weights outside the layers. `device_bytes`: what weights may take on the device, without the memory
     of sequences. `host_bytes`: what they may take of the host.
     """
-    whole_bytes = other_bytes + sum(layer.dense_bytes + layer.experts * layer.expert_bytes for layer in layers)
     moved = [0] * len(layers)
-    lacking = whole_bytes - device_bytes
-    if lacking > 0:
-        if not any(layer.num_movable for layer in layers):
-            return NO_EXPERTS
-        lacking += buffer_bytes(layers)
-        for index in _in_turns(layers):
+    lacking = other_bytes + sum(layer.num_bytes for layer in layers) - device_bytes
+    for part in _movable_parts(layers, moves_blocks=moves_blocks):
+        if lacking <= 0:
+            break
+        lacking += buffer_bytes(part.values())
+        for index in _in_turns(part):
             if lacking <= 0:
                 break
             moved[index] += 1
-            lacking -= layers[index].expert_bytes
-        if lacking > 0:
-            return f"even with its routed experts in host memory, {gib(lacking)} are lacking on the device"
+            lacking -= layers[index].unit_bytes
+    if lacking > 0 and not any(moved):
+        return NOTHING_MOVABLE if moves_blocks else NO_EXPERTS
+    if lacking > 0:
+        return f"even with all weights in host memory that can be there, {gib(lacking)} are lacking on the device"
     division = _division(layers, other_bytes, moved, rates or Rates())
     if division.host_bytes > host_bytes:
         return f"it needs {gib(division.host_bytes)} of host memory, and {gib(host_bytes)} are allowed for weights"
     return division
 
 
-def buffer_experts(layers: Sequence[LayerWeights]) -> int:
+def most_saved_bytes(layers: Sequence[LayerWeights], *, moves_blocks: bool) -> int:
+    """What the device needs less with all in host memory that can be there."""
+    return sum(
+        sum(layer.num_movable * layer.unit_bytes for layer in part.values()) - buffer_bytes(part.values())
+        for part in _movable_parts(layers, moves_blocks=moves_blocks)
+    )
+
+
+def _movable_parts(layers: Sequence[LayerWeights], *, moves_blocks: bool) -> list[dict[int, LayerWeights]]:
+    """The layers with movable weights, by number: those with experts, then those with blocks."""
+    movable = {index: layer for index, layer in enumerate(layers) if layer.num_movable}
+    experts = {index: layer for index, layer in movable.items() if layer.experts}
+    blocks = {index: layer for index, layer in movable.items() if not layer.experts and moves_blocks}
+    return [part for part in (experts, blocks) if part]
+
+
+def buffer_experts(layers: Iterable[LayerWeights]) -> int:
     """How many experts are streamed at a time."""
-    largest = max((layer.expert_bytes for layer in layers), default=0)
-    most = max((layer.num_movable for layer in layers), default=0)
-    return max(1, min(most // 8, STREAM_BYTES // largest)) if largest else 0
+    mixtures = [layer for layer in layers if layer.experts and layer.num_movable]
+    if not mixtures:
+        return 0
+    largest = max(layer.expert_bytes for layer in mixtures)
+    return max(1, min(max(layer.num_movable for layer in mixtures) // 8, STREAM_BYTES // largest))
 
 
-def buffer_bytes(layers: Sequence[LayerWeights]) -> int:
-    """The buffers on the device: those of a stream, and one expert for exchanges. Layers whose experts are quantised
+def buffer_bytes(layers: Iterable[LayerWeights]) -> int:
+    """The buffers on the device: those of a stream, and one expert for exchanges. Layers whose weights are quantised
     differently have their own, which their sizes tell."""
-    sizes = {layer.expert_bytes for layer in layers if layer.num_movable}
-    return (NUM_BUFFERS * buffer_experts(layers) + 1) * sum(sizes)
+    movable = [layer for layer in layers if layer.num_movable]
+    experts = {layer.expert_bytes for layer in movable if layer.experts}
+    blocks = {layer.block_bytes for layer in movable if not layer.experts}
+    return (NUM_BUFFERS * buffer_experts(movable) + 1) * sum(experts) + NUM_BUFFERS * sum(blocks)
 
 
-def _in_turns(layers: Sequence[LayerWeights]) -> Iterator[int]:
-    """Layers whose next expert is moved, the last layers first in each turn."""
-    for turn in range(max(layer.num_movable for layer in layers)):
-        yield from (index for index in reversed(range(len(layers))) if turn < layers[index].num_movable)
+def _in_turns(layers: dict[int, LayerWeights]) -> Iterator[int]:
+    """Layers whose next expert or block is moved, the last layers first in each turn."""
+    for turn in range(max(layer.num_movable for layer in layers.values())):
+        yield from (index for index in reversed(layers) if turn < layers[index].num_movable)
 
 
 def _division(layers: Sequence[LayerWeights], other_bytes: int, moved: Sequence[int], rates: Rates) -> Division:
     device_bytes, host_bytes, weights_bytes = other_bytes, 0, 0
     host_read = decode_s = 0.0
     for layer, count in zip(layers, moved, strict=True):
-        device_bytes += layer.dense_bytes + (layer.experts - count) * layer.expert_bytes
-        weights_bytes += count * layer.expert_bytes
-        host_bytes += (count + 1) * layer.expert_bytes if count else 0
-        read = layer.top_k * layer.expert_bytes
-        on_host = read * count / layer.experts if count else 0.0
+        device_bytes += layer.num_bytes - count * layer.unit_bytes
+        weights_bytes += count * layer.unit_bytes
+        host_bytes += (count + layer.num_spare) * layer.unit_bytes if count else 0
+        experts_read = layer.top_k * layer.expert_bytes
+        on_host = experts_read * count / layer.experts if layer.experts else float(count * layer.block_bytes)
         host_read += on_host
         # the device computes its experts at the same time
-        decode_s += layer.dense_bytes / rates.device + max(on_host / rates.host, (read - on_host) / rates.device)
+        together_s = max(on_host / rates.host, (experts_read - on_host if layer.experts else 0) / rates.device)
+        on_device = layer.dense_bytes - (0 if layer.experts else on_host)
+        decode_s += on_device / rates.device + together_s
     decode_s += other_bytes / 2 / rates.device  # of embedding and head, a token reads the head
     device_read = device_bytes / rates.device
-    device_bytes += buffer_bytes(layers) if weights_bytes else 0
+    parts = _movable_parts(layers, moves_blocks=True)
+    device_bytes += sum(buffer_bytes(part.values()) for part in parts if any(moved[index] for index in part))
     return Division(
         device_bytes=device_bytes,
         host_bytes=host_bytes,
-        experts_on_device=tuple(layer.experts - count for layer, count in zip(layers, moved, strict=True)),
-        host_layers=tuple(index for index, count in enumerate(moved) if count),
+        moved=tuple(moved),
+        num_expert_layers=sum(count > 0 for layer, count in zip(layers, moved, strict=True) if layer.experts),
+        num_blocks=sum(count for layer, count in zip(layers, moved, strict=True) if not layer.experts),
         host_read_bytes=int(host_read),
         decode_tokens_s=1 / max(decode_s, 1e-9),
         prompt_tokens_s=PROMPT_TOKENS / max(weights_bytes / rates.bus + device_read, 1e-9),

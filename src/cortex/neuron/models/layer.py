@@ -224,14 +224,20 @@ class LayerConfig:
         experts = None if self.experts is None else sharded_experts(self.experts, shard)
         return replace(self, mixer=mixer, feed_forward=block, experts=experts)
 
-    def hosting(self, experts_on_device: int) -> LayerConfig:
-        """The layer with so many of its routed experts on the device."""
+    def hosting(self, moved: int) -> LayerConfig:
+        """The layer with so many of its routed experts in host memory; without experts, its feed-forward block."""
+        if self.experts is not None:
+            return replace(self, experts=replace(self.experts, hosted=moved))
         if isinstance(self.feed_forward, MoEConfig):
-            hosted = len(self.feed_forward.held) - experts_on_device
-            return replace(self, feed_forward=replace(self.feed_forward, hosted=hosted))
-        if self.experts is None:
+            return replace(self, feed_forward=replace(self.feed_forward, hosted=moved))
+        if self.feed_forward is None:
             return self
-        return replace(self, experts=replace(self.experts, hosted=len(self.experts.held) - experts_on_device))
+        return replace(self, feed_forward=replace(self.feed_forward, is_hosted=moved > 0))
+
+    @property
+    def mixture(self) -> MoEConfig | None:
+        """Its routed experts."""
+        return self.feed_forward if isinstance(self.feed_forward, MoEConfig) else self.experts
 
     @property
     def is_parallel(self) -> bool:

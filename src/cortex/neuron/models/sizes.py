@@ -294,10 +294,15 @@ def _recurrent_bytes(config: RecurrentConfig, storage: WeightStorage, prefix: st
 
 
 def _mlp_bytes(config: MLPConfig, storage: WeightStorage, prefix: str) -> int:
-    inputs = config.input_rows(prefix)
-    total = storage.linear_bytes(config.hidden, inputs)
-    total += storage.linear_bytes(config.inner, {f"{prefix}.down_proj": config.hidden})
-    return total + (sum(inputs.values()) * config.bias + config.hidden * config.output_bias) * storage.item_bytes
+    num_biases = sum(config.input_rows(prefix).values()) * config.bias + config.hidden * config.output_bias
+    matrices = 0 if config.is_hosted else block_bytes(config, storage, prefix)
+    return matrices + num_biases * storage.item_bytes
+
+
+def block_bytes(config: MLPConfig, storage: WeightStorage, prefix: str) -> int:
+    """The matrices of a feed-forward block."""
+    down = storage.linear_bytes(config.inner, {f"{prefix}.down_proj": config.hidden})
+    return storage.linear_bytes(config.hidden, config.input_rows(prefix)) + down
 
 
 def _moe_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int:

@@ -147,7 +147,7 @@ def describe_model(
         kv_tokens=resident.info.kv_tokens if resident is not None else None,
         kv_host=kv_host,
         host_bytes=instance.host_bytes if instance is not None else 0,
-        host_splits=estimate.footprint.splits if estimate is not None else None,
+        host_splits=None if estimate is None else estimate.footprint.splits or estimate.footprint.last_resort,
         file_bytes=facts.file_bytes if facts is not None else None,
         disk_bytes=disk_bytes,
         context_tokens=context_tokens,

@@ -29,6 +29,10 @@ class HostSplits(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     is_measured: bool = False
     """Whether the rates behind the speeds were measured on the node (`cortex bench`)."""
 
+    is_last_resort: bool = False
+    """Whether every token reads what lies in host memory, as of a dense model, and the entry of the node does not say
+    that it may (`host_weights`): that of the gateway must."""
+
     @property
     def most_saved_bytes(self) -> int:
         return self.splits[-1].saved_bytes

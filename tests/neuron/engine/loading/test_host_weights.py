@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.errors import LoadError, NoRoomError
+from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
 from cortex.neuron.engine.loading.loading import LoadedModel, build_model, load_model
 from cortex.neuron.engine.memory import host_weights
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
@@ -20,9 +21,9 @@ from cortex.neuron.kernels.float8.layout import FLOAT8_ROWS
 from cortex.neuron.kernels.layouts import DeviceLayout
 from cortex.neuron.kernels.moe.host_team import HostRates, HostTeam
 from cortex.neuron.kernels.quantised.layout import Q4, Q6, Q8
-from cortex.neuron.layers.parameters import Binding, Parameters
 from cortex.neuron.models.config import UnsupportedModel
 
+from ...named_weights import fill_by_name, named_weights
 from ...tiny_models import tiny_delta, tiny_experts, tiny_sizes, write_checkpoint
 from ..random_engine import response_to
 
@@ -45,18 +46,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 12, "intermediate_size": 32, "sliding_window": 8},
     "deepseek_v3": {**ROUTED, **LATENT, "routed_scaling_factor": 2.5},
     "glm4_moe": {"n_routed_experts": 12, "n_shared_experts": 2, "first_k_dense_replace": 0},
+    "qwen3": {"num_hidden_layers": 8, "intermediate_size": 128},
+    "gemma3_text": {"num_hidden_layers": 8, "intermediate_size": 128, "sliding_window": 8},
 }
 PROMPT = [5, 17, 3, 40, 22, 9, 61]
 
 
+_MATRIX = re.compile(r"\.mlp\.(experts\.\d+\.)?(gate|up|down)_proj\.weight$")
+
+
 class _Layouts(Mapping[str, DeviceLayout]):
-    """One layout for all experts."""
+    """One layout for all experts, or feed-forward blocks."""
 
     def __init__(self, layout: DeviceLayout | None) -> None:
         self._layout = layout
 
     def __getitem__(self, name: str) -> DeviceLayout:
-        if self._layout is None or ".experts." not in name or ".gate_up_proj" in name or name.endswith(".bias"):
+        if self._layout is None or not _MATRIX.search(name):
             raise KeyError(name)
         return self._layout
 
@@ -67,34 +73,10 @@ class _Layouts(Mapping[str, DeviceLayout]):
         return 0
 
 
-def _tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    if len(shape) == 1:
-        return torch.rand(shape, generator=generator).mul_(0.9).add_(0.1)
-    return torch.randn(shape, generator=generator).mul_(2.0 * shape[-1] ** -0.5)
-
-
-def _fill(parameters: Parameters) -> None:
-    """By the names of tensors, so that a weight is the same wherever it lies."""
-
-    def put(binding: Binding) -> None:
-        if binding.parts:
-            for part in binding.parts:
-                put(part)
-            return
-        values = _tensor(binding.source, binding.shape or tuple(binding.destination.shape))
-        binding.destination.copy_(values if binding.transform is None else binding.transform(values))
-
-    for binding in parameters.bindings:
-        put(binding)
-    for packed in parameters.row_bindings:
-        packed.matrix.put_values(packed.first_row, _tensor(packed.source, (packed.num_rows, packed.matrix.inputs)))
-
-
 def _built(family: str, layout: DeviceLayout | None = None, **options: Any) -> tuple[LoadedModel, LoadSpec]:
     config = {"model_type": family, **MIXTURE, **FAMILIES[family]}
     spec = LoadSpec("", dtype="float32", max_num_seqs=4, speculation="off", **options)
-    return build_model(config, spec, CPU, _fill, _Layouts(layout)), spec
+    return build_model(config, spec, CPU, fill_by_name, _Layouts(layout)), spec
 
 
 def _small_bytes(whole: LoadedModel) -> int:
@@ -133,9 +115,10 @@ def test_model_larger_than_its_device_generates_the_tokens_of_one_that_fits(fami
 
 
 @pytest.mark.parametrize("layout", [Q4, Q6, Q8, FLOAT8_ROWS], ids=["Q4", "Q6", "Q8", "FP8"])
-def test_experts_in_each_format_generate_the_same_tokens(layout: DeviceLayout, way: str) -> None:
-    whole, spec = _built("qwen3_moe", layout)
-    small, small_spec = _built("qwen3_moe", layout, memory_bytes=_small_bytes(whole), host_weight_bytes=1 << 30)
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3"])
+def test_weights_in_each_format_generate_the_same_tokens(family: str, layout: DeviceLayout, way: str) -> None:
+    whole, spec = _built(family, layout)
+    small, small_spec = _built(family, layout, memory_bytes=_small_bytes(whole), host_weight_bytes=1 << 30)
     assert small.host is not None
     assert _tokens(small, small_spec) == _tokens(whole, spec)
 
@@ -143,7 +126,7 @@ def test_experts_in_each_format_generate_the_same_tokens(layout: DeviceLayout, w
 @pytest.mark.parametrize("stacked", [False, True])
 def test_experts_of_a_checkpoint_are_read_into_host_memory(tmp_path: Path, stacked: bool) -> None:
     config = {"model_type": "qwen3_moe", **MIXTURE}
-    weights = {name: tensor.contiguous() for name, tensor in _weights_of(config).items()}
+    weights = named_weights(config)
     if stacked:
         weights = _stacked(weights, config["num_experts"])
     path = write_checkpoint(tmp_path, config, weights)
@@ -153,24 +136,6 @@ def test_experts_of_a_checkpoint_are_read_into_host_memory(tmp_path: Path, stack
     small = load_model(limited, CPU, lambda *_: None, lambda: False)
     assert small.host is not None
     assert _tokens(small, spec) == _tokens(whole, spec)
-
-
-def _weights_of(config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint that has every expert apart."""
-    found: dict[str, torch.Tensor] = {}
-
-    def collect(parameters: Parameters) -> None:
-        def put(binding: Binding) -> None:
-            for part in binding.parts:
-                put(part)
-            if not binding.parts:
-                found[binding.source] = _tensor(binding.source, binding.shape or tuple(binding.destination.shape))
-
-        for binding in parameters.bindings:
-            put(binding)
-
-    build_model(config, LoadSpec("", dtype="float32", max_num_seqs=4, speculation="off"), CPU, collect)
-    return found
 
 
 def _stacked(weights: dict[str, torch.Tensor], num_experts: int) -> dict[str, torch.Tensor]:
@@ -238,3 +203,32 @@ def test_sleeping_model_wakes_with_its_experts_in_host_memory() -> None:
     engine.wake(lambda *_: None)
     assert response_to(engine, request)[0] == before
     engine.close()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3"])
+def test_speculation_prefix_cache_and_kept_pages_give_the_tokens_of_a_model_that_fits(family: str) -> None:
+    whole, spec = _built(family)
+    request = EngineRequest("r", PROMPT * 12, 6, SamplingParams(temperature=0.0))
+    engine = Engine(whole, spec)
+    expected = response_to(engine, request)[0]
+    small_bytes = _small_bytes(whole)
+    engine.close()
+    small, _ = _built(family, memory_bytes=small_bytes, host_weight_bytes=1 << 30)
+    assert small.host is not None
+    engine = Engine(small, replace(spec, speculation="lookup"), moves_weights=True)
+    pages = DeviceHostMemory.on(CPU)
+    pages.store.limit(1 << 24)
+    engine.keep_pages(pages)
+    try:
+        assert response_to(engine, request) == (expected, 0)
+        found, cached = response_to(engine, request)
+        assert found == expected
+        assert cached >= 64
+        engine.sleep()
+        engine.wake(lambda *_: None)  # the device has no page of the prompt now, and host memory has
+        found, cached = response_to(engine, request)
+        assert found == expected
+        assert cached >= 64
+        assert engine.stats().drafted_tokens
+    finally:
+        engine.close()

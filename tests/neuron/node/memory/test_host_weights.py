@@ -123,18 +123,25 @@ async def test_host_that_runs_short_is_reported_and_the_model_stays(tmp_path: Pa
         await until(lambda: not node.health().host.shortage)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("host_weights", [None, "auto", 4096])
-async def test_dense_model_that_does_not_fit_is_rejected_before_a_load_whatever_its_entry_says(
-    tmp_path: Path, host_weights: str | int | None
-) -> None:
-    dense = {"model_type": "qwen3", "hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 4096}
-    settings = config(tmp_path, memory_mb=64)
-    settings["models"][0]["source"] = str(write_model(tmp_path / "dense", config=dense | {"head_dim": 64}, bytes=MIB))
+DENSE = {"model_type": "qwen3", "hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 4096, "head_dim": 64}
+
+
+@pytest.mark.parametrize("host_weights", [None, "off", "auto", 4096, 8])
+async def test_dense_model_is_divided_only_if_its_entry_says_so(tmp_path: Path, host_weights: str | int | None) -> None:
+    settings = config(tmp_path, memory_mb=120)
+    settings["models"][0]["source"] = str(write_model(tmp_path / "dense", config=DENSE, bytes=MIB))
     if host_weights is not None:
         settings["models"][0]["host_weights"] = host_weights
     async with running_node(tmp_path, settings, read_host=lambda: LARGE) as node:
-        status = await node.survey(LoadRequest(model_id="m"))
-        assert status.host_splits is None
+        if host_weights in ("auto", 4096):
+            status = await load(node)
+            assert status.host_bytes > 64 * MIB
+            assert status.host_splits is not None
+            assert not status.host_splits.is_last_resort
+            assert status.host_splits.splits[0].tokens_per_s > 0
+            return
         with pytest.raises(InsufficientCapacity) as rejected:
             await load(node)
-        assert ("no routed experts" in rejected.value.message) == (host_weights is not None)
+        assert ('with host_weights = "auto"' in rejected.value.message) == (host_weights is None)
+        splits = node.model("m").host_splits
+        assert (splits is not None and splits.is_last_resort) == (host_weights is None)

@@ -15,7 +15,7 @@ from cortex.formats.units import gib
 from cortex.neuron.engine.errors import LoadCancelled, LoadError, NoRoomError, UnsupportedError
 from cortex.neuron.engine.loading.draft_files import DraftFiles
 from cortex.neuron.engine.loading.filling import Progress, fill_from
-from cortex.neuron.engine.loading.kernel_pass import KernelPass, PassedModel, kernel_pass
+from cortex.neuron.engine.loading.kernel_pass import KernelPass, ModelToCompile, kernel_pass
 from cortex.neuron.engine.memory.device import compute_dtype, device_memory
 from cortex.neuron.engine.memory.dtypes import dtype_name
 from cortex.neuron.engine.memory.host import read_host_memory
@@ -37,6 +37,7 @@ from cortex.neuron.families.registry import family_of
 from cortex.neuron.kernels.cpu.native import multiplies_codes
 from cortex.neuron.kernels.device_facts import facts_of
 from cortex.neuron.kernels.layouts import MatrixLayout
+from cortex.neuron.kernels.moe.host_memory import processors_of_one_node
 from cortex.neuron.kernels.moe.host_team import HostTeam
 from cortex.neuron.kernels.quantised.recipes import RECIPES, recipe_of
 from cortex.neuron.layers.parallel import SINGLE_RANK, ParallelGroup
@@ -282,7 +283,7 @@ def build_model(
     if spec.host_weight_bytes and not (plan.fits and plan.context_tokens >= least_context(sizes, spec)):
         _check_hosting(spec, config, architecture)
         division = _divided(architecture, storage, sizes, spec, allowed_bytes)
-        architecture = architecture.hosting(division.experts_on_device)
+        architecture = architecture.hosting(division.moved)
         weights = division.device_bytes + sizes.weight_bytes - weight_bytes(passed_architecture, storage)
         sizes = replace(sizes, weight_bytes=weights)
         plan = plan_with_graphs(sizes, have_bytes, own_bytes, 0, max_rows=rows, device_kind=kind, wanted_tokens=wanted)
@@ -291,7 +292,7 @@ def build_model(
     if group is not None:
         plan = _agreed(plan, sizes, group, is_recurrent=architecture.is_recurrent)
     sequences = (plan.slots.rows, plan.context_tokens, spec.deterministic, spec.speculation != "off")
-    passed = PassedModel(passed_architecture, packing, dtype, kv_dtype, within_layers.shard, *sequences)
+    passed = ModelToCompile(passed_architecture, packing, dtype, kv_dtype, within_layers.shard, *sequences)
     compiling = kernel_pass(passed, device)
     with contextlib.ExitStack() as failing:
         if compiling is not None:
@@ -301,7 +302,7 @@ def build_model(
         if division is not None:
             host = HostBuffers(pinned=device.type == "cuda")
             failing.callback(host.release)
-            team = _team(device, dtype, host, movable_layers(passed_architecture, storage))
+            team = _team(spec, device, dtype, host, movable_layers(passed_architecture, storage))
         parameters = Parameters(device, dtype, packing, within_layers, team)
         model: Decoder | PooledModel
         if network is not None:
@@ -367,9 +368,7 @@ def least_context(sizes: ModelSizes, spec: LoadSpec) -> int:
 def _check_hosting(spec: LoadSpec, config: Mapping[str, Any], architecture: Architecture) -> None:
     """Raises UnsupportedModel for what does not go together with weights in host memory."""
     reason = None
-    if spec.rank is not None:
-        reason = "a model that is divided among devices"
-    elif spec.deterministic:
+    if spec.deterministic:
         reason = "deterministic = true"
     elif ADAPTER_KEY in config:
         reason = "an adapter"
@@ -387,7 +386,7 @@ def _divided(
     tokens = least_context(sizes, spec)
     sequence_bytes = (-(-tokens // PAGE_TOKENS) + MIN_PAGES) * sizes.page_bytes + 16 * sizes.slot_bytes
     room_bytes = allowed_bytes - other_bytes - min(sequence_bytes, allowed_bytes // 4)
-    division = divide_model(architecture, storage, room_bytes, spec.host_weight_bytes)
+    division = divide_model(architecture, storage, room_bytes, spec.own_host_weight_bytes)
     if isinstance(division, str):
         raise LoadError(f"the model does not fit the device: {division}")
     free_bytes = read_host_memory().free_bytes
@@ -396,10 +395,14 @@ def _divided(
     return division
 
 
-def _team(device: torch.device, dtype: torch.dtype, host: HostBuffers, layers: Sequence[LayerWeights]) -> HostTeam:
+def _team(
+    spec: LoadSpec, device: torch.device, dtype: torch.dtype, host: HostBuffers, layers: Sequence[LayerWeights]
+) -> HostTeam:
     """Raises UnsupportedError."""
+    number, count = (0, 1) if spec.rank is None else (spec.rank.rank, spec.rank.size)
+    processors = processors_of_one_node(number, count)
     try:
-        team = HostTeam(device, dtype, host.allocate, buffer_experts(layers))
+        team = HostTeam(device, dtype, host.allocate, buffer_experts(layers), processors)
     except NotImplementedError as error:
         raise UnsupportedError(f"the CPU computes weights in host memory, and {error}") from error
     host.on_release = team.close
@@ -409,8 +412,9 @@ def _team(device: torch.device, dtype: torch.dtype, host: HostBuffers, layers: S
 def _host_notes(division: Division | None) -> tuple[str, ...]:
     if division is None:
         return ()
-    moved = len(division.host_layers)
-    return (f"{gib(division.host_bytes)} of weights in host memory: routed experts of {moved} layers",)
+    counts = {"routed experts": division.num_expert_layers, "feed-forward blocks": division.num_blocks}
+    parts = " and ".join(f"{what} ({count} layers)" for what, count in counts.items() if count)
+    return (f"{gib(division.host_bytes)} of weights in host memory: {parts}",)
 
 
 def step_tokens(spec: LoadSpec, rows: int, device: torch.device) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from cortex.neuron.kernels.quantised.matrix import PackedMatrix
 _PACKED, _BFLOAT16, _FLOAT32, _FLOAT8 = range(4)
 
 Allocate = Callable[[int], Tensor]
-"""Host memory of this many bytes, [bytes] uint8; page-locked where the device is a GPU."""
+"""Host memory of this many bytes, [bytes] uint8, zeros; page-locked where the device is a GPU."""
 MakeMatrix = Callable[[int, torch.device], ExpertMatrix]
 """Memory for a matrix of this many rows."""
 
@@ -132,7 +133,7 @@ class HostMatrix:
             layout, high = self._kind.codes.layout, self.tensors[1]
             made.form, made.high = _PACKED, high.data_ptr() if high.numel() else low.data_ptr()
             made.low_bits, made.high_bits, made.group = layout.low_bits, layout.high_bits, layout.group
-            made.zero = -1 if layout.zero is None else layout.zero
+            made.zero = layout.zero_option
             if layout.codebook:
                 self._table = bytes((layout.zero or 0) + value for value in layout.codebook)
                 made.table = ctypes.cast(ctypes.c_char_p(self._table), ctypes.c_void_p).value
@@ -188,16 +189,20 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def processors_of_one_node() -> list[int]:
-    """Those of the memory node that has the most of this process's processors."""
+def processors_of_one_node(number: int = 0, count: int = 1, root: Path = Path("/")) -> list[int]:
+    """Processors of one memory node, of those that this process may use, for rank `number` of `count` that compute at
+    the same time. Ranks take nodes in turns, the largest first, and share the processors of one. At least one
+    processor. `root` is for tests."""
     own = os.sched_getaffinity(0)
     nodes = []
-    for node in Path("/sys/devices/system/node").glob("node[0-9]*/cpulist"):
-        try:
-            nodes.append(sorted(own & _cpu_list(node.read_text())))
-        except (OSError, ValueError):
-            continue
-    return max([each for each in nodes if each], key=len, default=sorted(own))
+    for path in sorted(root.glob("sys/devices/system/node/node[0-9]*/cpulist")):
+        with contextlib.suppress(OSError, ValueError):
+            nodes.append(sorted(own & _cpu_list(path.read_text())))
+    nodes = sorted(filter(None, nodes), key=len, reverse=True) or [sorted(own)]
+    node = nodes[number % len(nodes)]
+    ranks = range(number % len(nodes), count, len(nodes))
+    place, size = ranks.index(number), len(ranks)
+    return node[len(node) * place // size : len(node) * (place + 1) // size] or [node[len(node) * place // size]]
 
 
 def _cpu_list(text: str) -> set[int]:

@@ -1,8 +1,8 @@
-"""A mixture some of whose routed experts lie in host memory, in the layout that the device has.
+"""Feed-forward blocks whose weights, or routed experts, lie in host memory, in the layout that the device has.
 
-For few rows the CPU computes those experts (`native/experts.c`) while the device computes its own, and the device adds
+For few rows the CPU computes them (`native/experts.c`), while the device computes its own experts, and the device adds
 both. On a GPU that is a branch of the stream, which a CUDA graph captures as it is: inputs to page-locked memory, a
-function of the host, results back. For many rows the experts are copied to the device, through two buffers, and the
+function of the host, results back. For many rows the weights are copied to the device, through two buffers, and the
 copies run under the computation. Which expert lies where is a table, so that experts change places between steps.
 """
 
@@ -13,12 +13,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from cortex.neuron.kernels.activations import relu_squared_
+from cortex.neuron.kernels.expert_pairs import ExpertChoice, PairLists
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, has_kernels, jit, launch_options, tl, triton
-from cortex.neuron.kernels.matrix import ExpertMatrix
+from cortex.neuron.kernels.matrix import PLAIN, Epilogue, ExpertMatrix
 from cortex.neuron.kernels.moe.experts import Experts
-from cortex.neuron.kernels.moe.host_team import HostExperts
+from cortex.neuron.kernels.moe.host_layers import HostBlock, HostExperts
+from cortex.neuron.kernels.moe.host_team import HostTeam
 from cortex.neuron.kernels.moe.mixture import expand_and_contract, mixture, mixture_reference
-from cortex.neuron.kernels.moe.pairs import ExpertChoice, PairLists
 from cortex.neuron.kernels.moe.routing import choose_rows, choose_rows_reference, list_pairs, router_scores
 from cortex.neuron.kernels.norm import rms_norm
 from cortex.neuron.kernels.products.grouped import combine, expert_load
@@ -30,25 +32,22 @@ def hosted_mixture(
     eps: float,
     experts: Experts,
     host: HostExperts,
+    team: HostTeam,
     residual: Tensor | None = None,
     inputs: Tensor | None = None,
 ) -> Tensor:
     """`mixture` with the experts of the device, and those of `host`."""
-    team = host.team
-    if host.biases is not None:
-        experts = replace(experts, gate_up_bias=host.slot_biases[0], down_bias=host.slot_biases[1])
-    if not team.is_ready:  # a pass that collects the kernels
-        return mixture(hidden, norm_weight, eps, experts, residual, inputs)
-    if host.computes(len(hidden)):
+    experts = replace(experts, gate_up_bias=host.slot_biases[0], down_bias=host.slot_biases[1])
+    if team.computes(host, len(hidden)):
         choose = choose_rows if has_kernels(hidden) else choose_rows_reference
-        held = hand_over(hidden, norm_weight, eps, choose(hidden, norm_weight, eps, experts), host, inputs)
+        held = hand_over(hidden, norm_weight, eps, choose(hidden, norm_weight, eps, experts), host, team, inputs)
         result = team.begin(host, len(hidden))
         out = mixture(hidden, norm_weight, eps, experts, residual, inputs, held)
         team.end()
         return out.add_(result)
     if not has_kernels(hidden):
-        return _streamed_reference(hidden, norm_weight, eps, experts, host, residual, inputs)
-    return _streamed(hidden, norm_weight, eps, experts, host, residual, inputs)
+        return _streamed_reference(hidden, norm_weight, eps, experts, host, team, residual, inputs)
+    return _streamed(hidden, norm_weight, eps, experts, host, team, residual, inputs)
 
 
 def _streamed(
@@ -57,6 +56,7 @@ def _streamed(
     eps: float,
     experts: Experts,
     host: HostExperts,
+    team: HostTeam,
     residual: Tensor | None,
     inputs: Tensor | None,
 ) -> Tensor:
@@ -66,17 +66,18 @@ def _streamed(
     scored = x if experts.router_norm is None else rms_norm(hidden, experts.router_norm, eps)
     lists = list_pairs(router_scores(scored, experts), experts)
     x = x if inputs is None else inputs
-    parts = torch.empty(num_pairs, x.shape[1], dtype=x.dtype, device=x.device)
+    allocate = torch.empty if host.num_held == host.num_experts else torch.zeros  # other ranks have the others
+    parts = allocate(num_pairs, x.shape[1], dtype=x.dtype, device=x.device)
 
     def compute(gate_up: ExpertMatrix, down: ExpertMatrix, ids: Tensor, used: Tensor | None = None) -> None:
         counts = lists.counts[ids]
         own = PairLists(lists.weights, counts if used is None else counts * used, lists.members[ids])
-        biases = (None, None) if host.biases is None else [_rows(part, ids, host.num_experts) for part in host.biases]
-        some = replace(experts, gate_up=gate_up, down=down, gate_up_bias=biases[0], down_bias=biases[1])
+        gate_up_bias, down_bias = host.biases_of(ids)
+        some = replace(experts, gate_up=gate_up, down=down, gate_up_bias=gate_up_bias, down_bias=down_bias)
         expand_and_contract(x, some, own, parts, load)
 
     compute(experts.gate_up, experts.down, host.experts_on)
-    host.team.streamed(host, lambda up, down, places: compute(up, down, host.experts_in[places], host.is_used[places]))
+    team.streamed(host, lambda up, down, places: compute(up, down, host.experts_in[places], host.is_used[places]))
     return combine(parts, hidden if residual is None else residual)
 
 
@@ -86,6 +87,7 @@ def _streamed_reference(
     eps: float,
     experts: Experts,
     host: HostExperts,
+    team: HostTeam,
     residual: Tensor | None,
     inputs: Tensor | None,
 ) -> Tensor:
@@ -96,24 +98,45 @@ def _streamed_reference(
         ids, used = host.experts_in[places], host.is_used[places] > 0
         slots = torch.full_like(host.slot_of, -1)
         slots[ids[used]] = torch.arange(len(ids), dtype=torch.int32)[used]
-        biases = (None, None) if host.biases is None else [_rows(part, ids, host.num_experts) for part in host.biases]
-        some = replace(experts, gate_up=gate_up, down=down, slot_of=slots, gate_up_bias=biases[0], down_bias=biases[1])
+        up_bias, down_bias = host.biases_of(ids)
+        some = replace(experts, gate_up=gate_up, down=down, slot_of=slots, gate_up_bias=up_bias, down_bias=down_bias)
         out = mixture_reference(hidden, norm_weight, eps, some, out, inputs)
 
-    host.team.streamed(host, compute)
+    team.streamed(host, compute)
     return out
 
 
-def _rows(bias: Tensor, ids: Tensor, num_experts: int) -> Tensor:
-    return bias.view(num_experts, -1)[ids].flatten()
+def hosted_block(x: Tensor, host: HostBlock, team: HostTeam, residual: Tensor | None = None) -> Tensor:
+    """x: [tokens, hidden] → residual + block(x): [tokens, hidden]. `residual` may be overwritten: use the result."""
+    if team.computes(host, len(x)):
+        team.inputs_of(len(x), host.width, host.slots)[0].copy_(x)
+        result = team.begin(host, len(x))
+        team.end()
+        return (torch.zeros_like(x) if residual is None else residual).add_(result)
+    results: list[Tensor] = []
+
+    def compute(gate_up: ExpertMatrix, down: ExpertMatrix, _: slice) -> None:
+        activation = host.activation if host.gated else None
+        inner = gate_up.product(x, PLAIN, Epilogue(host.biases[0], activation=activation))
+        inner = inner if host.gated else relu_squared_(inner)
+        results.append(down.product(inner, PLAIN, Epilogue(host.biases[1], residual)))
+
+    team.streamed(host, compute)
+    return results[0]
 
 
 def hand_over(
-    hidden: Tensor, norm_weight: Tensor, eps: float, choice: ExpertChoice, host: HostExperts, inputs: Tensor | None
+    hidden: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    choice: ExpertChoice,
+    host: HostExperts,
+    team: HostTeam,
+    inputs: Tensor | None,
 ) -> ExpertChoice:
     """Writes what the CPU needs, and returns the choice by the slots of the device: others have the weight 0."""
     rows, width = len(hidden), host.width
-    x, chosen, weights = host.team.inputs_of(rows, width, host.slots)
+    x, chosen, weights = team.inputs_of(rows, width, host.slots)
     if not has_kernels(hidden):
         x.copy_(rms_norm(hidden, norm_weight, eps) if inputs is None else inputs)
         chosen.copy_(choice.experts)

@@ -28,6 +28,8 @@ class Footprint:
     """What the contexts between both take; None: they are not known."""
     splits: HostSplits | None = None
     """How its weights can be divided between device and host; None: they cannot, or may not."""
+    last_resort: HostSplits | None = None
+    """How they could be if its entry said so; None: in no way, or it says so."""
 
 
 class FileFacts(Protocol):

@@ -129,24 +129,30 @@ class DeviceChoice:
             )
 
     def split(self, host_bytes: int = 0) -> HostSplit | str:
-        """What of the model must lie in host memory, so that the rest fits the device with the most to give; or why
+        """What of the model must lie in host memory, so that the rest fits the devices with the most to give; or why
         that cannot be. `host_bytes`: what the host has. The load may take more of that than it must, as the engine
         leaves room for sequences."""
-        have = {
-            device: smallest(self.usable_bytes(device), self.model.memory_bytes) or 0
-            for device in self.devices
-            if _why_unusable(device, self.readings.get(device.index), self.model.devices, self.excluded) is None
-        }
-        if not have:
-            return "no device can be used"
-        device = max(have, key=lambda each: have[each])
-        lacking_bytes = max(1, self._need_bytes() - have[device])
+        model = self.model
+        have = sorted(
+            (
+                self.usable_bytes(device)
+                for device in self.devices
+                if _why_unusable(device, self.readings.get(device.index), model.devices, self.excluded) is None
+            ),
+            reverse=True,
+        )[: model.num_devices]
+        if len(have) < model.num_devices:
+            return f"{plural(len(have), 'device')} can be used"
+        have_bytes = sum(have) if model.pipeline_parallel > 1 else have[-1]
+        limit_bytes = None if model.memory_bytes is None else model.memory_bytes // self.facts.num_ranks
+        have_bytes, device = smallest(have_bytes, limit_bytes) or 0, self.devices[0]
+        lacking_bytes = max(1, self._need_bytes() - have_bytes)
         # What is free changes a little until the load begins.
-        least = self.forecast.split(self.model, self.facts, device, lacking_bytes + lacking_bytes // _SLACK)
+        least = self.forecast.split(model, self.facts, device, lacking_bytes + lacking_bytes // _SLACK)
         if isinstance(least, str) or least.host_bytes > host_bytes:
             return least
         for part in _SEQUENCES:
-            more = self.forecast.split(self.model, self.facts, device, lacking_bytes + have[device] // part)
+            more = self.forecast.split(model, self.facts, device, lacking_bytes + have_bytes // part)
             if isinstance(more, HostSplit):
                 return msgspec.structs.replace(
                     least, host_bytes=max(least.host_bytes, min(host_bytes, more.host_bytes))

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+import msgspec
+
 from cortex.neuron.engine.memory.dtypes import dtype_name, likely_multiplies_codes
 from cortex.neuron.engine.memory.plan import (
     MIN_PAGES,
@@ -23,11 +25,18 @@ from cortex.neuron.engine.memory.plan import (
 )
 from cortex.neuron.engine.memory.stages import MIN_SLOTS, divide_model
 from cortex.neuron.engine.request import StageSpec
-from cortex.neuron.kernels.peer_buffer import buffer_bytes
+from cortex.neuron.kernels.peer_buffer import buffer_bytes as peer_buffer_bytes
 from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe
 from cortex.neuron.models.architecture import Architecture
-from cortex.neuron.models.host_division import NO_EXPERTS, LayerWeights, Rates, divide
-from cortex.neuron.models.host_division import buffer_bytes as stream_bytes
+from cortex.neuron.models.host_division import (
+    NO_EXPERTS,
+    NOTHING_MOVABLE,
+    LayerWeights,
+    Rates,
+    buffer_bytes,
+    divide,
+    most_saved_bytes,
+)
 from cortex.neuron.models.packing import MatrixDevice
 from cortex.neuron.models.sizes import WeightStorage
 from cortex.neuron.models.towers.config import PASS_PATCHES
@@ -173,50 +182,94 @@ class Forecast(NodeLimits):
             limit_bytes = self._limit_bytes(model, facts, allowed[0])
             plan = self._plan(model, facts, allowed[0], usable_bytes, limit_bytes)
             expected_bytes = self._expected_bytes(model, facts, allowed[0], usable_bytes, limit_bytes)
-            contexts = self.contexts(model, facts, allowed[0], max(0, plan.context_tokens) if plan.fits else 0)
+            splits = self.splits(model, facts, allowed[0])
+            empty_tokens = max(0, plan.context_tokens) if plan.fits else 0
+            empty_tokens = empty_tokens or self._divided_context(model, facts, allowed[0], usable_bytes, splits)
+            contexts = self.contexts(model, facts, allowed[0], empty_tokens)
             return Footprint(
                 model.replicas * self.least_bytes(model, facts, allowed[0]),
                 model.replicas * expected_bytes,
                 contexts.part_of(1, model.replicas),
+                splits,
+                None if splits is not None else self._last_resort(model, facts, allowed[0]),
             )
+        splits = self.splits(model, facts, allowed[0])
         empty_tokens = max(self.empty_context(model, facts, device) for device in allowed)
-        if (splits := self.splits(model, facts, allowed[0])) is not None and not empty_tokens:
-            least_bytes = self.context_bytes(model, facts, allowed[0], wanted_tokens(model, facts))
-            have_bytes = max(self._usable_when_empty(model, device) for device in allowed)
-            empty_tokens = wanted_tokens(model, facts) if least_bytes - splits.most_saved_bytes <= have_bytes else 0
+        usable_bytes = max(self._usable_when_empty(model, device) for device in allowed)
+        empty_tokens = empty_tokens or self._divided_context(model, facts, allowed[0], usable_bytes, splits)
         return Footprint(
             model.num_devices * min(self.least_bytes(model, facts, device) for device in allowed),
             model.num_devices * max(self.expected_bytes(model, facts, device) for device in allowed),
             self.contexts(model, facts, allowed[0], empty_tokens).part_of(1, model.num_devices),
             splits,
+            None if splits is not None else self._last_resort(model, facts, allowed[0]),
         )
+
+    def _divided_context(
+        self, model: KnownModel, facts: ModelFacts, device: Device, usable_bytes: int, splits: HostSplits | None
+    ) -> int:
+        """The context that it gets on empty devices with weights in host memory; 0 if it does not fit."""
+        if splits is None:
+            return 0
+        least_bytes = self.context_bytes(model, facts, device, wanted_tokens(model, facts))
+        fits = least_bytes - splits.most_saved_bytes // model.tensor_parallel <= usable_bytes
+        return wanted_tokens(model, facts) if fits else 0
 
     def split(self, model: KnownModel, facts: ModelFacts, device: Device, lacking_bytes: int) -> HostSplit | str:
         if (why := self._unsplittable(model, facts, device)) is not None:
             return why
         layers, other_bytes = facts.movable(self.matrix_device(device))
         limit_bytes = model.host_weights << 20 if isinstance(model.host_weights, int) else _UNLIMITED_BYTES
-        return _split(layers, other_bytes, lacking_bytes, limit_bytes, self.rates())
+        ranks, whole_bytes = model.tensor_parallel, _whole_bytes(layers, other_bytes)
+        rates = self.rates() or Rates()
+        extra_bytes = _stage_bytes(model, layers)
+        found = divide(
+            layers,
+            other_bytes,
+            whole_bytes - lacking_bytes - extra_bytes,
+            limit_bytes // ranks,
+            replace(rates, host=rates.host / ranks),  # all ranks of this host compute at the same time
+            moves_blocks=_moves_blocks(model),
+        )
+        if isinstance(found, str):
+            return found
+        return HostSplit(
+            saved_bytes=ranks * (whole_bytes - extra_bytes - found.device_bytes),
+            host_bytes=ranks * found.host_bytes,
+            tokens_per_s=round(found.decode_tokens_s, 2),
+        )
 
     def splits(self, model: KnownModel, facts: ModelFacts, device: Device) -> HostSplits | None:
         """How the weights can be divided between the device and the host; None: they cannot, or may not."""
         if self._unsplittable(model, facts, device) is not None:
             return None
         layers, _ = facts.movable(self.matrix_device(device))
-        movable_bytes = sum(layer.num_movable * layer.expert_bytes for layer in layers) - stream_bytes(layers)
+        movable_bytes = most_saved_bytes(layers, moves_blocks=_moves_blocks(model)) - _stage_bytes(model, layers)
         parts = (self.split(model, facts, device, max(1, movable_bytes * part // 16)) for part in _SPLIT_PARTS)
         found = tuple(split for split in parts if isinstance(split, HostSplit))
         return HostSplits(splits=found, is_measured=self.rates() is not None) if found else None
+
+    def _last_resort(self, model: KnownModel, facts: ModelFacts, device: Device) -> HostSplits | None:
+        """How they could be if the entry said so."""
+        if model.host_weights is not None:
+            return None
+        splits = self.splits(msgspec.structs.replace(model, host_weights="auto"), facts, device)
+        return None if splits is None else msgspec.structs.replace(splits, is_last_resort=True)
 
     def _unsplittable(self, model: KnownModel, facts: ModelFacts, device: Device) -> str | None:
         """Why the weights must all be on the device; None: they need not."""
         if model.host_weights == "off":
             return 'none of its weights may lie in host memory (host_weights = "off")'
-        if model.is_divided or model.replicas > 1 or model.may_grow or model.deterministic or facts.backend != "native":
-            return "weights lie in host memory only of a model on one device, not deterministic, in a native family"
+        if model.replicas > 1 or model.may_grow or model.deterministic or facts.backend != "native":
+            return "weights lie in host memory only of a model with one replica, not deterministic, in a native family"
         if device.kind == "cpu" and self.share_bytes(model, device) is None and model.memory_bytes is None:
             return "the memory of a CPU is the host's"
-        return None if any(layer.num_movable for layer in facts.movable(self.matrix_device(device))[0]) else NO_EXPERTS
+        layers, _ = facts.movable(self.matrix_device(device))
+        if any(layer.experts for layer in layers if layer.num_movable):
+            return None
+        if not any(layer.num_movable for layer in layers):
+            return NOTHING_MOVABLE
+        return None if _moves_blocks(model) else NO_EXPERTS
 
     def stages(
         self,
@@ -229,10 +282,11 @@ class Forecast(NodeLimits):
         """The layers for each of several devices like `device`, of which each can give one of `capacities`; None if
         they cannot hold the model. `ceilings`: the operator's, for each of them."""
         storage, draft = self._storage(model, facts, device), self._draft_sizes(model, facts, device)
+        architecture, buffers = self._divided(model, facts, device)
         plans = divide_model(
-            _architecture(model, facts),
+            architecture,
             storage,
-            capacities,
+            [capacity - buffers for capacity in capacities],
             context_tokens=model.context_tokens,
             limit_bytes=self._limit_bytes(model, facts, device),
             max_rows=self.config.limits.max_num_seqs,
@@ -248,13 +302,26 @@ class Forecast(NodeLimits):
             if model.memory_bytes is not None:
                 limit_bytes = model.memory_bytes * plan.num_bytes // total_bytes
             elif device.kind != "cpu":
-                part = _architecture(model, facts).staged(plan.layers)
-                sizes = ModelSizes.of(part, storage, model.context_tokens)
+                sizes = ModelSizes.of(architecture.staged(plan.layers), storage, model.context_tokens)
+                sizes = replace(sizes, weight_bytes=sizes.weight_bytes + buffers)
                 if draft is not None and not plan.layers.start:
                     sizes = sizes.with_draft(draft)
                 limit_bytes = sizes.ceiling_bytes
             stages.append(StageSpec(plan.layers.start, len(plan.layers), smallest(limit_bytes, ceiling_bytes)))
         return tuple(stages)
+
+    def _divided(self, model: KnownModel, facts: ModelFacts, device: Device) -> tuple[Architecture, int]:
+        """What is loaded of the model, without what lies in host memory, and the buffers that each stage has for
+        that."""
+        architecture = _architecture(model, facts)
+        if model.host_split is None:
+            return architecture, 0
+        layers, other_bytes = facts.movable(self.matrix_device(device))
+        left_bytes = _whole_bytes(layers, other_bytes) - model.host_split.saved_bytes - _stage_bytes(model, layers)
+        found = divide(layers, other_bytes, left_bytes, _UNLIMITED_BYTES)
+        return (
+            (architecture, 0) if isinstance(found, str) else (architecture.hosting(found.moved), buffer_bytes(layers))
+        )
 
     def empty_stages(
         self, model: KnownModel, facts: ModelFacts, devices: Sequence[Device]
@@ -275,7 +342,9 @@ class Forecast(NodeLimits):
         own = self._storage_of(model, device)
         sizes = facts.sizes(*own, model.context_tokens, has_tower=model.vision != "off")
         if model.host_split is not None:
-            sizes = replace(sizes, weight_bytes=sizes.weight_bytes - model.host_split.saved_bytes)
+            sizes = replace(
+                sizes, weight_bytes=sizes.weight_bytes - model.host_split.saved_bytes // model.tensor_parallel
+            )
         draft = self._draft_sizes(model, facts, device)
         return sizes if draft is None else sizes.with_draft(draft)
 
@@ -320,18 +389,19 @@ class Forecast(NodeLimits):
         return penalty_bytes(self.config.limits.max_num_seqs + 1, sizes.vocab, sizes.context_tokens)
 
 
-def _split(
-    layers: Sequence[LayerWeights], other_bytes: int, lacking_bytes: int, limit_bytes: int, rates: Rates | None
-) -> HostSplit | str:
-    whole_bytes = other_bytes + sum(layer.dense_bytes + layer.experts * layer.expert_bytes for layer in layers)
-    found = divide(layers, other_bytes, whole_bytes - lacking_bytes, limit_bytes, rates)
-    if isinstance(found, str):
-        return found
-    return HostSplit(
-        saved_bytes=whole_bytes - found.device_bytes,
-        host_bytes=found.host_bytes,
-        tokens_per_s=round(found.decode_tokens_s, 2),
-    )
+def _moves_blocks(model: KnownModel) -> bool:
+    """Whether weights that every token reads may lie in host memory, too: the entry must say so."""
+    return model.host_weights is not None
+
+
+def _whole_bytes(layers: Sequence[LayerWeights], other_bytes: int) -> int:
+    return other_bytes + sum(layer.num_bytes for layer in layers)
+
+
+def _stage_bytes(model: KnownModel, layers: Sequence[LayerWeights]) -> int:
+    """What stages take in addition to one device: each has buffers of its own, and whole layers do not fill it."""
+    largest = max((layer.dense_bytes + layer.unit_bytes for layer in layers), default=0)
+    return (model.pipeline_parallel - 1) * (buffer_bytes(layers) + largest)
 
 
 def _architecture(model: KnownModel, facts: ModelFacts) -> Architecture:
@@ -350,4 +420,4 @@ def _graph_tokens(model: KnownModel, device: Device) -> int:
 
 def _peer_bytes(model: KnownModel, device: Device) -> int:
     """The buffer for messages between the ranks, assuming that the devices can access each other's memory."""
-    return buffer_bytes(model.tensor_parallel, device.kind)
+    return peer_buffer_bytes(model.tensor_parallel, device.kind)

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from cortex.formats.units import gib
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.hub_process.resolver import FileSources
+from cortex.neuron.models.host_division import NO_EXPERTS
 from cortex.neuron.node.devices import NodeDevices
 from cortex.neuron.node.harness.estimates import FileFacts, Footprint
 from cortex.neuron.node.harness.harness import Harnesses
@@ -178,8 +179,11 @@ class ModelLoader:
         try:
             return await self._load_on_devices(model, facts, callbacks)
         except InsufficientCapacity as error:
-            if self.estimate(model, facts).footprint.splits is None and not model.host_weights:
-                raise
+            footprint = self.estimate(model, facts).footprint
+            if footprint.splits is None and not model.host_weights:
+                if footprint.last_resort is None:
+                    raise
+                raise InsufficientCapacity(f"{error.message}; {NO_EXPERTS}", details=error.details) from error
             try:
                 return await self._load_split(model, facts, callbacks)
             except InsufficientCapacity as split_error:

@@ -180,7 +180,7 @@ class ModelFacts:
         if key not in self._described:
             storage = self.storage(device)
             layers = movable_layers(self.architecture, storage)
-            inside = sum(layer.dense_bytes + layer.experts * layer.expert_bytes for layer in layers)
+            inside = sum(layer.num_bytes for layer in layers)
             self._described[key] = layers, weight_bytes(self.architecture, storage) - inside
         found: tuple[tuple[LayerWeights, ...], int] = self._described[key]
         return found

@@ -115,6 +115,7 @@ async def test_changed_configuration_is_used_without_a_restart(tmp_path: Path) -
         assert await node.reconfigure(changed) == ("max_body_mb",)
         assert is_running(process), "what is loaded stays as it is"
         assert "other" in node.discovery.harnesses
+        assert node.health().num_reloads == 1, "which has gateways read it"
         await node.unload(UnloadRequest(model_id="m"))
         assert (await load(node)).context_tokens == 700
         assert (await node.load(LoadRequest(model_id="n"), wait=True)).state is ModelState.READY

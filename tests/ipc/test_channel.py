@@ -1,6 +1,8 @@
 import asyncio
 import itertools
 import socket
+import subprocess
+import sys
 from typing import Self
 
 import pytest
@@ -170,3 +172,37 @@ async def test_message_that_cannot_be_sent_does_not_affect_the_others(bad: Engin
         decoder: FrameDecoder[Command] = FrameDecoder(Command)
         frames = await asyncio.to_thread(lambda: list(decoder.feed(end.other.recv(1 << 16))))
         assert frames == [[Cancel(1, "before"), Cancel(1, "after")]]
+
+
+_CONCURRENT = """
+import sys, threading, dataclasses
+from cortex.ipc import channel
+
+sys.setswitchinterval(1e-6)
+for _ in range(60):
+    @dataclasses.dataclass
+    class Part:
+        number: "int"
+        numbers: "list[int]"
+
+    class Message(channel.ChannelMessage):
+        part: Part
+
+    frame = channel.encode_frame([Message(Part(1, [2]))])
+    together = threading.Barrier(6)
+
+    def receive(Message=Message):
+        together.wait()
+        [[message]] = channel.FrameDecoder(Message).feed(frame)
+        assert message.part.number == 1
+
+    threads = [threading.Thread(target=receive) for _ in range(6)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+"""
+
+
+def test_threads_may_receive_the_first_messages_of_a_type_at_the_same_time() -> None:
+    # Without a lock the interpreter crashes, so the threads run in one of their own.
+    ended = subprocess.run([sys.executable, "-c", _CONCURRENT], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr

@@ -42,6 +42,7 @@ _CONTROL = {
     "rm": "commands.files:rm",
     "drain": "commands.nodes:drain",
     "undrain": "commands.nodes:undrain",
+    "forget": "commands.files:forget",
     "forget-size": "commands.load:forget_size",
 }
 _ADMINISTER = {

@@ -130,19 +130,21 @@ def forget(
 ) -> None:
     """Delete KV pages on disk (`limits.kv_disk_mb`).
 
-    The node may run meanwhile: it computes what it does not find. Pages in its memory stay until it restarts.
+    The node may run meanwhile: it computes what it does not find. Pages in its memory stay, and may be written again;
+    `cortex forget` deletes these, too.
     """
     from cortex.neuron.engine.host_pages.block_files import purge
+    from cortex.neuron.engine.host_pages.store import ChosenBlocks
 
     if not everything and model is None and tenant is None and unused_days is None:
         remedy = "name --model, --tenant or --unused-days, or use --all"
         raise CommandError("nothing was chosen", remedy, ExitCode.USAGE)
-    wanted = None if tenant is None else tenant.lower().encode()
-    if wanted is not None and not re.fullmatch(b"[0-9a-f]{8,32}", wanted):
+    tenants = () if tenant is None else (tenant.lower().encode(),)
+    if not all(re.fullmatch(b"[0-9a-f]{8,32}", each) for each in tenants):
         raise CommandError(f"{tenant!r} is not a tenant", "give its hexadecimal digits", ExitCode.USAGE)
     folder = _load(config or file_here("neuron.toml"), {}).limits.kv_disk_folder
     unused_s = None if unused_days is None else unused_days * 86400
-    number, num_bytes = purge(folder, model_id=model, tenant=wanted, unused_for_s=unused_s)
+    number, num_bytes = purge(folder, ChosenBlocks(model, tenants), unused_s)
     if as_json:
         print_json({"files": number, "bytes": num_bytes})
     else:

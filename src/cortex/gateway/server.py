@@ -19,10 +19,12 @@ from cortex.gateway.api.control import Control
 from cortex.gateway.api.files import FileRoutes
 from cortex.gateway.api.health import GatewayHealth
 from cortex.gateway.api.jobs import JobBoard, JobRoutes
+from cortex.gateway.api.kept_prompts import KeptPromptRoutes
 from cortex.gateway.api.keys import KeyRoutes
 from cortex.gateway.api.live.event_streams import EventStreams
 from cortex.gateway.api.llama_cpp import LlamaCppRoutes
 from cortex.gateway.api.model_servers import ModelServerRoutes
+from cortex.gateway.api.ollama.creation import CreationRoutes
 from cortex.gateway.api.ollama.inference import OllamaInference
 from cortex.gateway.api.ollama.routes import OllamaRoutes
 from cortex.gateway.api.orders import OrderRoutes
@@ -152,7 +154,7 @@ class Gateway:
             self._services.activity, self.event_log, self._database, config.gateway.listen.port
         )
         self._inference = Inference(self._services)
-        self._responses = ResponsesService(config, self._responses_database, self._inference, self.tasks)
+        self._responses = ResponsesService(config, self._responses_database, self._inference, self.tasks, limits)
         self._certificate = certificate_of(config, directory)
         self._health = GatewayHealth(self.tasks, self._certificate, is_database_away=lambda: self._database.is_failing)
         self._reloading = asyncio.Lock()
@@ -172,6 +174,15 @@ class Gateway:
         self._file_routes = FileRoutes(self.dispatcher, nodes, neighbours, board, self._metering, self._deferred)
         self._bench_routes = BenchRoutes(self.dispatcher, operator, nodes, board, self._metering)
         open_paths = paths_without_key(config)
+        creations = CreationRoutes(
+            self.dispatcher,
+            nodes,
+            self._file_routes,
+            self._metering,
+            self._deferred,
+            self._created_models,
+            self._change_created,
+        )
         self._ollama_routes = OllamaRoutes(
             self.dispatcher,
             nodes,
@@ -179,15 +190,16 @@ class Gateway:
             self._metering,
             self._deferred,
             open_paths,
-            self._created_models,
-            self._change_created,
+            creations,
         )
+        key_routes = KeyRoutes(self._metering, self._refresh_keys, self._deferred)
         store = self._operator_state.store
         orders = OrderRoutes(self.dispatcher, operator, board, self._metering, self._deferred, store)
         self._model_servers = ModelServerRoutes(self.dispatcher, nodes, self._metering, self._deferred, self.event_log)
         parts = (
             self._file_routes,
             self._ollama_routes,
+            creations,
             orders,
             self._bench_routes,
             LlamaCppRoutes(self.dispatcher, orders, self._metering, open_paths, self.event_log, self._streams),
@@ -205,7 +217,15 @@ class Gateway:
             self._batches,
             HistoryRoutes(self._history.history, self._metering),
             UsageRoutes(self._metering, lambda: self.dispatcher.fleet.catalogue, self._deferred),
-            KeyRoutes(self._metering, self._refresh_keys, self._deferred),
+            key_routes,
+            KeptPromptRoutes(
+                self.dispatcher,
+                nodes,
+                self._metering,
+                self._deferred,
+                key_routes.find,
+                lambda: self._admission.prefix_sharing,
+            ),
         )
         self._control = Control(
             self.dispatcher,

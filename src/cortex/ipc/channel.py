@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import threading
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
@@ -56,8 +57,19 @@ def encode_frame(messages: Sequence[msgspec.Struct] | Sequence[msgspec.Raw]) -> 
     return bytes(frame)
 
 
-@lru_cache(maxsize=256)
+_one_builder = threading.Lock()
+"""msgspec stores what it knows of a type with the type, and fills it in step by step. A second thread that builds a
+decoder for the type meanwhile reads memory that is not set yet, and the process crashes."""
+
+
 def _decoder_of(message_type: Any) -> msgspec.msgpack.Decoder[Any]:
+    """The decoder of lists of `message_type`. May be called on any thread."""
+    with _one_builder:
+        return _build_decoder(message_type)
+
+
+@lru_cache(maxsize=256)
+def _build_decoder(message_type: Any) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(list[message_type])
 
 

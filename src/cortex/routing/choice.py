@@ -1,14 +1,16 @@
 """Which replica serves a request: the one where its first token is expected first, or, where all replicas were
 measured, its last.
 
-Everything is weighed in seconds: computing what is not cached of the prompt, copying what is cached in host memory, the
-prompts ahead of it, the queue, and the requests that share the device. A replica whose KV cache is full comes after
-every other one whatever it has cached: routing by cache alone overloads one replica while another is idle.
+Everything is weighed in seconds: computing what is not cached of the prompt, copying what is cached in host memory or
+on disk, fetching what another place has, the prompts ahead of it, the queue, and the requests that share the device. A
+replica whose KV cache is full comes after every other one whatever it has cached: routing by cache alone overloads one
+replica while another is idle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -45,6 +47,8 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
     prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S
     copied_tokens_per_s: float | None = None
     """How fast pages come back from host memory; None: not measured."""
+    fetched_tokens_per_s: float | None = None
+    """How fast pages come from other places; None: none did yet, so that they are counted as computed."""
     request_s: float = REQUEST_S
     """How long a request takes there, on average."""
     token_s: float = 0.0
@@ -69,19 +73,33 @@ class RoutingChoice(msgspec.Struct, frozen=True):
     """The place that has computed so much more of the prompt that its KV may be worth fetching; empty: none."""
 
 
-def source_of(blocks: Blocks, place: str, cached: CachedPrefix, prefixes: PrefixRecord) -> str:
-    """See `RoutingChoice.source`. Whether it is worth it follows from rates that the node at `place` measures."""
-    other, num_tokens = prefixes.most(blocks)
-    return other if other != place and num_tokens >= sum(cached) + MIN_FETCHED_TOKENS else ""
+class Source(NamedTuple):
+    """The place that has the most of a prompt. Whether another one fetches that follows from rates that it measures."""
+
+    place: str = ""
+    num_tokens: int = 0
+
+    def tokens_for(self, place: str, cached: CachedPrefix) -> int:
+        """How many tokens more than `place`; 0 where they are not worth asking for."""
+        more = 0 if place == self.place else self.num_tokens - sum(cached)
+        return more if more >= MIN_FETCHED_TOKENS else 0
 
 
-def prefill_s(replica: Replica, num_prompt_tokens: int, cached: CachedPrefix) -> float:
+def source_of(blocks: Blocks, prefixes: PrefixRecord, is_usable: Callable[[str], bool] = lambda _: True) -> Source:
+    """`is_usable`: whether a place can be asked now."""
+    return Source(*prefixes.most(blocks, is_usable))
+
+
+def prefill_s(replica: Replica, num_prompt_tokens: int, cached: CachedPrefix, num_elsewhere: int = 0) -> float:
+    """`num_elsewhere`: tokens that another place has."""
     device_tokens, host_tokens = cached
     num_tokens = num_prompt_tokens - device_tokens - host_tokens
     compute_s = num_tokens / replica.prefill_tokens_per_s if num_tokens > 0 else 0.0
     if host_tokens:
         compute_s += host_tokens / (replica.copied_tokens_per_s or COPY_SPEEDUP * replica.prefill_tokens_per_s)
-    return compute_s
+    if num_elsewhere and (rate := replica.fetched_tokens_per_s or 0.0) > replica.prefill_tokens_per_s:
+        compute_s -= num_elsewhere * (1 / replica.prefill_tokens_per_s - 1 / rate)
+    return max(0.0, compute_s)
 
 
 def expected_s(replica: Replica, compute_s: float) -> float:
@@ -99,25 +117,32 @@ def expected_s(replica: Replica, compute_s: float) -> float:
     return expected_s
 
 
-def choose(replicas: Sequence[Replica], prompt: bytes, prefixes: PrefixRecord) -> RoutingChoice:
+def choose(
+    replicas: Sequence[Replica],
+    prompt: bytes,
+    prefixes: PrefixRecord,
+    is_source: Callable[[str], bool] = lambda _: True,
+) -> RoutingChoice:
     """The replica for `prompt`, recorded in `prefixes`. Prompts are any bytes that have a prefix in common where what
     is cached of one can be used for the other: they begin with the digest of their tenant.
 
-    `replicas` is not empty.
+    `replicas` is not empty. `is_source`: whether a place can be asked for what it has computed.
     """
     blocks = leading_blocks(prompt)
+    source = source_of(blocks, prefixes, is_source) if blocks else Source()
     num_prompt_tokens = len(prompt) // BYTES_PER_TOKEN
 
     best, best_position, best_compute_s, best_cached = None, 0, 0.0, NOTHING_CACHED
     for position, replica in enumerate(replicas):
         cached = prefixes.cached(blocks, replica.place) if blocks else NOTHING_CACHED
-        compute_s = prefill_s(replica, num_prompt_tokens, cached)
+        num_elsewhere = source.tokens_for(replica.place, cached) if replica.fetched_tokens_per_s else 0
+        compute_s = prefill_s(replica, num_prompt_tokens, cached, num_elsewhere)
         rank = (replica.is_saturated, expected_s(replica, compute_s), replica.place)
         if best is None or rank < best:
             best, best_position, best_compute_s, best_cached = rank, position, compute_s, cached
-    source = ""
+    place = replicas[best_position].place
     if blocks:
-        place = replicas[best_position].place
-        source = source_of(blocks, place, best_cached, prefixes)
         prefixes.record(blocks, place)
-    return RoutingChoice(best_position, best_compute_s, best_cached, source)
+    return RoutingChoice(
+        best_position, best_compute_s, best_cached, source.place if source.tokens_for(place, best_cached) else ""
+    )

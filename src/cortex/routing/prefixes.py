@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from bisect import bisect_left
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -148,9 +149,10 @@ class PrefixRecord:
         num_bytes = EDGES[num_on_device]
         return CachedPrefix(num_bytes // BYTES_PER_TOKEN, (EDGES[count] - num_bytes) // BYTES_PER_TOKEN)
 
-    def most(self, blocks: Blocks) -> tuple[str, int]:
-        """The place that has the most of the prompt that begins with `blocks`, and how many tokens; 0: none has any."""
-        found = ((sum(self.cached(blocks, place)), place) for place in self._places)
+    def most(self, blocks: Blocks, is_usable: Callable[[str], bool]) -> tuple[str, int]:
+        """The usable place that has the most of the prompt that begins with `blocks`, and how many tokens; 0: none has
+        any."""
+        found = ((sum(self.cached(blocks, place)), place) for place in self._places if is_usable(place))
         num_tokens, place = max(found, default=(0, ""))
         return place, num_tokens
 

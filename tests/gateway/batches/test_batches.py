@@ -227,6 +227,29 @@ async def test_a_line_waits_while_another_one_holds_the_budget(
     assert len(await results(client, done.output_file_id)) == 2
 
 
+async def test_lines_wait_for_the_window_of_a_budget_to_move_on(
+    start_gateway: StartGateway, neurons: StartNeuron, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "MAX_TRIES", 1)
+    new = keys.generate("ada", window_tokens=60)
+    gateway = await start_gateway(await neurons("one", **READY), keys=(new.section,))
+    client = openai_client(gateway.port, new.text)
+    id = (await submit(client, [line(number, max_tokens=3) for number in range(12)])).id
+    deadline = time.monotonic() + WAIT_S
+    while not (batch := await client.batches.retrieve(id)).request_counts.completed:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+    await asyncio.sleep(0.3)
+    await client.batches.cancel(batch.id)
+
+    done = await ended(client, batch.id)
+
+    codes = {each["error"]["code"] for each in await results(client, done.error_file_id) if each["error"]}
+    assert codes == {"batch_cancelled"}, "no line failed for want of a budget that comes back"
+    assert done.request_counts is not None
+    assert 0 < done.request_counts.completed < 12
+
+
 async def test_a_line_for_a_model_that_its_key_may_not_use_fails_and_is_not_counted(
     start_gateway: StartGateway, neurons: StartNeuron
 ) -> None:
@@ -448,6 +471,40 @@ async def test_other_endpoints_run_in_batches(start_gateway: StartGateway, neuro
         await submit(client, lines, endpoint="/v1/images")
     with pytest.raises(openai.BadRequestError, match="completion_window"):
         await submit(client, lines, endpoint="/v1/responses", completion_window="soon")
+
+
+async def test_a_large_batch_does_not_hold_up_a_small_one(start_gateway: StartGateway, neurons: StartNeuron) -> None:
+    gate = asyncio.Event()
+
+    async def respond(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await gate.wait()
+        return await plain_response(node, request, body)
+
+    node = await neurons("one", **READY, respond=respond)
+    gateway = await start_gateway(node, batches=BatchesSection(max_lines_per_node=1))
+    client = openai_client(gateway.port)
+    large = await submit(client, [line(number) for number in range(20)])
+    small = await submit(client, [line(100)])
+    gate.set()
+
+    await ended(client, small.id)
+    await ended(client, large.id)
+
+    contents = [json.loads(seen.raw)["messages"][0]["content"] for seen in node.seen]
+    assert contents.index("hello 100") < 6
+
+
+async def test_listings_have_the_newest_first_also_within_a_second(
+    start_gateway: StartGateway, neurons: StartNeuron
+) -> None:
+    client = openai_client((await start_gateway(await neurons("one", **READY))).port)
+    made = [await submit(client, [line(0)]) for _ in range(5)]
+
+    found = [each.id async for each in client.batches.list(limit=2)]
+
+    assert found == [each.id for each in reversed(made)]
+    files = [each.id async for each in client.files.list(limit=2, purpose="batch", order="asc")]
+    assert files == [each.input_file_id for each in made]
 
 
 async def test_a_file_in_use_is_not_deleted(start_gateway: StartGateway, neurons: StartNeuron) -> None:

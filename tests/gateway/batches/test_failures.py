@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from cortex.gateway.batches import runner
-from cortex.gateway.database import Database, Execute, Rows
+from cortex.gateway.batches import runner, tables
+from cortex.gateway.batches.files import FileStore
+from cortex.gateway.batches.results import BatchResults
+from cortex.gateway.config import BatchesSection
+from cortex.gateway.database import Database, Execute, Rows, StoreError
 from cortex.gateway.ledger import keys
 from cortex.gateway.ledger.store import LedgerSection
 from cortex.wire.node.protocol import ModelState
@@ -157,3 +162,77 @@ async def test_a_gateway_that_ends_gives_its_batches_away(start_gateway: StartGa
     client = openai_client(second.port)
     done = await ended(client, batch.id)
     assert len(await results(client, done.output_file_id)) == 6
+
+
+async def test_a_batch_that_failed_while_the_database_was_away_is_run_again(
+    start_gateway: StartGateway, neurons: StartNeuron, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = await neurons("one", sizes={MODEL: 1 << 30}, states={MODEL: ModelState.READY})
+    client = openai_client((await start_gateway(node)).port)
+    finalise, release, faults = BatchResults.finalise, tables.release, ["release", "finalise"]
+
+    async def fails_once(self: BatchResults) -> None:
+        if "finalise" in faults:
+            faults.remove("finalise")
+            raise OSError("the storage is away")
+        await finalise(self)
+
+    def fails_too(execute: Execute, id: str, owner: str) -> None:
+        if "release" in faults:
+            faults.remove("release")
+            raise StoreError("the database is away")
+        release(execute, id, owner)
+
+    monkeypatch.setattr(BatchResults, "finalise", fails_once)
+    monkeypatch.setattr(tables, "release", fails_too)
+
+    done = await ended(client, (await submit(client, [line(0)])).id)
+
+    assert (done.status, faults) == ("completed", [])
+
+
+async def test_what_killed_gateways_left_on_disk_is_deleted_after_a_day(
+    start_gateway: StartGateway, neurons: StartNeuron, tmp_path: Path
+) -> None:
+    gate = Gate(1)
+    node = await neurons("one", sizes={MODEL: 1 << 30}, states={MODEL: ModelState.READY}, respond=gate.respond)
+    gateway = await start_gateway(node)
+    client = openai_client(gateway.port)
+    batch = await submit(client, [line(0), line(1)])
+    await _recorded(client, batch.id, 1)
+    folder = tmp_path / "files"
+    needed = {path.name for path in folder.iterdir()}
+    left = {f"file-{'0' * 24}", f".file-{'1' * 24}.abcd", f"batch_{'2' * 24}.owner"}
+    for name in (*left, "a file of somebody else"):
+        (folder / name).touch()
+    for path in folder.iterdir():
+        os.utime(path, (0, 0))
+    (folder / f"file-{'3' * 24}").touch()  # one that another gateway is about to add to the database
+
+    database = Database(str(tmp_path / "cortex-spend.db"))
+    await FileStore(database, BatchesSection(), folder).purge()
+    await database.close()
+
+    assert {path.name for path in folder.iterdir()} == needed | {f"file-{'3' * 24}", "a file of somebody else"}
+    gate.opened.set()
+    assert (await ended(client, batch.id)).status == "completed"
+
+
+async def test_a_batch_whose_results_are_gone_fails(
+    start_gateway: StartGateway, neurons: StartNeuron, tmp_path: Path
+) -> None:
+    gate = Gate(1)
+    node = await neurons("one", sizes={MODEL: 1 << 30}, states={MODEL: ModelState.READY}, respond=gate.respond)
+    client = openai_client((await start_gateway(node)).port)
+    batch = await submit(client, [line(0), line(1)])
+    await _recorded(client, batch.id, 1)
+    for segment in (tmp_path / "files").glob("batch_*"):
+        segment.unlink()
+    gate.opened.set()
+
+    done = await ended(client, batch.id)
+
+    assert done.status == "failed"
+    assert done.errors is not None
+    assert done.errors.data is not None
+    assert [each.code for each in done.errors.data] == ["results_lost"]

@@ -20,7 +20,7 @@ REQUEST = (
 
 
 async def test_client_that_is_not_accepted_yet_gets_a_response(node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cortex.http.server.server._FIRST_REQUEST_S", WAIT_S)
+    monkeypatch.setattr("cortex.http.server.server._LAST_REQUEST_S", WAIT_S)
     drain_gate = DrainGate()
     api = NodeApi(node, drain_gate)
     address = await api.server.listen("127.0.0.1", 0)

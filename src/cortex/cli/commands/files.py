@@ -1,4 +1,4 @@
-"""`cortex pull`, `copy`, `rm`: the files of models on the disks of nodes."""
+"""`cortex pull`, `copy`, `rm`: the files of models on the disks of nodes. `forget`: what they keep of prompts."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from cortex.cli.output import console, json_option, print_json, size
 from cortex.cli.views.jobs import follow, parse
 from cortex.wire.errors import ModelNotFound
 from cortex.wire.model_names import split_quant
+from cortex.wire.words import plural
 
 
 @click.command(cls=Command)
@@ -112,6 +113,40 @@ def rm(model: str, node: str | None, yes: bool, gateway: GatewayClient, as_json:
     for each in deleted:
         line = f"{model} deleted from {each['node']}, {size(each['freed_bytes'])} are free again"
         console().print(line, soft_wrap=True)
+
+
+@click.command(cls=Command)
+@click.option("--model", help="Only what this model has computed.")
+@click.option("--key", metavar="NAME_OR_ID", help="Only of the prompts of this key.")
+@click.option("--group", help="Only of the prompts of a group that shares them.")
+@click.option("--tenant", help="Only of this tenant: that of a revoked key, as `cortex keys list --json` printed it.")
+@click.option("--unused-days", type=click.FloatRange(0), help="Only files that were not used for this long.")
+@click.option("--all", "everything", is_flag=True, help="Of all prompts.")
+@click.option("--node", help="Only on this node; on all when absent.")
+@gateway_options
+@json_option
+def forget(gateway: GatewayClient, as_json: bool, *, unused_days: float | None, **chosen: object) -> None:
+    """Delete what nodes keep of prompts.
+
+    That is their KV on devices, in host memory and on disk. Requests that run keep theirs. Prompts that continue
+    deleted ones are computed again.
+    """
+    unused_s = None if unused_days is None else unused_days * 86400
+    given = {name: value for name, value in {**chosen, "unused_s": unused_s}.items() if value not in (None, False)}
+    if not given.keys() - {"node"}:
+        remedy = "name --model, --key, --group, --tenant or --unused-days, or use --all"
+        raise CommandError("nothing was chosen", remedy, ExitCode.USAGE)
+    nodes = gateway.post("/fleet/forget", given)["nodes"]
+    if as_json:
+        print_json(nodes)
+    failed = [node for node in nodes if node["error"] is not None]
+    for node in nodes if not as_json else ():
+        gone = f"deleted {plural(node['files'], 'file')}, {size(node['bytes'])}, and what is in memory"
+        console().print(f"{node['node']}: {node['error'] or gone}", soft_wrap=True)
+    if failed:
+        raise CommandError(
+            f"{plural(len(failed), 'node')} deleted nothing", "run this again when they respond", ExitCode.UNREACHABLE
+        )
 
 
 def _outside(gateway: GatewayClient, model: str) -> str | None:

@@ -157,7 +157,7 @@ class KeyRoutes:
         return json_response({"key": made.text, **await self._described(made.section)}, 201)
 
     async def _change(self, operator: KeySection, name: str, fields: _KeyFields) -> Response:
-        given, found = fields.given(), self._find(name)
+        given, found = fields.given(), self.find(name)
         if operator.id == found.id and ("expires" in given or given.get("operator") is False):
             raise _own_key("change who may use")
         self._check_in_database(found)
@@ -178,13 +178,14 @@ class KeyRoutes:
         return json_response(await self._described(section))
 
     async def _revoke(self, operator: KeySection, name: str) -> Response:
-        found = self._find(name)
+        found = self.find(name)
         if operator.id == found.id:
             raise _own_key("revoke")
         self._check_in_database(found)
         if not await self._edit(lambda execute: key_store.remove_key(execute, found.id)):
             raise _unknown(name)
-        return json_response({"revoked": {"name": found.name, "id": found.id}})
+        is_gone = all(key.id != found.id for key in self._keys())
+        return json_response({"revoked": {"name": found.name, "id": found.id}, "in_force": is_gone})
 
     async def _make_group(self, wanted: _NewGroup) -> Response:
         name = self._checked_name(wanted.name, {group.name for group in self._metering.in_force.groups}, "group")
@@ -212,7 +213,8 @@ class KeyRoutes:
         """Those in force, with the models of their groups."""
         return () if self._metering.ledger is None else tuple(self._metering.ledger.keyring)
 
-    def _find(self, name_or_id: str) -> KeySection:
+    def find(self, name_or_id: str) -> KeySection:
+        """Raises RouteNotFound, and InvalidValue where several keys have the name."""
         keys = self._keys()
         found = [key for key in keys if key.id == name_or_id] or [key for key in keys if key.name == name_or_id]
         if not found:
@@ -253,15 +255,19 @@ class KeyRoutes:
         raise RouteNotFound(f"There is no group {shorten(name)}; GET /groups lists them.")
 
     async def _edit(self, work: Callable[[Execute], T]) -> T:
-        """Edit the database and put it in force. Raises DatabaseUnavailable, InvalidValue, and what `work` raises."""
+        """Edit the database and put it in force. Raises DatabaseUnavailable, InvalidValue, and what `work` raises: then
+        nothing has changed."""
         try:
             result = await self._metering.key_store.edit(work)
-            await self._refresh()
         except KeyConflict as problem:
             raise InvalidValue(f"Nothing has changed: {problem}.") from problem
         except StoreError as error:
             log.error("keys cannot be changed: %s", error)
             raise DatabaseUnavailable("Keys cannot be changed now; the gateway's log has the reason.") from error
+        try:
+            await self._refresh()
+        except StoreError as error:  # the response says so; the gateway goes on looking for changes
+            log.error("keys were changed in the database, and are not in force here yet: %s", error)
         return result
 
     async def _counters(self) -> Mapping[str, Counters]:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterable
@@ -28,7 +29,10 @@ T = TypeVar("T")
 CHUNK_BYTES = 256 * 1024
 MEBIBYTE = 1024 * 1024
 UNFINISHED_S = 86400.0
-"""A file that was not written for this long belongs to a gateway that has ended."""
+"""A file that no row is about, and that was not written for this long, belongs to a gateway that has ended."""
+PAGE = 500
+_OURS = re.compile(r"\.?(file-|batch_|msgbatch_)[0-9a-f]{24}")
+"""What the names of files here begin with. The directory may hold others."""
 
 
 class FileStore:
@@ -42,6 +46,7 @@ class FileStore:
         self.database = database.use(tables.SCHEMA)
         self.directory = directory
         self.clock = clock
+        self._sweep_at_s = 0.0
 
     async def do(self, work: Callable[[Execute], T]) -> T:
         """Work on the database. Raises DatabaseUnavailable or InvalidValue."""
@@ -63,8 +68,8 @@ class FileStore:
     ) -> StoredFile:
         """Keep a file. `content` is read on another thread. Raises RateLimitExceeded over a quota, Overloaded where the
         disk does not take it."""
-        now = int(self.clock())
-        id = f"file-{secrets.token_hex(12)}"
+        now_s = self.clock()
+        id, now = tables.new_id("file-", now_s), int(now_s)
         file = StoredFile(id, key_id, purpose, filename[:500], num_bytes, now, now + int(lasts_s))
         await self.do(lambda execute: self._check_quota(execute, file))
         fresh = self.temporary(id)
@@ -108,14 +113,26 @@ class FileStore:
             await self.delete(id)
         for id in await self.do(lambda execute: tables.old_batches(execute, now - self.section.retention_s)):
             await self.do(partial(tables.drop_batch, id=id))
-        await asyncio.to_thread(self._delete_unfinished, now - UNFINISHED_S)
+        if now >= self._sweep_at_s:
+            self._sweep_at_s = now + UNFINISHED_S
+            await self._sweep(now - UNFINISHED_S)
 
-    def _delete_unfinished(self, before_s: float) -> None:
-        """Delete what gateways were writing when they ended. Blocks."""
-        for path in self.directory.glob(".*"):
+    async def _sweep(self, before_s: float) -> None:
+        """Delete what gateways had written, or were writing, when they were killed."""
+        old = await asyncio.to_thread(self._old, before_s)
+        for start in range(0, len(old), PAGE):
+            work = partial(tables.unowned, names=old[start : start + PAGE])
+            for name in await self.do(work):
+                await asyncio.to_thread(self.path(name).unlink, missing_ok=True)
+
+    def _old(self, before_s: float) -> list[str]:
+        """The files last written before `before_s`. Blocks."""
+        found = []
+        for path in self.directory.glob("*"):
             with contextlib.suppress(FileNotFoundError):
-                if path.stat().st_mtime < before_s:
-                    path.unlink()
+                if _OURS.match(path.name) and path.stat().st_mtime < before_s:
+                    found.append(path.name)
+        return found
 
     async def send(self, exchange: Exchange, id: str, headers: Headers) -> None:
         """Respond with the content of a file, at the pace of the client. Raises FileNotFoundError."""

@@ -36,7 +36,7 @@ from cortex.gateway.proxy.routes import ROUTES, error_response
 from cortex.http.request import Request
 from cortex.http.server.detached import DetachedExchange
 from cortex.system.tasks import SupervisedTask, Supervisor
-from cortex.wire.errors import CortexError, InvalidAPIKey, InvalidValue
+from cortex.wire.errors import CortexError, InsufficientQuota, InvalidAPIKey, InvalidValue
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +75,8 @@ class _LineRun:
         self.status = 0
         self.body = bytearray()
         self.reserved: LineReservation | None = None
+        self.awaits_budget = False
+        """A budget had too little left for it, and will have more by itself: a window moves on, requests end."""
 
     @property
     def reservation(self) -> LineReservation:
@@ -215,6 +217,8 @@ class BatchRunner:
         )
         self._has_claimed = True
         for batch in claimed:
+            if batch.id in self._batch_tasks:
+                continue
             task = asyncio.create_task(self._own(batch), name=f"batch {batch.id}")
             self._batch_tasks[batch.id] = task
             task.add_done_callback(lambda _, id=batch.id: self._batch_tasks.pop(id, None))  # type: ignore[misc]
@@ -322,7 +326,10 @@ class BatchRunner:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RENEW_S if not run.results.num_unwritten else 0):
                     await run.wake.wait()
-        await run.results.finalise()
+        try:
+            await run.results.finalise()
+        except FileNotFoundError:
+            await self._fail(run.batch, [_problem("results_lost", "The results are not there any more.")])
 
     async def _stop(self, run: _BatchRun, outcome: Outcome) -> None:
         """The lines that have no result get one that says why."""
@@ -357,8 +364,10 @@ class BatchRunner:
         while is_any:
             is_any = False
             for run in tuple(self._runs.values()):
-                if not run.is_stopping and run.results.num_unwritten < MAX_UNWRITTEN:
-                    is_any = self._start_next(run, room, now) or is_any
+                may_start = not run.is_stopping and run.results.num_unwritten < MAX_UNWRITTEN
+                if may_start and self._start_next(run, room, now):
+                    is_any = True
+                    self._runs[run.batch.id] = self._runs.pop(run.batch.id)  # its turn is after that of the others
 
     def _room(self, now: float) -> dict[str, int]:
         """How many more lines each node may run. One that could load a model which requests wait for takes none."""
@@ -433,9 +442,8 @@ class BatchRunner:
             status = work.status
             is_busy = status in _BUSY or (status == 429 and work.reserved is not None)
             is_faulty = status in _FAULTY and run.tries[line.number] + 1 < MAX_TRIES
-            is_waiting = status == 429 and self._holds_budget(run.batch.key_id)
-            if is_busy or is_faulty or is_waiting:
-                run.tries[line.number] += is_faulty and not is_busy and not is_waiting
+            if is_busy or is_faulty or work.awaits_budget:
+                run.tries[line.number] += is_faulty and not is_busy and not work.awaits_budget
                 self._back_off(run, line.model, work.node, is_busy=is_busy)
                 return
             run.retry_at.pop(line.model, None)
@@ -458,11 +466,6 @@ class BatchRunner:
                     work.reserved.end(is_recorded=False)
                 if not run.is_stopping:
                     run.pending.setdefault(line.model, deque()).appendleft(line)
-
-    def _holds_budget(self, key_id: str) -> bool:
-        """Whether other lines of the key hold a part of its budget, of which they may use less."""
-        runs = (run for run in self._runs.values() if run.batch.key_id == key_id)
-        return any(work.reserved is not None for run in runs for work in run.running.values())
 
     def _back_off(self, run: _BatchRun, model: str, node: str, *, is_busy: bool) -> None:
         """Only for its batch: the key of another one may have a budget, or its model a node."""
@@ -496,6 +499,7 @@ class BatchRunner:
                 prices, price = services.dispatcher.cost(facts.model), self._files.section.price
                 work.reserved = LineReservation(self._metering.ledger, key, estimate, prices, price)
             except CortexError as error:
+                work.awaits_budget = isinstance(error, InsufficientQuota) and error.retry_after_s is not None
                 self._inference.reject(received, shown_to(key, error))
                 return
             self._inference.serve(msgspec.structs.replace(received, idle=work))

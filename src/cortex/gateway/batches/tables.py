@@ -7,6 +7,7 @@ one; its primary key is why no line has two. Every function runs inside the call
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -149,6 +150,11 @@ class Charged(NamedTuple):
     cost_nano: int = 0
 
 
+def new_id(prefix: str, now_s: float) -> str:
+    """Ids of one second are in the order in which they were made, as listings are."""
+    return f"{prefix}{int(now_s * 1e6):013x}{secrets.token_hex(6)[:11]}"
+
+
 _FILE = ", ".join(StoredFile.__struct_fields__)
 _BATCH = ", ".join(Batch.__struct_fields__)
 
@@ -197,6 +203,20 @@ def files(
 
 def drop_file(execute: Execute, id: str) -> None:
     execute("DELETE FROM stored_file WHERE id = ?", (id,))
+
+
+def unowned(execute: Execute, names: Sequence[str]) -> list[str]:
+    """Those of the files on disk that no row is about: neither a file of a client, nor a segment of a batch that has
+    not ended."""
+    batch_of = {name: name.partition(".")[0] for name in names}
+    marks = ", ".join("?" * len(names))
+    rows = execute(
+        f"""SELECT id FROM stored_file WHERE id IN ({marks})
+        UNION ALL SELECT id FROM batch WHERE id IN ({marks}) AND status IN {_ACTIVE}""",
+        (*names, *batch_of.values()),
+    )
+    owners = {row[0] for row in rows}
+    return [name for name in names if name not in owners and batch_of[name] not in owners]
 
 
 def is_in_use(execute: Execute, id: str) -> bool:
@@ -257,11 +277,12 @@ def num_active(execute: Execute, key_id: str) -> int:
 
 
 def claim(execute: Execute, owner: str, now_s: float, lost_s: float, limit: int) -> list[Batch]:
-    """Take over batches that no gateway runs, or whose gateway has not been alive since `lost_s`, oldest first."""
+    """Take over batches that no gateway runs, or that have not been renewed since `lost_s`, oldest first. They may be
+    `owner`'s own: one that it runs although the database was away, or one that it could not release."""
     rows = execute(
-        f"""SELECT id FROM batch WHERE status IN {_ACTIVE} AND owner <> ? AND (owner = '' OR renewed_s <= ?)
+        f"""SELECT id FROM batch WHERE status IN {_ACTIVE} AND (owner = '' OR renewed_s <= ?)
         ORDER BY created_s, id LIMIT ?""",
-        (owner, int(lost_s), limit),
+        (int(lost_s), limit),
     )
     taken = []
     for (id,) in rows:

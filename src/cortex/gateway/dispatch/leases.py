@@ -129,6 +129,8 @@ class LeasePool:
         self._prefixes: dict[str, PrefixRecord] = {}
         self._recorded: dict[str, set[str]] = {}
         """By node, the models with prefixes there."""
+        self._unsure: set[ModelOnNode] = set()
+        """Nodes that went down, until they have loaded the model again."""
         self.suspects: set[str] = set()
         """Nodes at which a request has just failed; no request is sent there until a poll succeeds."""
         self.closed: frozenset[ModelOnNode] = frozenset()
@@ -326,10 +328,17 @@ class LeasePool:
         for model in tuple(self._recorded.get(name, ())):
             self._limit(node, model)
 
+    def went_down(self, node: str) -> None:
+        """What `node` had computed may be on its disk: that shows when it has loaded the model again."""
+        for model in self._recorded.get(node, ()):
+            self._prefixes[model].moved_to_host(node)
+            self._unsure.add(ModelOnNode(node, model))
+
     def forget_cache(self, node: str) -> None:
         """`node` lost its cached prefixes."""
         for model in self._recorded.pop(node, ()):
             self._prefixes[model].forget(node)
+            self._unsure.discard(ModelOnNode(node, model))
 
     def left_device(self, node: str, model: str) -> None:
         """The model slept or was unloaded: its cached prefixes are in the node's host memory, as far as it reports."""
@@ -341,6 +350,10 @@ class LeasePool:
         prefixes, held = self._prefixes[model], node.residencies.get(model)
         if held is not None and held.state is ModelState.UNLOADING:
             return  # its pages are being copied, and reported at the end
+        target = ModelOnNode(node.name, model)
+        if target in self._unsure and (held is None or held.state is not ModelState.READY):
+            return
+        self._unsure.discard(target)
         if held is None:
             prefixes.forget(node.name)
         elif (kept := held.status.kv_host) is None:
@@ -358,7 +371,9 @@ class LeasePool:
             # The model may move: another node then wants to know what was computed here.
             prefixes, blocks = self._prefixes.setdefault(model, PrefixRecord()), leading_blocks(prompt())
             if blocks:
-                lease.kv_source = source_of(blocks, node, prefixes.cached(blocks, node), prefixes)
+                source = source_of(blocks, prefixes, self._is_source)
+                if source.tokens_for(node, prefixes.cached(blocks, node)):
+                    lease.kv_source = source.place
                 prefixes.record(blocks, node)
                 self._recorded.setdefault(node, set()).add(model)
         return self._counted(lease)
@@ -366,11 +381,15 @@ class LeasePool:
     def _take_best(self, model: str, ready: tuple[ReadyReplica, ...], prompt: bytes) -> Lease:
         if (prefixes := self._prefixes.get(model)) is None:
             prefixes = self._prefixes[model] = PrefixRecord()
-        replica, is_alone, copies, source = self._loads.route(ready, self._in_flight, prompt, prefixes)
+        replica, is_alone, copies, source = self._loads.route(ready, self._in_flight, prompt, prefixes, self._is_source)
         target, reason = replica.target, _least_time(len(ready), copies=copies)
         if target.node in prefixes:
             self._recorded.setdefault(target.node, set()).add(model)
         return self._counted(Lease(*target, target, replica.abilities, True, reason, is_alone, kv_source=source))
+
+    def _is_source(self, node: str) -> bool:
+        """Whether a node that has computed a prompt can be asked for it."""
+        return node in self._fleet_state and self._fleet_state.is_up(node) and node not in self.suspects
 
     def _counted(self, lease: Lease) -> Lease:
         if (counts := self._in_flight.get(lease.node)) is None:

@@ -116,6 +116,8 @@ class _ReplicaLoad:
     """What the node measured: it holds until requests show more."""
     copied_tokens_per_s: float | None = None
     """How fast pages come back from host memory there."""
+    fetched_tokens_per_s: float | None = None
+    """How fast pages come there from other nodes."""
     prompt_rate: float = 0.0
     """Tokens of prompts per second; 0: not known."""
     whole_s: float = 0.0
@@ -153,6 +155,7 @@ class _ReplicaLoad:
             backlog_s=self.backlog_until - now if self.backlog_until > now else 0.0,
             prefill_tokens_per_s=self.prompt_rate or usual_rate,
             copied_tokens_per_s=self.copied_tokens_per_s,
+            fetched_tokens_per_s=self.fetched_tokens_per_s,
             request_s=self.whole_s or usual_request_s,
             token_s=token_s or 0.0,
         )
@@ -185,6 +188,7 @@ class ReplicaLoads:
             load.bench = held.status.bench
             load.derive_speed()
         load.copied_tokens_per_s = None if held.status.kv_host is None else held.status.kv_host.tokens_per_s
+        load.fetched_tokens_per_s = load.reported.fetched_tokens_per_s
         load.num_released = 0
         load.num_foreign = 0
         if num_reported := load.reported.running + load.reported.waiting:
@@ -222,9 +226,10 @@ class ReplicaLoads:
         in_flight: Mapping[str, Mapping[str, int]],
         prompt: bytes,
         prefixes: PrefixRecord,
+        is_source: Callable[[str], bool],
     ) -> RoutedRequest:
         """The replica of one model that a request goes to. One whose speed is not known counts as fast as the others.
-        `in_flight`: requests of this gateway, by node and model."""
+        `in_flight`: requests of this gateway, by node and model. `is_source`: whether a node can be asked for KV."""
         now, known = self._clock(), self._loads
         loads, rate, request_s, weighs_tokens = [], 0.0, 0.0, True
         for each in ready:
@@ -242,7 +247,7 @@ class ReplicaLoads:
             counts = in_flight.get(node)
             num_own = counts.get(model, 0) if counts else 0
             replicas.append(load.as_replica(node, num_own, now, rate, request_s, weighs_tokens))
-        chosen = choose(replicas, prompt, prefixes)
+        chosen = choose(replicas, prompt, prefixes, is_source)
         replica, (_, load) = replicas[chosen.position], loads[chosen.position]
         load.backlog_until = now + replica.backlog_s + chosen.prefill_s
         is_alone = not replica.running and not replica.waiting

@@ -195,6 +195,11 @@ def tenant_name(owner: KeySection | str) -> str:
     return tenant.hex()[:NAMED_BYTES]
 
 
+def tenants_of(key: KeySection) -> tuple[str, ...]:
+    """The names of all tenants that the key is or was one of, unless everybody shares."""
+    return (tenant_name(key), *((tenant_name(key.group),) if key.group else ()))
+
+
 @lru_cache(maxsize=4096)
 def _tenant(*names: str) -> bytes:
     return tenant_of(*(name.encode("utf-8", "surrogatepass") for name in names))

@@ -10,6 +10,7 @@ from urllib.parse import quote
 from cortex.foreign.embeddings import ASKED
 from cortex.gateway.dispatch.leases import Lease
 from cortex.gateway.dispatch.nodes.client import NodeClient
+from cortex.gateway.dispatch.nodes.neighbours import reaches
 from cortex.gateway.proxy.accounting.request_accounting import RequestAccounting
 from cortex.gateway.proxy.admission import AdmittedRequest
 from cortex.gateway.proxy.redaction import hides_details
@@ -23,6 +24,8 @@ from cortex.wire.node.headers import (
     BUDGET,
     CLASS,
     ERROR_DETAILS,
+    FIELDS,
+    KNOWN_FIELDS,
     NO_DETAILS,
     NODE,
     PRINCIPAL,
@@ -40,6 +43,7 @@ _TENANT = TENANT.encode()
 _ATTEMPT = ATTEMPT_ID.encode()
 _NODE = NODE.encode()
 _NO_DETAILS = (ERROR_DETAILS.encode(), NO_DETAILS.encode())
+_KNOWN_FIELDS = (FIELDS.encode(), KNOWN_FIELDS.encode())
 _KEPT = kept.HEADER.encode()
 _WAITED = WAITED.encode()
 _TOKEN_LIMIT = TOKEN_LIMIT.encode()
@@ -79,16 +83,20 @@ def for_node(
         headers = (*headers, (_TOKEN_LIMIT, b"%d" % reservation.token_limit))
     if route.need == "embeddings":
         headers = (*headers, *ASKED)
+    if admitted.key is not None and admitted.key.models and route.need != "relay":
+        headers = (*headers, _KNOWN_FIELDS)
     if hides_details(admitted.key):
         headers = (*headers, _NO_DETAILS)
     return headers if traceparent is None else (*headers, (b"traceparent", traceparent))
 
 
 def kv_source(lease: Lease, nodes: Mapping[str, NodeClient]) -> Headers:
-    """Where the node finds KV of the prompt that another one has computed. Empty where its certificates are too long
-    for a header."""
+    """Where the node finds KV of the prompt that another one has computed. Empty where it cannot reach that one, or its
+    certificates are too long for a header."""
     source = nodes.get(lease.kv_source) if lease.kv_source else None
     if source is None or not lease.abilities.reads_headers or source.section.kind != "neuron":
+        return ()
+    if not reaches(nodes[lease.node].section.endpoint, source.section.endpoint):
         return ()
     try:
         value = kv_blocks.source_header(source.as_neighbour(kv_blocks.SCOPE))

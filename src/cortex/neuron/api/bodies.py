@@ -1,18 +1,26 @@
-"""What the headers of a request say about its body."""
+"""The bodies of orders, and what the headers of a request say about its body."""
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+import msgspec
+
+from cortex.foreign.body import Access
 from cortex.http.request import Request
-from cortex.wire.errors import InvalidValue, shorten
+from cortex.wire.errors import InvalidValue, MalformedJSON, shorten
 from cortex.wire.fields.request_class import CLASSES, RequestClass, served_class
 from cortex.wire.node import headers, kv_blocks
 from cortex.wire.node.neighbours import Neighbour
+
+T = TypeVar("T")
 
 _PRINCIPAL = headers.PRINCIPAL.encode()
 _CLASS = headers.CLASS.encode()
 _TENANT = headers.TENANT.encode()
 _KV_SOURCE = kv_blocks.SOURCE.encode()
 _TOKEN_LIMIT = headers.TOKEN_LIMIT.encode()
+_FIELDS = headers.FIELDS.encode()
 _WAITED = headers.WAITED.encode()
 _MAX_LIMIT_DIGITS = 18
 
@@ -54,6 +62,12 @@ def token_limit_of(request: Request) -> int | None:
     return int(value)
 
 
+def access_of(request: Request) -> Access:
+    """What a request may send to a server. The parser has read it already, so that known fields can be counted."""
+    is_known_only = request.header(_FIELDS) is not None or request.header(_TOKEN_LIMIT) is not None
+    return "known" if is_known_only else "any"
+
+
 def gateway_s_of(request: Request) -> float:
     """How long a gateway held the request back; 0 for other clients."""
     value = request.header(_WAITED) or b""
@@ -68,3 +82,21 @@ def client_of(request: Request) -> str:
 def strips_billing(request: Request, setting: bool) -> bool:
     """Whether this node removes the billing line from a body: a gateway has its own setting for its clients."""
     return setting and request.header(_PRINCIPAL) is None
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    """Raises InvalidValue or MalformedJSON."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as problem:
+        raise InvalidValue(f"Invalid body: {shorten(str(problem))}.", param=_field(problem)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
+        raise MalformedJSON(
+            f"The body is not valid JSON: {shorten(str(problem))}. Send one JSON object in UTF-8."
+        ) from None
+
+
+def _field(problem: msgspec.ValidationError) -> str | None:
+    """The field that the message names: `$.model_id` is `model_id`."""
+    _, found, path = str(problem).rpartition("`$.")
+    return path.rstrip("`") if found else None

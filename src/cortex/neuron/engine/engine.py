@@ -22,7 +22,7 @@ from cortex.neuron.engine.host_pages.rates import prompt_s
 from cortex.neuron.engine.host_pages.store import BlockKind
 from cortex.neuron.engine.host_pages.tier import FETCHED_PAGES, HostTier, OtherRanks
 from cortex.neuron.engine.kv.page_groups import KVPages
-from cortex.neuron.engine.kv.pages import forget_tokens
+from cortex.neuron.engine.kv.pages import Digest, forget_tokens
 from cortex.neuron.engine.kv.recurrent_checkpoints import (
     CHECKPOINT_SPACING_TOKENS,
     RESPONSE_SPACING_TOKENS,
@@ -91,9 +91,11 @@ class Engine:
         moves_weights: bool | None = None,
         width_rule: Callable[[Runner], WidthRule] | None = None,
         new_drafter: type[Drafter] = Drafter,
+        reserved_tokens: int = RESERVED_TOKENS,
     ) -> None:
         """`overlaps`: see `StepLoop`; `moves_weights`: see `ModelSleep`. By default, a GPU does both. `width_rule`: how
-        many draft tokens are checked; None: as many as make the model fastest. `new_drafter`: where they come from."""
+        many draft tokens are checked; None: as many as make the model fastest. `new_drafter`: where they come from.
+        `reserved_tokens`: see `SchedulerLimits`."""
         self.shares_device = False
         """Other models computed on the device just now, so steps should be short. Set by the worker."""
         self._width_rule = width_rule or self._fastest_widths
@@ -112,7 +114,7 @@ class Engine:
             step_tokens=most,
             step_s=spec.step_ms / 1e3,
             context_tokens=loaded.context_tokens,
-            reserved_tokens=RESERVED_TOKENS,
+            reserved_tokens=reserved_tokens,
             least_prompt_tokens=LEAST_PROMPT_TOKENS,
         )
         self._work = work_of(loaded.body) if isinstance(loaded.body, Decoder) else None
@@ -374,6 +376,21 @@ class Engine:
         """Copies to host memory what is not there yet, before the model sleeps or is closed. It must have no work."""
         if isinstance(self._loop, StepLoop):
             self._loop.save_pages()
+
+    @property
+    def model_id(self) -> str:
+        return self._spec.model_id
+
+    @property
+    def tier(self) -> HostTier | None:
+        """What is kept of the model beyond its device; None while it is asleep, and for one that keeps nothing."""
+        return self._loop.host if isinstance(self._loop, StepLoop) else None
+
+    def forget_pages(self, is_chosen: Callable[[Digest], bool]) -> None:
+        """Forgets what is cached on the device of these prefixes. Requests that run keep theirs."""
+        forget_tokens()
+        if isinstance(self._loop, StepLoop):
+            self._loop.forget(is_chosen)
 
     def _fall_asleep(self, asleep: ModelSleep) -> None:
         self._end_loop()

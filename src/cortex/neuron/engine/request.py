@@ -289,6 +289,11 @@ class EngineInfo:
         """Tokens that fit in the KV pages; None: it has none, or a server has them."""
         return self.num_pages * self.page_tokens if self.kv_bytes else None
 
+    @property
+    def token_bytes(self) -> float:
+        """KV of a token; 0: it has none."""
+        return self.kv_bytes / self.kv_tokens if self.kv_tokens else 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class KeptPages:

@@ -147,6 +147,8 @@ class Instance:
         self._empty.set()
         self._stats = EngineStats()
         self._throughput = Throughput()
+        self.fetched_tokens_per_s: float | None = None
+        """How fast KV comes from other nodes; None: none did yet."""
         self._num_generating = 0
         """Requests that have their first token."""
         self._idle_since_s = time.monotonic()
@@ -201,6 +203,7 @@ class Instance:
             waiting=self._admission.waiting + waiting_in_engine + num_in_preparation,
             kv_used_fraction=round(self._stats.used_pages / max(self._stats.num_pages, 1), 4),
             tokens_per_s=self._throughput.per_s(time.monotonic()),
+            fetched_tokens_per_s=self.fetched_tokens_per_s,
             waiting_by_class={name: n for name, n in zip(CLASSES, self._admission.waiting_at, strict=True) if n},
         )
 

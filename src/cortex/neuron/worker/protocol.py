@@ -136,13 +136,47 @@ class FindBlocks(ChannelMessage, frozen=True):
 
 
 class SaveBlocks(ChannelMessage, frozen=True):
-    """Write KV blocks to disk that other nodes may want. Models with work go on: what they use stays."""
+    """Write KV blocks of a model to disk, which another node wants. A model with work goes on in between."""
 
     query: int
+    model: bytes
+    digests: tuple[bytes, ...]
 
 
 class BlocksSaved(ChannelMessage, frozen=True):
     """The reply to `SaveBlocks`."""
+
+    query: int
+    is_complete: bool
+    """Whether all that can be written is; otherwise ask again."""
+
+
+class CountPages(ChannelMessage, frozen=True):
+    """Count the leading pages of a prompt that need not be computed."""
+
+    query: int
+    model: bytes
+    digests: tuple[bytes, ...]
+
+
+class PagesCounted(ChannelMessage, frozen=True):
+    """The reply to `CountPages`."""
+
+    query: int
+    num_pages: int
+
+
+class ForgetBlocks(ChannelMessage, frozen=True):
+    """Delete KV blocks on the device, in host memory and on disk. Requests that run keep theirs."""
+
+    query: int
+    model_id: str | None
+    tenants: tuple[bytes, ...]
+    """As of `ChosenBlocks`."""
+
+
+class BlocksForgotten(ChannelMessage, frozen=True):
+    """The reply to `ForgetBlocks`."""
 
     query: int
 
@@ -185,7 +219,7 @@ class Compiled(ChannelMessage, frozen=True):
     problem: str | None = None
 
 
-Query = QueryMemory | MeasureLimits | SaveBlocks
+Query = QueryMemory | MeasureLimits | SaveBlocks | CountPages | ForgetBlocks
 Command = Load | CancelLoad | Submit | Cancel | Unload | Sleep | Wake | LimitHostPages | FindBlocks | Query | Exit
 
 
@@ -328,7 +362,7 @@ class Faulted(ChannelMessage, frozen=True):
     message: str
 
 
-Measured = Memory | LimitsMeasured | BlocksSaved
+Measured = Memory | LimitsMeasured | BlocksSaved | PagesCounted | BlocksForgotten
 """Replies to queries."""
 Reply = Loaded | ModelLoadFailed | Unloaded | Slept | SleepFailed | Woken | WakeFailed | Measured
 ModelEvent = (

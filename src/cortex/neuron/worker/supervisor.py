@@ -117,11 +117,30 @@ class WorkerSupervisor:
             return None
         return DeviceLimits(reply.bytes_per_s, reply.flops, reply.host_bytes_per_s, reply.bus_bytes_per_s)
 
-    async def save_blocks(self) -> None:
-        """KV blocks of the worker's models are on disk, as far as that is possible now. Raises WorkerLost."""
+    async def save_blocks(self, model: bytes, digests: tuple[bytes, ...]) -> bool:
+        """Whether these KV blocks are on disk, as far as the worker has them; otherwise ask again. Raises
+        WorkerLost."""
+        if self._worker is None:
+            return True
+        query = next(self._numbers)
+        reply = await self._worker.call(query, protocol.SaveBlocks(query, model, digests))
+        assert isinstance(reply, protocol.BlocksSaved)
+        return reply.is_complete
+
+    async def count_pages(self, model: bytes, digests: tuple[bytes, ...]) -> int:
+        """How many leading pages of a prompt the worker need not compute. Raises WorkerLost."""
+        if self._worker is None:
+            return 0
+        query = next(self._numbers)
+        reply = await self._worker.call(query, protocol.CountPages(query, model, digests))
+        assert isinstance(reply, protocol.PagesCounted)
+        return reply.num_pages
+
+    async def forget_blocks(self, model_id: str | None, tenants: tuple[bytes, ...]) -> None:
+        """KV blocks are deleted. Raises WorkerLost: then those in memory are gone, too."""
         if self._worker is not None:
             query = next(self._numbers)
-            await self._worker.call(query, protocol.SaveBlocks(query))
+            await self._worker.call(query, protocol.ForgetBlocks(query, model_id, tenants))
 
     def send(self, command: Command) -> None:
         """Does nothing without a worker. Raises Unsendable."""
@@ -185,7 +204,9 @@ class WorkerSupervisor:
                 self.kv_host_bytes, self.kept = event.num_bytes, event.models
             case protocol.FallbacksUsed():
                 self.fallbacks = event.reasons
-            case protocol.Memory() | protocol.LimitsMeasured() | protocol.BlocksSaved() | protocol.Faulted():
+            case protocol.Memory() | protocol.LimitsMeasured() | protocol.Faulted():
+                pass
+            case protocol.BlocksSaved() | protocol.PagesCounted() | protocol.BlocksForgotten():
                 pass
             case _:
                 self._on_model_event(event)

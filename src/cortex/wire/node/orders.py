@@ -15,6 +15,8 @@ from cortex.wire.node.protocol import NodeValue
 ModelName = Annotated[str, Meta(max_length=MAX_MODEL_NAME)]
 Neighbours = Annotated[tuple[Neighbour, ...], Meta(max_length=MAX_NEIGHBOURS)]
 """Nodes that have files of the model, which are asked before the hub."""
+TenantName = Annotated[str, Meta(pattern="^[0-9a-f]{8,32}$")]
+"""The first digits of a tenant's digest."""
 
 
 class LoadRequest(PlacedOptions, frozen=True, kw_only=True):
@@ -75,6 +77,37 @@ class FilesRequest(NodeValue, frozen=True):
     neighbours: Neighbours = ()
     uses_hub: bool = True
     """False: a pull takes the files as the neighbours have them, and nothing from the hub."""
+
+
+class AssembleRequest(NodeValue, frozen=True, kw_only=True):
+    """`POST /files/assemble`: make a repository of the cache of uploaded files (`POST /api/blobs/sha256:…`)."""
+
+    repository: ModelName
+    files: dict[str, Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]]
+    """The SHA-256 of each, by its path in the repository."""
+
+
+class AssembledFiles(NodeValue, frozen=True):
+    repository: str
+    num_bytes: int
+
+
+class ForgetBlocksRequest(NodeValue, frozen=True):
+    """`POST /kv/forget`: delete KV of prompts, on the devices, in host memory and on disk, as far as everything given
+    applies. Requests that run keep theirs."""
+
+    model_id: ModelName | None = None
+    tenants: Annotated[tuple[TenantName, ...], Meta(max_length=16)] = ()
+    """Absent: of all."""
+    unused_s: Annotated[float, Meta(ge=0)] | None = None
+    """Only files on disk that were not used for this long."""
+
+
+class ForgottenBlocks(NodeValue, frozen=True):
+    """What is gone from the disk."""
+
+    num_files: int
+    num_bytes: int
 
 
 class DeletedFiles(NodeValue, frozen=True):

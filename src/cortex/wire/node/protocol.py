@@ -151,6 +151,8 @@ class ModelLoad(NodeValue, frozen=True):
     kv_used_fraction: float = 0.0
     tokens_per_s: float = 0.0
     """Completion tokens of all requests, without the first of each, over the last few seconds in which one came."""
+    fetched_tokens_per_s: float | None = None
+    """How fast KV of prompts came from other nodes; absent: none did."""
     waiting_by_class: dict[str, int] = {}
     """How many of those that wait for a slot are of each class; only classes with any."""
 
@@ -366,6 +368,8 @@ class Health(NodeValue, frozen=True):
     """Models that are neither in `models` nor in `gone` are as this revision reported them. None: `models` are all."""
     gone: tuple[str, ...] = ()
     """Models that the node has not listed any more since then."""
+    num_reloads: int = 0
+    """Reloads of the node's configuration: with another number than before, `/discovery` may be another one, too."""
     ceiling_bytes: int | None = None
     """The most that models may hold over all devices, as configured; absent: no ceiling."""
     activation: Activation = Activation()

@@ -20,7 +20,7 @@ from cortex.neuron.engine.host_pages import block_files, tier
 from cortex.neuron.engine.host_pages.block_files import BlockFile, DamagedFile
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
 from cortex.neuron.engine.host_pages.rates import CopyRate, saves_time
-from cortex.neuron.engine.host_pages.store import BlockKind
+from cortex.neuron.engine.host_pages.store import BlockKind, ChosenBlocks
 from cortex.neuron.engine.kv.pages import ROOT, page_digests
 
 from ..test_sleep import DENSE, HYBRID
@@ -146,7 +146,7 @@ def test_foreign_and_half_written_files_are_removed(make_engine: EngineMaker, tm
 def test_file_that_is_removed_while_the_node_runs_is_computed(make_engine: EngineMaker, tmp_path: Path) -> None:
     expected = saved(make_engine, tmp_path)
     engine = make_engine(DENSE, new_host(folder=tmp_path))
-    assert block_files.purge(tmp_path, unused_for_s=0)[0] == 1
+    assert block_files.purge(tmp_path, ChosenBlocks(), 0)[0] == 1
     assert respond(engine) == (expected, 0)
 
 
@@ -217,16 +217,16 @@ def test_purge_removes_by_model_tenant_and_age(tmp_path: Path) -> None:
         return block_files.write_file(tmp_path, kind, model_id, digests, [memoryview(bytes(8))])
 
     first, second, third = write("a", ROOT), write("a", TENANT), write("b", TENANT)
-    assert block_files.purge(tmp_path, model_id="c") == (0, 0)
-    assert block_files.purge(tmp_path, unused_for_s=60) == (0, 0)
-    assert block_files.purge(tmp_path, model_id="a", tenant=TENANT) == (1, second.num_bytes)
+    assert block_files.purge(tmp_path, ChosenBlocks("c")) == (0, 0)
+    assert block_files.purge(tmp_path, ChosenBlocks(), 60) == (0, 0)
+    assert block_files.purge(tmp_path, ChosenBlocks("a", (TENANT,))) == (1, second.num_bytes)
     assert files(tmp_path) == sorted([first.path, third.path])
     os.utime(third.path, (0, 0))
-    assert block_files.purge(tmp_path, unused_for_s=60)[0] == 1
+    assert block_files.purge(tmp_path, ChosenBlocks(), 60)[0] == 1
     assert files(tmp_path) == [first.path]
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "mine.txt").write_text("kept")
-    assert block_files.purge(tmp_path)[0] == 1
+    assert block_files.purge(tmp_path, ChosenBlocks())[0] == 1
     assert files(tmp_path) == [tmp_path / "notes" / "mine.txt"]
 
 
@@ -234,7 +234,7 @@ _WRITER = """
 import sys
 from pathlib import Path
 from cortex.neuron.engine.host_pages import block_files
-from cortex.neuron.engine.host_pages.store import BlockKind
+from cortex.neuron.engine.host_pages.store import BlockKind, ChosenBlocks
 kind = BlockKind(bytes(16), 0, 4096)
 number = 0
 while True:
@@ -255,7 +255,7 @@ def test_files_of_a_killed_writer_are_whole_or_not_found(tmp_path: Path) -> None
             time.sleep(random.Random(seed).random() / 20)
             writer.send_signal(signal.SIGKILL)
             writer.wait(WAIT_S)
-        found = block_files.scan(tmp_path, bytes(16))
+        found = block_files.scan(tmp_path, bytes(16), {}).values()
         assert len(found) >= 3
         for file in found:
             assert block_files.read_blocks(file, 0, memoryview(bytearray(64 * 4096)))

@@ -21,13 +21,13 @@ from cortex.neuron.kernels.moe.host_memory import HostMatrix, processors_of_one_
 from cortex.neuron.kernels.moe.host_team import HostRates, HostTeam
 from cortex.neuron.kernels.moe.hosted import hosted_block, hosted_mixture
 from cortex.neuron.kernels.moe.mixture import mixture
-from cortex.neuron.kernels.quantised.layout import FP4, IQ4, Q2, Q3, Q4, Q5, Q6, Q8, Layout
+from cortex.neuron.kernels.quantised.layout import FP4, INT4, INT8, IQ4, Q2, Q3, Q4, Q5, Q6, Q8, Layout
 from cortex.neuron.kernels.storages import empty_device_matrix
 
 _CPU = torch.device("cpu")
 _EXPERTS, _HOSTED, _TOP_K = 6, 4, 2
 _LAYOUTS: dict[str, DeviceLayout | torch.dtype] = {
-    "Q2": Q2, "Q3": Q3, "Q4": Q4, "Q5": Q5, "Q6": Q6, "Q8": Q8, "IQ4": IQ4, "FP4": FP4,
+    "Q2": Q2, "Q3": Q3, "Q4": Q4, "Q5": Q5, "Q6": Q6, "Q8": Q8, "IQ4": IQ4, "FP4": FP4, "INT4": INT4, "INT8": INT8,
     "FP8 blocks": FLOAT8_BLOCKS, "FP8 rows": FLOAT8_ROWS, "bfloat16": torch.bfloat16, "float32": torch.float32,
 }  # fmt: skip
 _BLOCK_LAYOUTS = ("Q2", "Q3", "Q4", "Q5", "Q6", "Q8", "FP4", "FP8 rows", "float32")

@@ -8,7 +8,7 @@ import json
 import socket
 import struct
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -18,12 +18,12 @@ from aiohttp import web
 
 from cortex.neuron.engine.host_pages import block_files
 from cortex.neuron.engine.host_pages.block_files import DamagedFile, Selection
-from cortex.neuron.engine.host_pages.store import BlockKind
-from cortex.neuron.engine.kv.pages import ROOT, page_digests
+from cortex.neuron.engine.host_pages.store import BlockKind, ChosenBlocks
+from cortex.neuron.engine.kv.pages import ROOT, Digest, page_digests
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats
 from cortex.neuron.engine.roofline.step_work import StepWork
 from cortex.neuron.node.memory import kv_exchange
-from cortex.neuron.node.memory.kv_exchange import KvExchange
+from cortex.neuron.node.memory.kv_exchange import MAX_FETCHES, KvExchange
 from cortex.neuron.worker.protocol import Command, FindBlocks
 from cortex.wire.node.kv_blocks import PAGES, PATH, BlocksRequest
 from cortex.wire.node.neighbours import Neighbour
@@ -33,19 +33,32 @@ from ....waiting import WAIT_S
 MODEL = bytes(range(16))
 KIND = BlockKind(MODEL, 0, 4096)
 PROMPT = tuple(range(1024))
-DIGESTS = page_digests(ROOT, PROMPT, 32)
+DIGESTS = tuple(page_digests(ROOT, PROMPT, 32))
 INFO = EngineInfo("f", "d", 4096, 100, 1, 1, 32, 128, work=StepWork(1, weights_per_token=1), kv_name=MODEL.hex())
 SLOW = EngineStats(prompt_token_s=1.0)
 REQUEST = EngineRequest("r", PROMPT, 1)
 
 
-class Writer:
-    def __init__(self) -> None:
-        self.sent: list[Command] = []
-        self.num_saves = 0
+class Worker:
+    """It has `num_pages` of every prompt, and writes what it is asked for at the second time."""
 
-    async def save_blocks(self) -> None:
-        self.num_saves += 1
+    def __init__(self, num_pages: int = 0) -> None:
+        self.sent: list[Command] = []
+        self.saves: list[tuple[Digest, ...]] = []
+        self.forgotten: list[tuple[str | None, tuple[bytes, ...]]] = []
+        self._num_pages = num_pages
+
+    async def save_blocks(self, model: bytes, digests: tuple[Digest, ...]) -> bool:
+        assert model == MODEL
+        self.saves.append(digests)
+        return len(self.saves) % 2 == 0
+
+    async def count_pages(self, model: bytes, digests: tuple[Digest, ...]) -> int:
+        assert model == MODEL
+        return min(self._num_pages, len(digests))
+
+    async def forget_blocks(self, model_id: str | None, tenants: tuple[bytes, ...]) -> None:
+        self.forgotten.append((model_id, tenants))
 
     def send(self, command: Command) -> None:
         self.sent.append(command)
@@ -56,6 +69,10 @@ def fill(folder: Path, count: int = 32) -> None:
         digests = list(reversed(DIGESTS[first : min(count, first + 10)]))
         blocks = [memoryview(digest.ljust(4096)) for digest in digests]
         block_files.write_file(folder, KIND, "m", digests, blocks)
+
+
+def select(folder: Path, digests: Sequence[Digest]) -> Selection:
+    return block_files.select(block_files.scan(folder, MODEL, {}).values(), digests)
 
 
 def stream(selection: Selection) -> bytes:
@@ -98,51 +115,51 @@ async def node_with(
 
 def test_stream_of_blocks_makes_the_same_files_elsewhere(tmp_path: Path) -> None:
     fill(tmp_path / "a")
-    found = block_files.select(tmp_path / "a", MODEL, DIGESTS[:25])
+    found = select(tmp_path / "a", DIGESTS[:25])
     assert found.num_pages == 25
     data = stream(found)
     assert len(data) == found.num_bytes
-    assert block_files.receive(io.BytesIO(data).readinto, tmp_path / "b", MODEL, "m") == 25 * 4096
-    again = block_files.select(tmp_path / "b", MODEL, DIGESTS)
+    assert block_files.receive(io.BytesIO(data).readinto, tmp_path / "b", MODEL, "m", DIGESTS) == 25 * 4096
+    again = select(tmp_path / "b", DIGESTS)
     assert again.num_pages == 25
-    for file in block_files.scan(tmp_path / "b", MODEL):
+    for file in block_files.scan(tmp_path / "b", MODEL, {}).values():
         view = memoryview(bytearray(len(file.digests) * 4096))
         assert block_files.read_blocks(file, 0, view)
         assert bytes(view[:24]) == file.digests[0]
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "model", "noise"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "model", "noise", "unasked"])
 def test_altered_truncated_or_foreign_stream_is_rejected(tmp_path: Path, damage: str) -> None:
     fill(tmp_path / "a")
-    data = bytearray(stream(block_files.select(tmp_path / "a", MODEL, DIGESTS)))
-    model = MODEL
+    data = bytearray(stream(select(tmp_path / "a", DIGESTS)))
+    model, wanted = MODEL, DIGESTS[:31] if damage == "unasked" else DIGESTS
     if damage == "flip":
         data[-1] ^= 1
     elif damage == "cut":
         del data[-1:]
     elif damage == "model":
         model = bytes(16)
-    else:
+    elif damage == "noise":
         data[:] = b"x" * 100
     with pytest.raises(DamagedFile):
-        block_files.receive(io.BytesIO(bytes(data)).readinto, tmp_path / "b", model, "m")
-    for file in block_files.scan(tmp_path / "b", MODEL):
+        block_files.receive(io.BytesIO(bytes(data)).readinto, tmp_path / "b", model, "m", wanted)
+    for file in block_files.scan(tmp_path / "b", MODEL, {}).values():
         assert block_files.read_blocks(file, 0, memoryview(bytearray(len(file.digests) * 4096)))
 
 
 async def test_fetches_what_it_lacks_and_tells_its_workers(tmp_path: Path) -> None:
     fill(tmp_path / "a")
-    fill(tmp_path / "b", 10)
-    writer, seen = Writer(), list[BlocksRequest]()
-    exchange = KvExchange(tmp_path / "b", 1 << 30, [writer])
-    body = stream(block_files.select(tmp_path / "a", MODEL, DIGESTS[10:]))
+    writers, seen = [Worker(10), Worker(3)], list[BlocksRequest]()
+    exchange = KvExchange(tmp_path / "b", 1 << 30, writers)
+    body = stream(select(tmp_path / "a", DIGESTS[10:]))
     async with node_with(body, 22, seen) as source:
         assert await exchange.fetch("m", INFO, SLOW, REQUEST, source) == 22 * 4096
         assert [len(each.digests) for each in seen] == [22]
-        assert writer.sent == [FindBlocks(MODEL)]
-        assert await exchange.fetch("m", INFO, SLOW, REQUEST, source) == 0, "it has all of it now"
+        assert [each.sent for each in writers] == [[FindBlocks(MODEL)]] * 2
+        whole = KvExchange(tmp_path / "b", 1 << 30, [Worker(32)])
+        assert await whole.fetch("m", INFO, SLOW, REQUEST, source) == 0, "it has all of it now"
         assert len(seen) == 1
-    assert block_files.select(tmp_path / "b", MODEL, DIGESTS).num_pages == 32
+    assert select(tmp_path / "b", DIGESTS[10:]).num_pages == 22
 
 
 @pytest.mark.parametrize(
@@ -156,7 +173,7 @@ async def test_fetches_what_it_lacks_and_tells_its_workers(tmp_path: Path) -> No
 async def test_takes_nothing_that_is_not_worth_it(tmp_path: Path, stats: EngineStats, budget: int) -> None:
     fill(tmp_path / "a")
     exchange = KvExchange(tmp_path / "b", budget, [])
-    body = stream(block_files.select(tmp_path / "a", MODEL, DIGESTS))
+    body = stream(select(tmp_path / "a", DIGESTS))
     async with node_with(body, 32, []) as source:
         assert await exchange.fetch("m", INFO, stats, REQUEST, source) == 0
     assert block_files.stored(tmp_path / "b") == []
@@ -170,7 +187,7 @@ async def test_source_that_is_gone_or_slow_costs_no_more_than_computing(
         pass
     assert await exchange.fetch("m", INFO, SLOW, REQUEST, source) == 0
     fill(tmp_path / "a")
-    body = stream(block_files.select(tmp_path / "a", MODEL, DIGESTS))
+    body = stream(select(tmp_path / "a", DIGESTS))
     monkeypatch.setattr(kv_exchange, "CONNECT_S", 0.05)
     monkeypatch.setattr(kv_exchange, "SAVE_S", 0.05)
     async with node_with(body, 32, [], pause=True) as source:
@@ -212,18 +229,18 @@ async def test_what_is_fetched_stays_within_the_budget_of_the_disk(tmp_path: Pat
     old = BlockKind(bytes(16), 0, 4096)
     for digest in DIGESTS[:30]:
         block_files.write_file(tmp_path / "b", old, "other", [digest], [memoryview(bytes(4096))])
-    body = stream(block_files.select(tmp_path / "a", MODEL, DIGESTS))
+    body = stream(select(tmp_path / "a", DIGESTS))
     budget = 200_000
     assert len(body) < budget < len(body) + 30 * 8192
     async with node_with(body, 32, []) as source:
         assert await KvExchange(tmp_path / "b", budget, []).fetch("m", INFO, SLOW, REQUEST, source) == 32 * 4096
     assert sum(file.num_bytes for file in block_files.stored(tmp_path / "b")) <= budget
-    assert block_files.select(tmp_path / "b", MODEL, DIGESTS).num_pages == 32
+    assert select(tmp_path / "b", DIGESTS).num_pages == 32
 
 
 async def test_cancelled_request_ends_its_fetch(tmp_path: Path) -> None:
     fill(tmp_path / "a")
-    body, seen = stream(block_files.select(tmp_path / "a", MODEL, DIGESTS)), list[BlocksRequest]()
+    body, seen = stream(select(tmp_path / "a", DIGESTS)), list[BlocksRequest]()
     exchange = KvExchange(tmp_path / "b", 1 << 30, [])
     async with node_with(body, 32, seen, pause=True) as source:
         fetching = asyncio.create_task(exchange.fetch("m", INFO, SLOW, REQUEST, source))
@@ -236,10 +253,52 @@ async def test_cancelled_request_ends_its_fetch(tmp_path: Path) -> None:
 
 async def test_offers_what_is_on_disk_and_writes_the_rest_first(tmp_path: Path) -> None:
     fill(tmp_path, 20)
-    writer = Writer()
-    exchange = KvExchange(tmp_path, 1 << 30, [writer])
+    worker = Worker()
+    exchange = KvExchange(tmp_path, 1 << 30, [worker])
     assert (await exchange.offered(MODEL, DIGESTS[:20])).num_pages == 20
-    assert writer.num_saves == 0
+    assert worker.saves == []
     assert (await exchange.offered(MODEL, DIGESTS)).num_pages == 20
-    assert writer.num_saves == 1
-    assert (await KvExchange(tmp_path, 0, [writer]).offered(MODEL, DIGESTS)).num_pages == 0
+    assert worker.saves == [DIGESTS, DIGESTS], "it is asked until it has written all"
+    assert (await KvExchange(tmp_path, 0, [worker]).offered(MODEL, DIGESTS)).num_pages == 0
+
+
+async def test_node_that_cannot_be_reached_is_not_asked_again_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path / "a")
+    body, seen = stream(select(tmp_path / "a", DIGESTS)), list[BlocksRequest]()
+    exchange = KvExchange(tmp_path / "b", 1 << 30, [])
+    async with node_with(body[:-1], 32, seen) as source:
+        assert await exchange.fetch("m", INFO, SLOW, REQUEST, source) == 0
+        assert await exchange.fetch("m", INFO, SLOW, REQUEST, source) == 0
+        assert len(seen) == 1
+        monkeypatch.setattr(kv_exchange, "AVOID_S", 0.0)
+        later = KvExchange(tmp_path / "c", 1 << 30, [])
+        for number in (2, 3):
+            assert await later.fetch("m", INFO, SLOW, REQUEST, source) == 0
+            assert len(seen) == number
+
+
+async def test_more_fetches_than_run_at_once_wait_no_longer_than_computing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_exchange, "SAVE_S", 10 * WAIT_S)
+    exchange = KvExchange(tmp_path / "b", 1 << 30, [])
+    stats = EngineStats(prompt_token_s=1e-4)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        source = Neighbour(name="a", url=f"http://127.0.0.1:{silent.getsockname()[1]}")
+        async with asyncio.timeout(WAIT_S):
+            fetches = (exchange.fetch("m", INFO, stats, REQUEST, source) for _ in range(3 * MAX_FETCHES))
+            assert await asyncio.gather(*fetches) == [0] * (3 * MAX_FETCHES)
+
+
+async def test_forgets_files_and_what_workers_have(tmp_path: Path) -> None:
+    fill(tmp_path)
+    worker = Worker()
+    exchange = KvExchange(tmp_path, 1 << 30, [worker])
+    assert await exchange.forget(ChosenBlocks("other")) == (0, 0)
+    assert (await exchange.forget(ChosenBlocks(), 60.0))[0] == 0
+    assert worker.forgotten == [("other", ())], "what is in memory has no age"
+    assert (await exchange.forget(ChosenBlocks("m", (DIGESTS[0][:8],))))[0] == 4
+    assert worker.forgotten[1:] == [("m", (DIGESTS[0][:8],))]
+    assert block_files.stored(tmp_path) == []

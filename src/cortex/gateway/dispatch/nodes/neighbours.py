@@ -44,7 +44,7 @@ class Neighbours:
             other.name
             for other in fleet.nodes
             if other.name != node and other.healthy and other.takes_orders and other.name in self._nodes
-            if _reaches(target.section.endpoint, self._nodes[other.name].section.endpoint)
+            if reaches(target.section.endpoint, self._nodes[other.name].section.endpoint)
             if other.name in also
             or any(
                 held.status.disk_bytes and repository_of(held.status.source or held.model_id) == repository
@@ -72,7 +72,7 @@ class Neighbours:
         return repository_of(source)
 
 
-def _reaches(endpoint: str, other: str) -> bool:
+def reaches(endpoint: str, other: str) -> bool:
     """Whether a node at `endpoint` can use the address of another one: a loopback address is for the same host only."""
     return _is_loopback(endpoint) or not _is_loopback(other)
 

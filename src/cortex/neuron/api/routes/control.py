@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import msgspec
 
@@ -13,6 +12,7 @@ from cortex.http.ticker import Ticker
 from cortex.neuron.api import responses
 from cortex.neuron.api.access import NodeAccess
 from cortex.neuron.api.backend import Backend
+from cortex.neuron.api.bodies import decode
 from cortex.neuron.api.calls import ApiCall, Route
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.report_revisions import ReportRevisions
@@ -20,14 +20,20 @@ from cortex.neuron.api.stream import EventStream
 from cortex.system.build import build_information, version_of
 from cortex.wire import llama_cpp, sse
 from cortex.wire.dialects.ollama.models import RUNNING, is_for_ollama
-from cortex.wire.errors import InvalidValue, MalformedJSON, RouteNotFound, shorten
+from cortex.wire.errors import InvalidValue, RouteNotFound, shorten
 from cortex.wire.model_names import check_name
 from cortex.wire.node.bench import BenchRequest
 from cortex.wire.node.groups import PrepareMember
-from cortex.wire.node.orders import FilesRequest, ForgetSizeRequest, LoadRequest, Recycled, Suspended, UnloadRequest
+from cortex.wire.node.orders import (
+    AssembleRequest,
+    FilesRequest,
+    ForgetSizeRequest,
+    LoadRequest,
+    Recycled,
+    Suspended,
+    UnloadRequest,
+)
 from cortex.wire.node.protocol import Endpoint, ModelList, ModelState
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +68,7 @@ class Control:
             Route("GET", "/files/pulls/(?P<id>.+)", self.pull_status),
             Route("POST", "/files/cancel", self.cancel_pull),
             Route("POST", "/files/delete", self.delete_files),
+            Route("POST", "/files/assemble", self.assemble_files),
             Route("POST", "/bench", self.bench),
             Route("POST", "/bench/cancel", self.cancel_bench),
             Route("GET", "/bench/(?P<id>.+)", self.bench_status),
@@ -130,7 +137,7 @@ class Control:
 
     async def load(self, call: ApiCall) -> Response:
         """Responds when the model is ready. With `?wait=false`, responds at once: 202 while the model loads."""
-        load_request = _decode(_with_model_id(call.request.body), LoadRequest)
+        load_request = decode(_with_model_id(call.request.body), LoadRequest)
         check_name(load_request.model_id, "model_id")
         wait = _flag(call, "wait", default=True)
         with self.drain_gate.enter():
@@ -139,26 +146,26 @@ class Control:
 
     async def survey(self, call: ApiCall) -> Response:
         """Lists a model with the options of a load, and responds when its files have been read. Loads nothing."""
-        load_request = _decode(_with_model_id(call.request.body), LoadRequest)
+        load_request = decode(_with_model_id(call.request.body), LoadRequest)
         check_name(load_request.model_id, "model_id")
         return responses.json(await self.backend.survey(load_request))
 
     async def prepare_member(self, call: ApiCall) -> Response:
         """Chooses the ports of a member of a group that will be loaded here."""
-        return responses.json(await self.backend.prepare_member(_decode(call.request.body, PrepareMember)))
+        return responses.json(await self.backend.prepare_member(decode(call.request.body, PrepareMember)))
 
     async def unload(self, call: ApiCall) -> Response:
-        unload_request = _decode(_with_model_id(call.request.body), UnloadRequest)
+        unload_request = decode(_with_model_id(call.request.body), UnloadRequest)
         return responses.json(await self.backend.unload(unload_request))
 
     async def forget_size(self, call: ApiCall) -> Response:
         """What the model has taken counts no more for its placement."""
-        order = _decode(_with_model_id(call.request.body), ForgetSizeRequest)
+        order = decode(_with_model_id(call.request.body), ForgetSizeRequest)
         return responses.json(self.backend.forget_size(order.model_id))
 
     async def pull(self, call: ApiCall) -> Response:
         """Starts a download and responds at once; `/files/pulls/{model}` and `/health` show its progress."""
-        files_request = _decode(call.request.body, FilesRequest)
+        files_request = decode(call.request.body, FilesRequest)
         check_name(files_request.model_id, "model_id")
         with self.drain_gate.enter():
             return responses.json(self.backend.files.pull(files_request), status=202)
@@ -167,16 +174,20 @@ class Control:
         return responses.json(self.backend.files.pull_status(call.values["id"]))
 
     async def cancel_pull(self, call: ApiCall) -> Response:
-        files_request = _decode(call.request.body, FilesRequest)
+        files_request = decode(call.request.body, FilesRequest)
         return responses.json(await self.backend.files.cancel(files_request.model_id))
 
     async def delete_files(self, call: ApiCall) -> Response:
         """Deletes a model's files from the cache, never while the model is in memory."""
-        return responses.json(await self.backend.files.delete(_decode(call.request.body, FilesRequest)))
+        return responses.json(await self.backend.files.delete(decode(call.request.body, FilesRequest)))
+
+    async def assemble_files(self, call: ApiCall) -> Response:
+        """Makes a model of files that were uploaded."""
+        return responses.json(await self.backend.files.assemble(decode(call.request.body, AssembleRequest)))
 
     async def bench(self, call: ApiCall) -> Response:
         """Starts to measure a model that is ready, and responds at once; `/bench/{model}` shows the progress."""
-        bench_request = _decode(call.request.body, BenchRequest)
+        bench_request = decode(call.request.body, BenchRequest)
         with self.drain_gate.enter():
             return responses.json(self.backend.benches.start(bench_request), status=202)
 
@@ -184,7 +195,7 @@ class Control:
         return responses.json(self.backend.benches.status(call.values["id"]))
 
     async def cancel_bench(self, call: ApiCall) -> Response:
-        bench_request = _decode(call.request.body, BenchRequest)
+        bench_request = decode(call.request.body, BenchRequest)
         return responses.json(await self.backend.benches.cancel(bench_request.model_id))
 
     async def offer(self, call: ApiCall) -> Response:
@@ -236,20 +247,3 @@ def _with_model_id(body: bytes) -> bytes:
     if not isinstance(fields, dict) or "model_id" in fields or "model" not in fields:
         return body
     return msgspec.json.encode({"model_id": fields.pop("model"), **fields})
-
-
-def _decode(body: bytes, kind: type[T]) -> T:
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError as problem:
-        raise InvalidValue(f"Invalid body: {shorten(str(problem))}.", param=_field(problem)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
-        raise MalformedJSON(
-            f"The body is not valid JSON: {shorten(str(problem))}. Send one JSON object in UTF-8."
-        ) from None
-
-
-def _field(problem: msgspec.ValidationError) -> str | None:
-    """The field that the message names: `$.model_id` is `model_id`."""
-    _, found, path = str(problem).rpartition("`$.")
-    return path.rstrip("`") if found else None

@@ -1,21 +1,26 @@
-"""`POST /kv/blocks`: KV blocks for another node of the fleet, which continues a conversation that was computed here."""
+"""KV blocks of this node: `POST /kv/blocks` sends them to another node of the fleet, which continues a conversation
+that was computed here, and `POST /kv/forget` deletes them."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import aclosing
 from typing import Final
 
-import msgspec
-
 from cortex.http.server.exchange import ClientPace, Exchange
+from cortex.http.server.server import Response
+from cortex.neuron.api import responses
 from cortex.neuron.api.backend import Backend
+from cortex.neuron.api.bodies import decode
 from cortex.neuron.api.calls import ApiCall, Route
+from cortex.neuron.api.file_chunks import file_chunks
 from cortex.neuron.engine.host_pages.block_files import Piece
-from cortex.wire.errors import InvalidValue
+from cortex.neuron.engine.host_pages.store import ChosenBlocks
 from cortex.wire.node.kv_blocks import PAGES, PATH, BlocksRequest
+from cortex.wire.node.orders import ForgetBlocksRequest, ForgottenBlocks
 
-_CHUNK_BYTES: Final = 4 << 20
+_CHUNK_BYTES: Final = 8 << 20
 _MAX_TRANSFERS: Final = 4
 """At once; others wait."""
 
@@ -28,13 +33,16 @@ class KvBlocks:
         self._turns = asyncio.Semaphore(_MAX_TRANSFERS)
 
     def routes(self) -> list[Route]:
-        return [Route("POST", PATH, self.send)]
+        return [Route("POST", PATH, self.send), Route("POST", "/kv/forget", self.forget)]
+
+    async def forget(self, call: ApiCall) -> Response:
+        order = decode(call.request.body, ForgetBlocksRequest)
+        chosen = ChosenBlocks(order.model_id, tuple(each.encode() for each in order.tenants))
+        num_files, num_bytes = await self._backend.kv.forget(chosen, order.unused_s)
+        return responses.json(ForgottenBlocks(num_files, num_bytes))
 
     async def send(self, call: ApiCall) -> None:
-        try:
-            wanted = msgspec.json.decode(call.request.body, type=BlocksRequest)
-        except msgspec.MsgspecError as error:
-            raise InvalidValue(f"Invalid request for KV blocks: {error}.") from error
+        wanted = decode(call.request.body, BlocksRequest)
         async with self._turns:
             found = await self._backend.kv.offered(wanted.model, wanted.digests)
             exchange = call.exchange
@@ -51,14 +59,10 @@ class KvBlocks:
             return
         descriptor = os.open(piece.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            for start in range(0, piece.num_bytes, _CHUNK_BYTES):
-                count = min(_CHUNK_BYTES, piece.num_bytes - start)
-                reading = asyncio.create_task(asyncio.to_thread(os.pread, descriptor, count, piece.first_byte + start))
-                try:
-                    chunk = await asyncio.shield(reading)
-                finally:
-                    await asyncio.wait({reading})  # the descriptor is closed next
-                exchange.write(chunk)
-                await client.has_room()
+            end = piece.first_byte + piece.num_bytes
+            async with aclosing(file_chunks(descriptor, piece.first_byte, end, _CHUNK_BYTES)) as chunks:
+                async for chunk in chunks:
+                    exchange.write(chunk)
+                    await client.has_room()
         finally:
             os.close(descriptor)

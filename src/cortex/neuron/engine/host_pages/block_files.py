@@ -7,20 +7,23 @@ not what its header says is removed.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import secrets
+import stat
 import struct
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from cortex.neuron.engine.host_pages.store import BlockKind
-from cortex.neuron.engine.kv.pages import TENANT_BYTES, Digest
+from cortex.neuron.engine.host_pages.store import SLAB_BYTES, BlockKind, ChosenBlocks
+from cortex.neuron.engine.kv.pages import Digest
 
 FORMAT = 1
 """Changes with the meaning of a header, of a digest or of the bytes of a block."""
@@ -41,7 +44,7 @@ class DamagedFile(Exception):
     """A file is not what this program has written."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class BlockFile:
     path: Path
     kind: BlockKind
@@ -60,11 +63,20 @@ def model_folder(root: Path, model: bytes) -> Path:
     return root / model.hex()
 
 
+def is_private(folder: Path) -> bool:
+    """Whether only this user can read and change a folder: what another one has put there is not used. Raises
+    OSError."""
+    facts = folder.lstat()
+    return stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid() and not facts.st_mode & 0o077
+
+
 def make_private(folder: Path) -> None:
-    """Makes a folder that only its owner can read. Raises OSError."""
+    """Raises OSError, also for a folder of another user. The folders above it stay as they are."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.stat().st_mode & 0o077:
-        folder.chmod(0o700)
+    if not is_private(folder):
+        folder.chmod(0o700, follow_symlinks=False)
+        if not is_private(folder):
+            raise PermissionError(errno.EPERM, f"{folder.name} belongs to another user")
 
 
 # -- writing -------------------------------------------------------------------------------------------------------
@@ -86,7 +98,7 @@ def write_file(
         checksums = [zlib.crc32(piece[start : start + size]) for piece, start in starts]
     header = _header(kind, model_id, digests, checksums)
     folder = model_folder(root, kind.model)
-    make_private(root)
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
     make_private(folder)
     name = f"{kind.part}-{secrets.token_hex(8)}"
     path, unfinished = folder / (name + SUFFIX), folder / (name + UNFINISHED)
@@ -161,14 +173,21 @@ def _facts(rest: bytes | bytearray) -> tuple[BlockKind, str, tuple[Digest, ...],
     return kind, model_id, digests, checksums
 
 
-def scan(root: Path, model: bytes) -> list[BlockFile]:
-    """The files of a model; others in its folder are removed, except those that are being written."""
-    found = []
-    for entry in _entries(model_folder(root, model)):
+def scan(root: Path, model: bytes, known: Mapping[Path, BlockFile]) -> dict[Path, BlockFile]:
+    """The files of a model. Others in its folder are removed, except those that are being written. `known`: an earlier
+    result, whose files are not read again."""
+    found: dict[Path, BlockFile] = {}
+    folder = model_folder(root, model)
+    try:
+        if not is_private(folder):
+            return found
+    except OSError:
+        return found
+    for entry in _entries(folder):
         path = Path(entry.path)
         try:
             if path.suffix == SUFFIX:
-                found.append(read_header(path))
+                found[path] = known.get(path) or read_header(path)
             elif path.suffix != UNFINISHED or time.time() - entry.stat().st_mtime > STALE_S:
                 raise DamagedFile(path)
         except DamagedFile:
@@ -247,19 +266,19 @@ class Piece:
 class Selection:
     """What there is of a prefix, as one stream: headers, each with its blocks."""
 
-    num_pages: int
+    num_pages: int = 0
     """How many leading pages there are, as far as any group of layers has them."""
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Piece, ...] = ()
 
     @property
     def num_bytes(self) -> int:
         return sum(piece.num_bytes for piece in self.pieces)
 
 
-def select(root: Path, model: bytes, digests: Sequence[Digest]) -> Selection:
+def select(files: Iterable[BlockFile], digests: Sequence[Digest]) -> Selection:
     """The blocks of a prefix, whose pages have these digests."""
     wanted, known, pieces = set(digests), set[tuple[int, Digest]](), list[Piece]()
-    for file in scan(root, model):
+    for file in files:
         size, part = file.kind.num_bytes, file.kind.part
         chosen = [number for number, each in enumerate(file.digests) if each in wanted and (part, each) not in known]
         if not chosen:
@@ -280,29 +299,49 @@ def select(root: Path, model: bytes, digests: Sequence[Digest]) -> Selection:
     return Selection(num_pages, tuple(pieces))
 
 
-def receive(read_into: Callable[[memoryview], int], root: Path, model: bytes, model_id: str) -> int:
-    """Writes what `Selection` streams as files; returns how many bytes. `read_into`: as of a file. Raises DamagedFile
-    for blocks of another model or other contents, and what `read_into` raises; complete files stay."""
+def receive(
+    read_into: Callable[[memoryview], int], root: Path, model: bytes, model_id: str, wanted: Collection[Digest]
+) -> int:
+    """Writes what `Selection` streams as files; returns how many bytes. `read_into`: as of a file. `wanted`: the blocks
+    that were asked for. Raises DamagedFile for others and for altered ones, and what `read_into` raises; complete files
+    stay."""
     total = 0
-    while fixed := _exactly(read_into, _FIXED.size, may_end=True):
-        magic, length, checksum = _FIXED.unpack(fixed)
-        if magic != _MAGIC or length > _MAX_HEADER_BYTES:
-            raise DamagedFile("no blocks")
-        rest = _exactly(read_into, -(-(_FIXED.size + length) // _ALIGNMENT) * _ALIGNMENT - _FIXED.size)[:length]
-        if zlib.crc32(rest) != checksum:
-            raise DamagedFile("a header")
-        kind, _, digests, checksums = _facts(rest)
-        if kind.model != model:
-            raise DamagedFile("blocks of another model")
-        blocks = []
-        for each in checksums:
-            block = memoryview(_exactly(read_into, kind.num_bytes))
-            if zlib.crc32(block) != each:
-                raise DamagedFile("a block")
-            blocks.append(block)
-            total += kind.num_bytes
-        write_file(root, kind, model_id, digests, blocks, checksums)
+    with ThreadPoolExecutor(1, "kv-file") as writer:
+        writing: Future[None] | None = None
+        while fixed := _exactly(read_into, _FIXED.size, may_end=True):
+            magic, length, checksum = _FIXED.unpack(fixed)
+            if magic != _MAGIC or length > _MAX_HEADER_BYTES:
+                raise DamagedFile("no blocks")
+            rest = _exactly(read_into, -(-(_FIXED.size + length) // _ALIGNMENT) * _ALIGNMENT - _FIXED.size)[:length]
+            if zlib.crc32(rest) != checksum:
+                raise DamagedFile("a header")
+            kind, _, digests, checksums = _facts(rest)
+            if kind.model != model or not all(digest in wanted for digest in digests):
+                raise DamagedFile("blocks that were not asked for")
+            if len(digests) > max(1, SLAB_BYTES // kind.num_bytes):
+                raise DamagedFile("more blocks than a file has")
+            blocks = [memoryview(_exactly(read_into, kind.num_bytes)) for _ in digests]
+            total += len(blocks) * kind.num_bytes
+            if writing is not None:
+                writing.result()  # at most one file is in memory while the next one arrives
+            writing = writer.submit(_write_checked, root, kind, model_id, digests, blocks, checksums)
+        if writing is not None:
+            writing.result()
     return total
+
+
+def _write_checked(
+    root: Path,
+    kind: BlockKind,
+    model_id: str,
+    digests: Sequence[Digest],
+    blocks: Sequence[memoryview],
+    checksums: Sequence[int],
+) -> None:
+    """Raises DamagedFile, or OSError."""
+    if any(zlib.crc32(block) != checksum for block, checksum in zip(blocks, checksums, strict=True)):
+        raise DamagedFile("a block")
+    write_file(root, kind, model_id, digests, blocks, checksums)
 
 
 def _exactly(read_into: Callable[[memoryview], int], num_bytes: int, *, may_end: bool = False) -> bytearray:
@@ -358,33 +397,30 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def purge(
-    root: Path, *, model_id: str | None = None, tenant: bytes | None = None, unused_for_s: float | None = None
-) -> tuple[int, int]:
-    """Removes the files that match everything given, and returns their number and bytes. A file with a block of the
-    tenant goes as a whole. A node that runs finds them missing, and computes."""
+def purge(root: Path, chosen: ChosenBlocks, unused_for_s: float | None = None) -> tuple[int, int]:
+    """Removes the files with a chosen block, if they were not used for that long, and returns their number and bytes. A
+    node that runs finds them missing, and computes."""
     number = num_bytes = 0
     for each in stored(root):
         if unused_for_s is not None and time.time() - each.used_at_s < unused_for_s:
             continue
-        if model_id is not None or tenant is not None:
+        if chosen != ChosenBlocks():
             try:
                 file = read_header(each.path)
+                if not is_chosen(file, chosen):
+                    continue
             except OSError:
                 continue
             except DamagedFile:
-                file = None  # whose it was is not known any more
-            if file is not None and model_id is not None and file.model_id != model_id:
-                continue
-            if file is not None and tenant is not None and not _holds(file, tenant):
-                continue
+                pass  # whose it was is not known any more
         remove(each.path)
         number, num_bytes = number + 1, num_bytes + each.num_bytes
     return number, num_bytes
 
 
-def _holds(file: BlockFile, tenant: bytes) -> bool:
-    return any(digest.startswith(tenant[:TENANT_BYTES]) for digest in file.digests)
+def is_chosen(file: BlockFile, chosen: ChosenBlocks) -> bool:
+    """Whether any of its blocks is; a file goes as a whole."""
+    return chosen.of_model(file.model_id) and any(map(chosen.has, file.digests))
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:

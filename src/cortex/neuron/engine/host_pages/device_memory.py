@@ -12,7 +12,7 @@ import torch
 from cortex.neuron.engine.host_pages.disk import DiskPages
 from cortex.neuron.engine.host_pages.memory import HostSlabs
 from cortex.neuron.engine.host_pages.rates import CopyRate
-from cortex.neuron.engine.host_pages.store import BlockKind, BlockPlace, HostPages
+from cortex.neuron.engine.host_pages.store import BlockKind, BlockPlace, ChosenBlocks, HostPages
 from cortex.neuron.engine.kv.pages import Digest
 from cortex.neuron.engine.request import KeptPages
 
@@ -40,6 +40,8 @@ class DeviceHostMemory:
     disk: DiskPages | None = None
     """What left host memory; None: it is lost."""
     _models: dict[str, _ModelBlocks] = field(default_factory=dict)
+    _model_ids: dict[bytes, str] = field(default_factory=dict)
+    """By fingerprint."""
 
     @classmethod
     def on(cls, device: torch.device) -> DeviceHostMemory:
@@ -57,11 +59,28 @@ class DeviceHostMemory:
         if self.disk is not None:
             self.disk.save(self.store, self.slabs, everything=everything)
 
+    def save_these(self, model: bytes, digests: Sequence[Digest]) -> bool:
+        """Starts to write these blocks of a model to disk. False: some are on their way."""
+        if self.disk is None:
+            return True
+        self.disk.save_these(self.store.kinds(model), digests, self.store, self.slabs)
+        return not self.disk.is_writing
+
     def settle(self, until_s: float = float("inf")) -> None:
         """Waits until everything is on disk, at most until a time of the monotonic clock."""
         if self.disk is not None:
             self.save(everything=True)
             self.disk.settle(self.store, until_s)
+
+    def forget(self, chosen: ChosenBlocks, until_s: float) -> None:
+        """Drops blocks of loaded and earlier models here and on disk. What is being written is waited for, at most
+        until a time of the monotonic clock."""
+        for kind, digest in self.store.blocks():
+            if chosen.of_model(self._model_ids.get(kind.model, "")) and chosen.has(digest):
+                self.store.forget(kind, [digest])
+        if self.disk is not None:
+            self.disk.settle(self.store, until_s)
+            self.disk.forget(self.store, chosen)
 
     def yield_to_host(self) -> None:
         """Gives memory back if the host runs short of it."""
@@ -83,6 +102,7 @@ class DeviceHostMemory:
         of a divided model would wait for each other's disks at every fetch."""
         kinds = tuple(BlockKind(fingerprint, part, num_bytes) for part, num_bytes in enumerate(sizes))
         if model_id:
+            self._model_ids[fingerprint] = model_id
             self._models[model_id] = _ModelBlocks(kinds, num_groups, page_tokens)
         if self.disk is not None and is_whole:
             self.disk.open_model(fingerprint, model_id)

@@ -2,8 +2,8 @@
 
 Blocks are written in the background when they are the next to leave host memory, and all of them when their model
 sleeps or ends. They are read by several threads into a few page-locked buffers, and copied to the device from there
-while the next ones are read. Workers share the folder: each finds what was there when it loaded a model, and what it
-has written since.
+while the next ones are read. Workers share the folder: each finds what was there when it loaded a model or was told to
+look again, and what it has written since.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch
 
 from cortex.neuron.engine.host_pages import block_files
 from cortex.neuron.engine.host_pages.block_files import BlockFile
-from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors, RunningCopy
+from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors, RunningCopy, consecutive
 from cortex.neuron.engine.host_pages.memory import HostSlabs
 from cortex.neuron.engine.host_pages.rates import DISK_BYTES_PER_S, PAGE_CACHE_BYTES_PER_S, CopyRate
-from cortex.neuron.engine.host_pages.store import BlockKind, BlockPlace, HostPages
+from cortex.neuron.engine.host_pages.store import SLAB_BYTES, BlockKind, BlockPlace, ChosenBlocks, HostPages
 from cortex.neuron.engine.kv.pages import Digest
 
 log = logging.getLogger(__name__)
@@ -70,6 +70,8 @@ class DiskPages:
         self.free_buffers: list[int] = []
         self._buffer_bytes = 0
         self._models: dict[bytes, str] = {}
+        self._files: dict[bytes, dict[Path, BlockFile]] = {}
+        """By model, as found last."""
         self._places: dict[tuple[BlockKind, Digest], tuple[BlockFile, int]] = {}
         self._num_blocks: dict[BlockKind, int] = {}
         self._writes: list[_Write] = []
@@ -84,13 +86,18 @@ class DiskPages:
     def open_model(self, model: bytes, model_id: str) -> None:
         """Finds the blocks of a model, whose own are written from now on."""
         self._models[model] = model_id
-        for file in block_files.scan(self.folder, model):
-            self._add(file)
+        self.find_again(model)
 
     def find_again(self, model: bytes) -> None:
-        """Another process has written blocks of a model."""
-        if model in self._models:
-            self.open_model(model, self._models[model])
+        """Another process has written or removed blocks of a model."""
+        if model not in self._models:
+            return
+        before = self._files.get(model, {})
+        files = self._files[model] = block_files.scan(self.folder, model, before)
+        for path in before.keys() - files.keys():
+            self.drop(before[path])
+        for path in files.keys() - before.keys():
+            self._add(files[path])
 
     def has(self, kind: BlockKind, digest: Digest) -> bool:
         return (kind, digest) in self._places
@@ -102,21 +109,30 @@ class DiskPages:
         """Where a block is that `has` confirmed: its file, and its number there."""
         return self._places[kind, digest]
 
-    def forget(self, kind: BlockKind, digests: Iterable[Digest]) -> None:
+    def distrust(self, kind: BlockKind, digests: Iterable[Digest]) -> None:
         """The contents of these blocks cannot be trusted: their files go."""
         for digest in digests:
             if (found := self._places.get((kind, digest))) is not None:
                 block_files.remove(found[0].path)
                 self.drop(found[0])
 
+    def forget(self, store: HostPages, chosen: ChosenBlocks) -> None:
+        """Removes the files with a chosen block. Others that were in them are written again if host memory has them."""
+        for file in {found for found, _ in self._places.values() if block_files.is_chosen(found, chosen)}:
+            block_files.remove(file.path)
+            self.drop(file)
+            store.saved(file.kind, file.digests, is_saved=False)
+
     def drop(self, file: BlockFile) -> None:
         """The file is gone or damaged."""
+        self._files.get(file.kind.model, {}).pop(file.path, None)
         for digest in file.digests:
             if (found := self._places.get((file.kind, digest))) is not None and found[0].path == file.path:
                 del self._places[file.kind, digest]
                 self._num_blocks[file.kind] -= 1
 
     def _add(self, file: BlockFile) -> None:
+        self._files.setdefault(file.kind.model, {})[file.path] = file
         for number, digest in enumerate(file.digests):
             if (file.kind, digest) not in self._places:
                 self._places[file.kind, digest] = file, number
@@ -130,18 +146,40 @@ class DiskPages:
         if time.monotonic() < self._retry_at_s or (self._writes and not everything):
             return
         for kind, digests in store.unsaved(1.0 if everything else LEAVING_SHARE):
-            if kind.model not in self._models:
-                continue  # a part of a divided model
-            lacking = [digest for digest in digests if not self.has(kind, digest)]
-            store.saved(kind, digests)
-            if not lacking:
-                continue
-            places = store.borrow(kind, lacking, uses=False)
-            pieces = [slabs.rows(*place, 1, kind.num_bytes).view(-1).numpy().data for place in places]
-            written = self._writer.submit(self._write, kind, self._models[kind.model], lacking, pieces)
-            self._writes.append(_Write(kind, lacking, places, written))
-            if not everything:
+            if self._begin(kind, digests, store, slabs) and not everything:
                 return
+
+    def save_these(
+        self, kinds: Iterable[BlockKind], digests: Sequence[Digest], store: HostPages, slabs: HostSlabs
+    ) -> None:
+        """Starts to write what host memory has of these blocks."""
+        self._end_writes(store)
+        for kind in kinds:
+            here = [digest for digest in digests if store.has(kind, digest) and not store.is_saved(kind, digest)]
+            most = max(1, SLAB_BYTES // kind.num_bytes)
+            for first in range(0, len(here), most):
+                self._begin(kind, here[first : first + most], store, slabs)
+
+    def _begin(self, kind: BlockKind, digests: Sequence[Digest], store: HostPages, slabs: HostSlabs) -> bool:
+        """Starts to write blocks that host memory has, as one file. False: there is nothing to write."""
+        if kind.model not in self._models:
+            return False  # a part of a divided model
+        lacking = [digest for digest in digests if not self.has(kind, digest)]
+        store.saved(kind, digests)
+        if not lacking:
+            return False
+        places = store.borrow(kind, lacking, uses=False)
+        pieces = [
+            slabs.rows(*places[first], count, kind.num_bytes).view(-1).numpy().data
+            for first, count in consecutive(places)
+        ]
+        written = self._writer.submit(self._write, kind, self._models[kind.model], lacking, pieces)
+        self._writes.append(_Write(kind, lacking, places, written))
+        return True
+
+    @property
+    def is_writing(self) -> bool:
+        return bool(self._writes)
 
     def settle(self, store: HostPages, until_s: float = float("inf")) -> bool:
         """Waits for writes, at most until a time of the monotonic clock. False: some have not ended."""
@@ -178,7 +216,7 @@ class DiskPages:
                 self._used_bytes += file.num_bytes
                 return file
             except OSError as error:
-                if is_last or error.errno != errno.ENOSPC:
+                if is_last or error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     log.warning("KV blocks cannot be written to %s: %s", self.folder, error.strerror or error)
                     return None
                 most_bytes, self._counted_at_s = self._used_bytes, float("-inf")  # the disk is full with less

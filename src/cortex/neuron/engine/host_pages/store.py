@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from cortex.neuron.engine.kv.pages import Digest
+from cortex.neuron.engine.kv.pages import TENANT_BYTES, Digest
 
 SLAB_BYTES = 64 << 20
 MIN_SLABS = 16
@@ -31,6 +31,21 @@ class BlockKind:
     part: int
     """The KV group, or the number of groups for recurrent states."""
     num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenBlocks:
+    """Which blocks an operator means: those that match everything given."""
+
+    model_id: str | None = None
+    tenants: tuple[bytes, ...] = ()
+    """How their digests begin, as far as given; empty: all."""
+
+    def of_model(self, model_id: str) -> bool:
+        return self.model_id in (None, model_id)
+
+    def has(self, digest: Digest) -> bool:
+        return not self.tenants or any(digest.startswith(each[:TENANT_BYTES]) for each in self.tenants)
 
 
 class BlockPlace(NamedTuple):
@@ -111,6 +126,12 @@ class HostPages:
     def num_blocks(self, kind: BlockKind) -> int:
         return self._num_blocks[kind]
 
+    def kinds(self, model: bytes) -> list[BlockKind]:
+        return [kind for kind in self._num_blocks if kind.model == model]
+
+    def blocks(self) -> list[tuple[BlockKind, Digest]]:
+        return list(self._slab_of)
+
     def borrow(self, kind: BlockKind, digests: Iterable[Digest], *, uses: bool = True) -> list[BlockPlace]:
         """The places of blocks that `has` confirmed, which stay until `end`. They count as used, the first last, unless
         they leave."""
@@ -135,6 +156,11 @@ class HostPages:
             left -= slab.num_bytes
             if found := [digest for digest in slab.slots if digest not in slab.saved]:
                 yield slab.kind, sorted(found, key=slab.slots.__getitem__)
+
+    def is_saved(self, kind: BlockKind, digest: Digest) -> bool:
+        """Whether `saved` has named this block."""
+        slab = self._slab_of.get((kind, digest))
+        return slab is not None and digest in slab.saved
 
     def saved(self, kind: BlockKind, digests: Iterable[Digest], *, is_saved: bool = True) -> None:
         """Blocks are on disk, or on their way; or they are not there after all."""
@@ -185,7 +211,7 @@ class HostPages:
             self.shrink(self._budget_bytes)
 
     def forget(self, kind: BlockKind, digests: Iterable[Digest]) -> None:
-        """The contents of these blocks cannot be trusted."""
+        """These blocks are found no more."""
         for digest in digests:
             slab = self._slab_of.pop((kind, digest), None)
             if slab is not None:

@@ -11,6 +11,7 @@ the same way if that is expected to be faster than to compute it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -187,6 +188,17 @@ class HostTier:
         """Whether anything of the model is on disk."""
         return self._disk is not None and any(self._disk.num_blocks(kind) for kind in self._kinds)
 
+    def num_pages(self, digests: Sequence[Digest]) -> int:
+        """After how many of these leading pages a prompt could continue: with what is on the device, in host memory and
+        on disk."""
+        self._looks_on_disk = True
+        counts, checkpoints = self._pages.match(digests, self._has_page), self._checkpoints
+        if checkpoints is not None:
+            named = ((count, digests[count - 1]) for count in reversed(counts) if count)
+            counts = [next((count for count, end in named if checkpoints.knows(end) or self._has_state(end)), 0)]
+        self._looks_on_disk = False
+        return counts[-1]
+
     def is_fetching(self, request_id: str) -> bool:
         return request_id in self._fetches
 
@@ -327,13 +339,17 @@ class HostTier:
                     fetch.from_disk.measure(fetch.started_s)
                 elif self._copies.are_concurrent:
                     self._host.rate.measured(fetch.num_bytes, fetch.started_s)
-        if self._outgoing is not None:
-            if wait:
-                self._outgoing.copy.wait()
-            if self._outgoing.copy.is_complete:
-                self._outgoing.publish(self._host)
-                self._outgoing = None
+        self._end_outgoing(wait=wait)
         self._host.save()
+
+    def _end_outgoing(self, *, wait: bool) -> None:
+        if self._outgoing is None:
+            return
+        if wait:
+            self._outgoing.copy.wait()
+        if self._outgoing.copy.is_complete:
+            self._outgoing.publish(self._host)
+            self._outgoing = None
 
     def await_fetches(self) -> None:
         """Waits for copies, as nothing else is left to do. A disk may take seconds: it is waited for in turns, between
@@ -375,6 +391,33 @@ class HostTier:
     def copy_while_idle(self) -> bool:
         """Copies a part of what later prompts are most likely to use; false: all of it is in host memory."""
         return self._copies_ahead and self._copy_some()
+
+    def copy_these(self, digests: Sequence[Digest], until_s: float) -> bool:
+        """Copies blocks to host memory, also while the model has work. False: a time of the monotonic clock has come
+        before all that there is room for were copied."""
+        self._end_outgoing(wait=True)
+        self._host.slabs.may_wait = True
+        for part, blocks in enumerate(self._blocks):
+            if not blocks.num_bytes:
+                continue
+            kind, count = self._kinds[part], self._num_at_once(part)
+            lacking = [
+                (id, digest)
+                for digest in digests
+                if (id := self._id_of(part, digest)) is not None and not self._store.has(kind, digest)
+            ]
+            while lacking and self._send(part, lacking[:count]):
+                self._end_outgoing(wait=True)
+                del lacking[:count]
+                if time.monotonic() >= until_s:
+                    return False
+        return True
+
+    def _id_of(self, part: int, digest: Digest) -> int | None:
+        """The block on the device."""
+        if part < len(self._pages.groups):
+            return self._pages.groups[part].pool.page_of(digest)
+        return None if self._checkpoints is None else self._checkpoints.slot_of(digest)
 
     def save(self) -> None:
         """Copies what the budget permits, the latest used in any case, and waits: the device memory is given up."""
@@ -441,7 +484,7 @@ class HostTier:
             self._others.forget(digests)  # they may have what was dropped here
         if self._disk is not None:
             for kind in self._kinds:
-                self._disk.forget(kind, digests)
+                self._disk.distrust(kind, digests)
         if not len(self._store) and self._outgoing is None:
             return
         self.collect(wait=True)

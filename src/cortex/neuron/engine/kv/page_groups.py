@@ -194,8 +194,12 @@ class KVPages:
         for each in incoming:
             self.groups[each.group].pool.release(each.pages)
 
+    def digests(self) -> set[Digest]:
+        """Those of all known prefixes and tails."""
+        return {digest for group in self.groups for digest in group.pool.digests()}
+
     def disown(self, digests: Iterable[Digest]) -> None:
-        """Forgets the pages of these prefixes: their contents cannot be trusted."""
+        """Forgets the pages of these prefixes."""
         digests = list(digests)
         for group in self.groups:
             group.pool.disown(digests)

@@ -120,6 +120,10 @@ class PagePool:
         """The idle pages that are full, with their digests, the least recently used first."""
         return ((page, self._digest_of[page]) for page in self._idle if page in self._digest_of)
 
+    def digests(self) -> list[Digest]:
+        """Those of all known prefixes and tails."""
+        return [*self._page_of, *self._page_of_tail]
+
     def tail_page(self, digest: Digest) -> int | None:
         """The page in which the tail `digest` ends. It takes no reference, as `match`."""
         return self._page_of_tail.get(digest)
@@ -175,7 +179,7 @@ class PagePool:
                     self._blank.append(page)
 
     def disown(self, digests: Iterable[Digest]) -> None:
-        """Forgets the pages of these prefixes and tails, held or idle: their contents cannot be trusted."""
+        """Forgets the pages of these prefixes and tails, held or idle."""
         for digest in digests:
             page = self._page_of.get(digest, self._page_of_tail.get(digest))
             if page is None:

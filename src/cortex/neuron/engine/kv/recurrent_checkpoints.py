@@ -119,6 +119,14 @@ class RecurrentCheckpoints:
         """The known slots of prefixes that end with a page, with their digests, the least recently used first."""
         return ((slot, digest) for digest, slot in self._slot_of.items() if digest not in self._page_end_before)
 
+    def slot_of(self, digest: Digest) -> int | None:
+        """The slot of a known prefix."""
+        return self._slot_of.get(digest)
+
+    def digests(self) -> list[Digest]:
+        """Those of all known prefixes."""
+        return list(self._slot_of)
+
     def lacks(self, digest: Digest) -> bool:
         """Whether saving the state after `digest` would help: it is not known, and there are slots."""
         return bool(self._slots) and digest not in self._slot_of

@@ -12,20 +12,22 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Ordered
 from itertools import islice
 from math import ceil
 
 from cortex.neuron.engine.errors import RequestError
 from cortex.neuron.engine.kv.page_groups import KVPages
+from cortex.neuron.engine.kv.pages import Digest
 from cortex.neuron.engine.kv.recurrent_checkpoints import RecurrentCheckpoints
 from cortex.neuron.engine.request import EngineRequest
-from cortex.neuron.engine.roofline.step_costs import StepCosts
+from cortex.neuron.engine.roofline.step_costs import StepCosts, StepShape
 from cortex.neuron.engine.roofline.step_work import StepWork
 from cortex.neuron.engine.scheduling.admission import OffloadedPages, PromptTails, SequenceAdmission
 from cortex.neuron.engine.scheduling.budget import (
     LEAST_CHUNK,
+    IdlePrompts,
     PrefillShares,
     Prompt,
     SchedulerLimits,
@@ -38,6 +40,7 @@ from cortex.neuron.engine.scheduling.sequence import NO_ROW, Sequence
 from cortex.neuron.engine.scheduling.sequence_states import SequenceStates
 from cortex.neuron.engine.scheduling.step_plan import RowPlan, StepDraft, StepPlan, step_shape
 from cortex.neuron.vision.picture import PictureRules
+from cortex.system.fair_turns import IDLE
 
 NOTHING_DRAFTED: Mapping[str, tuple[int, ...]] = {}
 _COUNT = StepWork(weight_bytes=0)
@@ -77,6 +80,7 @@ class Scheduler:
         self._admission = SequenceAdmission(pages, self._states, self._tails, self.running, limits.reserved_tokens)
         self._free_rows = list(range(limits.max_rows - 1, -1, -1))
         self._shares = PrefillShares()
+        self._idle_prompts = IdlePrompts()
         self._is_blocked = False
         """Whether a waiting sequence lacked pages, and none were released since."""
         self._starved: Sequence | None = None
@@ -145,6 +149,12 @@ class Scheduler:
         self._states.distrust(sequence, digests)
         if self._offloaded is not None:
             self._offloaded.forget(digests)
+
+    def forget(self, is_chosen: Callable[[Digest], bool]) -> None:
+        """Forgets the cached pages and states of these prefixes. Sequences that have them keep theirs."""
+        digests = [each for each in (*self.pages.digests(), *self._states.digests()) if is_chosen(each)]
+        self.pages.disown(digests)
+        self._states.forget(digests)
 
     def _release(self, sequence: Sequence) -> None:
         self._admission.running_change()
@@ -273,14 +283,17 @@ class Scheduler:
         has_row = [sequence.row != NO_ROW for sequence in sequences]
         if not sequences:
             return
-        budget = self.limits.prompt_budget(self.costs, step_shape(draft.rows, self.costs.work), len(sequences))
-        work = _COUNT if budget is None else self.costs.work
+        streams = step_shape(draft.rows, self.costs.work)
+        budget, is_idle = self.limits.prompt_budget(self.costs, streams, len(sequences)), sequences[-1].level == IDLE
+        work = _COUNT if budget is None and not is_idle else self.costs.work
         prompts = self._prompts(sequences, draft, work)
         needed: dict[Sharer, int] = {}
         for sharer, worth in prompts:
             needed[sharer] = needed.get(sharer, 0) + worth
         room = self.limits.step_tokens - draft.num_tokens
-        shares = StepShares(work, self._shares.of_step(room if budget is None else budget, needed))
+        budget = room if budget is None else budget
+        idle_budget = self._idle_budget(streams, needed, budget) if is_idle else None
+        shares = StepShares(work, self._shares.of_step(budget, needed, idle_budget))
         order, preemptions, num_streams = turns(prompts, shares.left), self.preemptions, len(draft.rows)
         for index in (*order.overtaking, *order.by_age):
             sequence, overtakes = sequences[index], index in order.overtaking
@@ -297,6 +310,14 @@ class Scheduler:
                     self._admit(sequence, draft, shares)
             elif not self._admit(sequence, draft, shares, is_next=True):
                 return
+
+    def _idle_budget(self, streams: StepShape, needed: Mapping[Sharer, int], room: int) -> int:
+        """What prompts of the idle class get of the step."""
+        others = sum(worth for sharer, worth in needed.items() if sharer.level > IDLE)
+        others_stream = any(sequence.level > IDLE and sequence.drew_in_row for sequence in self.running)
+        return self._idle_prompts.budget(
+            self.costs, streams, others_stream=others_stream, others_worth=min(others, room), room=room
+        )
 
     def _prompts(self, sequences: Ordered[Sequence], draft: StepDraft, work: StepWork) -> list[Prompt]:
         """What these need, of those that wait as far as it is known."""

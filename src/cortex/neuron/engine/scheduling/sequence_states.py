@@ -182,6 +182,15 @@ class SequenceStates:
             digests = sequence.digests_of_full_pages(self._page_tokens)
             self._end_decode_checkpoint(sequence, next(iter(digests[sequence.decode_checkpoint.num_pages - 1 :]), None))
 
+    def digests(self) -> list[Digest]:
+        """Those of all prefixes with a saved state."""
+        return [] if self._checkpoints is None else self._checkpoints.digests()
+
+    def forget(self, digests: Iterable[Digest]) -> None:
+        """Forgets the states after these prefixes."""
+        if self._checkpoints is not None:
+            self._checkpoints.forget(digests)
+
     def retract(self, sequence: Sequence, start: int, touched: Iterable[Digest]) -> None:
         """Forgets the states that a failed step from position `start` on was to save."""
         if self._checkpoints is not None:
@@ -192,8 +201,8 @@ class SequenceStates:
 
     def distrust(self, sequence: Sequence, digests: Iterable[Digest]) -> None:
         """Forgets every state of the sequence."""
+        self.forget(digests)
         if self._checkpoints is not None:
-            self._checkpoints.forget(digests)
             self._end_decode_checkpoint(sequence, None)
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:

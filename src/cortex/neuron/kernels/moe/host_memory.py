@@ -133,7 +133,7 @@ class HostMatrix:
             layout, high = self._kind.codes.layout, self.tensors[1]
             made.form, made.high = _PACKED, high.data_ptr() if high.numel() else low.data_ptr()
             made.low_bits, made.high_bits, made.group = layout.low_bits, layout.high_bits, layout.group
-            made.zero = -1 if layout.zero is None else layout.zero
+            made.zero = layout.zero_option
             if layout.codebook:
                 self._table = bytes((layout.zero or 0) + value for value in layout.codebook)
                 made.table = ctypes.cast(ctypes.c_char_p(self._table), ctypes.c_void_p).value

@@ -9,15 +9,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
 from cortex.neuron.engine.host_pages import block_files
-from cortex.neuron.engine.host_pages.block_files import DamagedFile, Selection
+from cortex.neuron.engine.host_pages.block_files import BlockFile, DamagedFile, Selection
 from cortex.neuron.engine.host_pages.rates import LINK_BYTES_PER_S, WORTH, CopyRate, saves_time
+from cortex.neuron.engine.host_pages.store import ChosenBlocks
 from cortex.neuron.engine.kv.pages import ROOT, Digest, page_digests
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats
 from cortex.neuron.hub_process.neighbours import NeighbourFailed, Transfer
@@ -32,113 +37,204 @@ MIN_TOKENS = 512
 """Shorter prefixes are computed."""
 SAVE_S = 4.0
 """How long blocks may take from a device or host memory to disk, before what is there is sent."""
+ASK_AGAIN_S = 0.02
+"""So often a worker is asked whether it has written blocks."""
 CONNECT_S = 2.0
 LINK_DELAY_S = 0.02
 """Before the first byte arrives."""
+MAX_FETCHES = 4
+"""At once; others wait, no longer than they would compute."""
+AVOID_S = 30.0
+"""For so long, a node that could not be reached is not asked again."""
 
 
-class BlockWriter(Protocol):
+class BlockWorker(Protocol):
     """The supervisor of a device."""
 
-    async def save_blocks(self) -> None: ...
+    async def save_blocks(self, model: bytes, digests: tuple[Digest, ...]) -> bool: ...
+    async def count_pages(self, model: bytes, digests: tuple[Digest, ...]) -> int: ...
+    async def forget_blocks(self, model_id: str | None, tenants: tuple[bytes, ...]) -> None: ...
     def send(self, command: Command) -> None: ...
 
 
-def compute_s(info: EngineInfo, stats: EngineStats, start: int, end: int) -> float:
-    """How long a model is expected to compute a prompt from one position to another; 0: that is not known."""
-    return 0.0 if info.work is None else stats.prompt_token_s * info.work.prompt_worth(start, end - start)
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A prompt that this node is about to compute."""
+
+    model_id: str
+    info: EngineInfo
+    stats: EngineStats
+    digests: tuple[Digest, ...]
+    """Of its pages."""
+
+    @property
+    def model(self) -> bytes:
+        return bytes.fromhex(self.info.kv_name)
+
+    def num_tokens(self, first: int, end: int) -> int:
+        """Those of the pages from `first` to `end`."""
+        return (end - first) * self.info.page_tokens
+
+    def compute_s(self, first: int, end: int) -> float:
+        """How long these pages are expected to take; 0: that is not known."""
+        start, count = first * self.info.page_tokens, self.num_tokens(first, end)
+        work = self.info.work
+        return 0.0 if work is None else self.stats.prompt_token_s * work.prompt_worth(start, count)
 
 
 class KvExchange:
     """One for the node, on the daemon's loop. Files are read and written on threads."""
 
-    def __init__(self, folder: Path, budget_bytes: int, writers: Collection[BlockWriter]) -> None:
+    def __init__(self, folder: Path, budget_bytes: int, workers: Collection[BlockWorker]) -> None:
         self._folder = folder
         self._budget_bytes = budget_bytes
-        self._writers = writers
+        self._workers = workers
+        self._files: dict[bytes, dict[Path, BlockFile]] = {}
+        """By model, as found last."""
         self._rates: dict[str, CopyRate] = {}
         """By the address of the other node."""
+        self._avoided_until_s: dict[str, float] = {}
+        self._turns = asyncio.Semaphore(MAX_FETCHES)
+        self._threads = ThreadPoolExecutor(MAX_FETCHES, "kv-fetch")
 
-    async def offered(self, model: bytes, digests: Sequence[Digest]) -> Selection:
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def offered(self, model: bytes, digests: tuple[Digest, ...]) -> Selection:
         """What there is of a prefix; what is not on disk yet is written first."""
         if not self._budget_bytes:
-            return Selection(0, ())
-        found = await asyncio.to_thread(block_files.select, self._folder, model, digests)
+            return Selection()
+        found = await self._found(model, digests)
         if found.num_pages == len(digests):
             return found
         with contextlib.suppress(WorkerLost, TimeoutError):
             async with asyncio.timeout(SAVE_S):
-                await asyncio.gather(*(writer.save_blocks() for writer in self._writers))
-        return await asyncio.to_thread(block_files.select, self._folder, model, digests)
+                while not all(await asyncio.gather(*(each.save_blocks(model, digests) for each in self._workers))):
+                    await asyncio.sleep(ASK_AGAIN_S)
+        return await self._found(model, digests)
+
+    async def _found(self, model: bytes, digests: Sequence[Digest]) -> Selection:
+        """What is on disk."""
+        files = await asyncio.to_thread(block_files.scan, self._folder, model, self._files.get(model, {}))
+        self._files[model] = files
+        return await asyncio.to_thread(block_files.select, files.values(), digests)
+
+    async def forget(self, chosen: ChosenBlocks, unused_for_s: float | None = None) -> tuple[int, int]:
+        """Deletes blocks, also in memory unless only old ones are meant; returns the files and bytes that are gone from
+        the disk."""
+        purge = partial(block_files.purge, self._folder, chosen, unused_for_s)
+        number, num_bytes = await asyncio.to_thread(purge)
+        if unused_for_s is None:
+            for worker in self._workers:
+                with contextlib.suppress(WorkerLost):
+                    await worker.forget_blocks(chosen.model_id, chosen.tenants)
+            written = await asyncio.to_thread(purge)  # meanwhile
+            number, num_bytes = number + written[0], num_bytes + written[1]
+        return number, num_bytes
 
     async def fetch(
         self, model_id: str, info: EngineInfo, stats: EngineStats, request: EngineRequest, source: Neighbour
     ) -> int:
-        """Fetches what `source` has of the prompt, and this node has not on disk, where that is expected to be faster
-        than computing it; returns the bytes. Cancelled with its request."""
+        """Fetches what `source` has of the prompt, and this node has not, where that is expected to be faster than
+        computing it; returns the bytes. Cancelled with its request."""
         if not (self._budget_bytes and info.kv_name and request.uses_prefix_cache) or request.pictures:
             return 0  # the digests of pages with pictures follow from more than tokens
-        model, page_tokens = bytes.fromhex(info.kv_name), info.page_tokens
-        digests = page_digests(request.tenant or ROOT, request.prompt, page_tokens)
-        own = (await asyncio.to_thread(block_files.select, self._folder, model, digests)).num_pages
-        if (len(digests) - own) * page_tokens < MIN_TOKENS:
+        if time.monotonic() < self._avoided_until_s.get(source.url, 0.0):
             return 0
-        most_s = WORTH * compute_s(info, stats, own * page_tokens, len(digests) * page_tokens)
-        if most_s <= LINK_DELAY_S:
+        digests = tuple(page_digests(request.tenant or ROOT, request.prompt, info.page_tokens))
+        prompt, count = _Prompt(model_id, info, stats, digests), len(digests)
+        if prompt.num_tokens(0, count) < MIN_TOKENS:
             return 0
+        try:
+            async with asyncio.timeout(WORTH * prompt.compute_s(0, count)):
+                own = await self._own_pages(prompt)
+                if prompt.num_tokens(own, count) < MIN_TOKENS or WORTH * prompt.compute_s(own, count) <= LINK_DELAY_S:
+                    return 0
+                async with self._turns:
+                    num_bytes = await self._receive(prompt, own, source)
+        except TimeoutError:
+            self._avoid(source, "it did not send them before the prompt would have been computed")
+            return 0
+        if num_bytes:
+            for worker in self._workers:
+                worker.send(FindBlocks(prompt.model))
+        return num_bytes
+
+    async def _own_pages(self, prompt: _Prompt) -> int:
+        """How many leading pages this node need not compute."""
+        calls = (each.count_pages(prompt.model, prompt.digests) for each in self._workers)
+        counts = await asyncio.gather(*calls, return_exceptions=True)  # WorkerLost
+        return max((count for count in counts if isinstance(count, int)), default=0)
+
+    async def _receive(self, prompt: _Prompt, own: int, source: Neighbour) -> int:
+        """Writes the blocks after the first `own` pages to the disk, as far as they are worth it; returns the bytes.
+        When it is cancelled, so is the transfer."""
         rate = self._rates.setdefault(source.url, CopyRate(assumed=LINK_BYTES_PER_S))
         transfer = Transfer(source)
-
-        def allowed_s(num_pages: int, num_bytes: int) -> float:
-            """How long these may take; 0: they are not wanted."""
-            needed_s = compute_s(info, stats, own * page_tokens, (own + num_pages) * page_tokens)
-            if num_bytes <= self._budget_bytes and saves_time([(num_bytes, rate.expected)], LINK_DELAY_S, needed_s):
-                return WORTH * needed_s
-            rate.was_too_slow()
-            return 0.0
-
-        def receive() -> int:
-            """The bytes that were received; 0: none are wanted, or not all came."""
-            try:
-                with transfer:
-                    body = msgspec.json.encode(BlocksRequest(model=model, digests=tuple(digests[own:])))
-                    timeouts = {"connect_s": min(CONNECT_S, most_s), "silence_s": min(CONNECT_S + SAVE_S, most_s)}
-                    transfer.open("POST", PATH, body, **timeouts)
-                    num_pages, num_bytes = int(transfer.header(PAGES) or 0), transfer.num_bytes
-                    if num_bytes <= 0 or num_pages <= 0 or not (limit_s := allowed_s(num_pages, num_bytes)):
-                        return 0
-                    block_files.make_room(self._folder, num_bytes, self._budget_bytes)
-                    return _receive(transfer, limit_s, rate, self._folder, model, model_id)
-            except (NeighbourFailed, OSError, DamagedFile, ValueError) as error:
-                if not transfer.is_cancelled:
-                    log.warning("KV blocks of %s were not fetched from %s: %s", model_id, source.name, error)
-                return 0
-
+        receiving = asyncio.get_running_loop().run_in_executor(
+            self._threads, self._receive_on_thread, prompt, own, source, transfer, rate
+        )
         try:
-            num_bytes = await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, receive))
+            return await asyncio.shield(receiving)
         except asyncio.CancelledError:
             transfer.cancel()
             raise
-        if num_bytes:
-            for writer in self._writers:
-                writer.send(FindBlocks(model))
-        return num_bytes
+
+    def _receive_on_thread(
+        self, prompt: _Prompt, own: int, source: Neighbour, transfer: Transfer, rate: CopyRate
+    ) -> int:
+        wanted, most_s = prompt.digests[own:], WORTH * prompt.compute_s(own, len(prompt.digests))
+        body = msgspec.json.encode(BlocksRequest(model=prompt.model, digests=wanted))
+        try:
+            with transfer:
+                timeouts = {"connect_s": min(CONNECT_S, most_s), "silence_s": min(CONNECT_S + SAVE_S, most_s)}
+                transfer.open("POST", PATH, body, **timeouts)
+                num_pages, num_bytes = int(transfer.header(PAGES) or 0), transfer.num_bytes
+                if num_bytes <= 0 or num_pages <= 0:
+                    return 0
+                compute_s = prompt.compute_s(own, own + num_pages)
+                if num_bytes > self._budget_bytes or not saves_time(
+                    [(num_bytes, rate.expected)], LINK_DELAY_S, compute_s
+                ):
+                    rate.was_too_slow()
+                    return 0
+                block_files.make_room(self._folder, num_bytes, self._budget_bytes)
+                read_into = _TimedReading(transfer, rate, WORTH * compute_s)
+                try:
+                    return block_files.receive(
+                        read_into, self._folder, prompt.model, prompt.model_id, frozenset(wanted)
+                    )
+                finally:
+                    read_into.measure()
+        except (NeighbourFailed, OSError, DamagedFile, ValueError) as error:
+            if not transfer.is_cancelled:
+                self._avoid(source, str(error))
+            return 0
+
+    def _avoid(self, source: Neighbour, reason: str) -> None:
+        """Also called on threads."""
+        log.warning("no KV blocks from %s, which is not asked for %.0f s: %s", source.name, AVOID_S, reason)
+        self._avoided_until_s[source.url] = time.monotonic() + AVOID_S
 
 
-def _receive(transfer: Transfer, limit_s: float, rate: CopyRate, folder: Path, model: bytes, model_id: str) -> int:
-    """Raises NeighbourFailed, DamagedFile, or OSError of the disk."""
-    started_s, received = rate.clock(), 0
+class _TimedReading:
+    """Reads a transfer, up to a time, and measures its rate."""
 
-    def read_into(view: memoryview) -> int:
-        nonlocal received
-        if rate.clock() - started_s > limit_s:
+    def __init__(self, transfer: Transfer, rate: CopyRate, most_s: float) -> None:
+        self._transfer = transfer
+        self._rate = rate
+        self._most_s = most_s
+        self._started_s = rate.clock()
+        self._num_bytes = 0
+
+    def __call__(self, view: memoryview) -> int:
+        """Raises NeighbourFailed."""
+        if self._rate.clock() - self._started_s > self._most_s:
             raise NeighbourFailed("the link is slower than computing")
-        count = transfer.read_into(view[: 1 << 20])
-        received += count
+        count = self._transfer.read_into(view[: 1 << 20])
+        self._num_bytes += count
         return count
 
-    try:
-        return block_files.receive(read_into, folder, model, model_id)
-    finally:
-        if not transfer.is_cancelled:
-            rate.measured(received, started_s)
+    def measure(self) -> None:
+        if not self._transfer.is_cancelled:
+            self._rate.measured(self._num_bytes, self._started_s)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,8 @@ from cortex.neuron.engine.errors import (
     NoRoomError,
     UnsupportedError,
 )
+from cortex.neuron.engine.host_pages.store import ChosenBlocks
+from cortex.neuron.engine.kv.pages import Digest
 from cortex.neuron.engine.scheduling.step_plan import StepPlan
 from cortex.neuron.worker import memory, protocol
 from cortex.neuron.worker.faults import FaultKind, chain, explain, raise_device_fault
@@ -34,12 +36,15 @@ from cortex.neuron.worker.protocol import DeviceAddress, Event
 if TYPE_CHECKING:
     from cortex.neuron.engine.engine import Engine  # imports torch, which `resolve_loader` does at run time
     from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
+    from cortex.neuron.engine.host_pages.tier import HostTier
 
 log = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_S = 0.05
-SAVE_S = 2.0
-"""How long the engine thread may wait for blocks to be written, while it has no work."""
+COPY_S = 0.05
+"""How long running requests may wait for blocks that another node wants."""
+FORGET_S = 10.0
+"""How long the engine thread may wait for blocks that are being written and are to be deleted."""
 
 EngineLoader = Callable[..., "Engine"]
 """`load_engine`: (spec, device, progress, cancelled) -> engine; a rank of a divided model also gets its link."""
@@ -257,15 +262,30 @@ class DeviceModels(dict[int, DeviceModel]):
         if self._host_pages is not None and self._host_pages.disk is not None:
             self._host_pages.disk.find_again(model)
 
-    def save_blocks(self, *, is_idle: bool) -> None:
-        """Writes what is in host memory to disk, and before that what is on the device, if there is no work."""
+    def save_blocks(self, model: bytes, digests: Sequence[Digest]) -> bool:
+        """Writes these blocks to disk, also from the device. False: some are left, or on their way."""
         if self._host_pages is None or self._host_pages.disk is None:
-            return
-        for model in self.values() if is_idle else ():
-            self._save_pages(model)
-        self._host_pages.save(everything=True)
-        if is_idle:
-            self._host_pages.settle(time.monotonic() + SAVE_S)
+            return True
+        until_s = time.monotonic() + COPY_S
+        is_copied = all(tier.copy_these(digests, until_s) for tier in self._tiers_of(model))
+        return self._host_pages.save_these(model, digests) and is_copied
+
+    def count_pages(self, model: bytes, digests: Sequence[Digest]) -> int:
+        """How many leading pages of a prompt need not be computed."""
+        return max((tier.num_pages(digests) for tier in self._tiers_of(model)), default=0)
+
+    def _tiers_of(self, model: bytes) -> list[HostTier]:
+        engines = (each.engine for each in self.values() if each.engine.info.kv_name == model.hex())
+        return [engine.tier for engine in engines if engine.tier is not None]
+
+    def forget_blocks(self, chosen: ChosenBlocks) -> None:
+        """Forgets pages of loaded models, and of those that have left."""
+        for model in self.values():
+            if chosen.of_model(model.engine.model_id):
+                model.engine.forget_pages(chosen.has)
+        if self._host_pages is not None:
+            self._host_pages.forget(chosen, time.monotonic() + FORGET_S)
+        self.report_host_pages()
 
     def save_all(self, save_s: float) -> None:
         """Writes the pages of all models to disk, if they have one, within `save_s`: the process exits next."""

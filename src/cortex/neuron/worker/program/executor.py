@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from cortex.neuron.engine.host_pages.store import ChosenBlocks
 from cortex.neuron.engine.memory.cores import usable_cores
 from cortex.neuron.engine.request import EngineStats, StepOutput
 from cortex.neuron.worker import protocol
@@ -42,6 +43,9 @@ _DURING_LOADS = (
     | protocol.Cancel
     | protocol.QueryMemory
     | protocol.FindBlocks
+    | protocol.SaveBlocks
+    | protocol.CountPages
+    | protocol.ForgetBlocks
     | protocol.FollowStep
 )
 """What does not wait for the end of a load."""
@@ -195,8 +199,14 @@ class Executor:
             case protocol.FindBlocks():
                 self._models.find_blocks(command.model)
             case protocol.SaveBlocks():
-                self._models.save_blocks(is_idle=not self._has_work())
-                self._emit(protocol.BlocksSaved(command.query))
+                is_complete = self._models.save_blocks(command.model, command.digests)
+                self._emit(protocol.BlocksSaved(command.query, is_complete))
+            case protocol.CountPages():
+                num_pages = self._models.count_pages(command.model, command.digests)
+                self._emit(protocol.PagesCounted(command.query, num_pages))
+            case protocol.ForgetBlocks():
+                self._models.forget_blocks(ChosenBlocks(command.model_id, command.tenants))
+                self._emit(protocol.BlocksForgotten(command.query))
             case protocol.QueryMemory():
                 self._emit(protocol.Memory(command.query, self._models.measure()))
             case protocol.MeasureLimits():

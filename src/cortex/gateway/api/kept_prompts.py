@@ -1,0 +1,116 @@
+"""What nodes keep of prompts: `POST /fleet/forget` deletes it by model, key, group and age. For operators."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+import msgspec
+
+from cortex.gateway.api.parts import ApiRoute, DeferredResponses, read_body
+from cortex.gateway.dispatch.nodes.client import NodeClient
+from cortex.gateway.dispatch.view import DispatchView
+from cortex.gateway.ledger.keys import KeySection, PrefixSharing, tenant_name, tenants_of
+from cortex.gateway.ledger.meter import Metering
+from cortex.gateway.proxy.routes import json_response
+from cortex.http.routing import Route
+from cortex.http.server.exchange import Exchange
+from cortex.http.server.server import Response
+from cortex.http.upstream.faults import UpstreamFault
+from cortex.wire.errors import CortexError, InvalidValue, ModelNotFound, NodeNotFound, RouteNotFound, shorten
+from cortex.wire.fields.body import MAX_MODEL_NAME
+from cortex.wire.node.orders import ForgetBlocksRequest, TenantName
+
+
+class _Forget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What everything given applies to."""
+
+    model: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_MODEL_NAME)] | None = None
+    key: str | None = None
+    """By its name or id."""
+    group: str | None = None
+    tenant: TenantName | None = None
+    """As `GET /keys` names that of a key: also of one that was revoked since."""
+    unused_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    """Only files that were not used for this long."""
+    node: str | None = None
+    """Absent: all nodes."""
+    everything: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.everything and (self.model, self.key, self.group, self.tenant, self.unused_s) == (None,) * 5:
+            raise ValueError("name a `model`, `key`, `group`, `tenant` or `unused_s`, or send `everything`: true")
+
+
+class KeptPromptRoutes:
+    """Asks all nodes at once."""
+
+    def __init__(
+        self,
+        dispatcher: DispatchView,
+        nodes: Mapping[str, NodeClient],
+        metering: Metering,
+        deferred: DeferredResponses,
+        find_key: Callable[[str], KeySection],
+        sharing: Callable[[], PrefixSharing],
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._nodes = nodes
+        self._metering = metering
+        self._deferred = deferred
+        self._find_key = find_key
+        self._sharing = sharing
+
+    def routes(self) -> list[ApiRoute]:
+        return [Route("POST", "/fleet/forget", self._begin)]
+
+    def _begin(self, exchange: Exchange) -> None:
+        self._metering.meter.authenticate_operator(exchange.request)
+        wanted = read_body(exchange.request.body, _Forget)
+        order = ForgetBlocksRequest(self._model_id(wanted.model), self._tenants(wanted), wanted.unused_s)
+        self._deferred.respond(exchange, self._forget(self._asked(wanted.node), order))
+
+    def _model_id(self, name: str | None) -> str | None:
+        try:
+            return None if name is None else self._dispatcher.resolve(name).model_id
+        except ModelNotFound:
+            return name  # nodes may keep what they computed with it
+
+    def _tenants(self, wanted: _Forget) -> tuple[str, ...]:
+        """Raises InvalidValue."""
+        if (wanted.key or wanted.group) and self._sharing() == "all":
+            raise InvalidValue(
+                "Nodes do not know whose prompts they keep, because `prefix_sharing` is `all`: forget by model or age.",
+                param="key" if wanted.key else "group",
+            )
+        own = () if wanted.key is None else tenants_of(self._key(wanted.key))
+        group = () if wanted.group is None else (tenant_name(wanted.group),)
+        return (*own, *group, *(() if wanted.tenant is None else (wanted.tenant,)))
+
+    def _key(self, name_or_id: str) -> KeySection:
+        try:
+            return self._find_key(name_or_id)
+        except RouteNotFound as error:
+            what = f"There is no key {shorten(name_or_id)}; one that was revoked has a `tenant` still"
+            raise InvalidValue(f"{what}, which GET /keys had listed.", param="key") from error
+
+    def _asked(self, node: str | None) -> list[NodeClient]:
+        """Raises NodeNotFound."""
+        names = [each.name for each in self._dispatcher.fleet.nodes if each.takes_orders and node in (None, each.name)]
+        if node is not None and not names:
+            raise NodeNotFound(f"There is no node {shorten(node)} that loads models.", param="node")
+        return [self._nodes[name] for name in names if name in self._nodes]
+
+    async def _forget(self, clients: list[NodeClient], order: ForgetBlocksRequest) -> Response:
+        return json_response({"nodes": await asyncio.gather(*(_forgotten(client, order) for client in clients))})
+
+
+async def _forgotten(client: NodeClient, order: ForgetBlocksRequest) -> dict[str, Any]:
+    """What is gone from a node, or why nothing is."""
+    try:
+        found = await client.forget_blocks(order)
+    except (UpstreamFault, CortexError) as error:
+        reason = error.message if isinstance(error, CortexError) else f"the node did not respond: {error}"
+        return {"node": client.name, "files": 0, "bytes": 0, "error": reason}
+    return {"node": client.name, "files": found.num_files, "bytes": found.num_bytes, "error": None}

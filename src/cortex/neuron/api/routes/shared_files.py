@@ -45,14 +45,11 @@ class SharedFiles:
     async def send(self, call: ApiCall) -> None:
         self._check_shares()
         offset = call.query("offset") or "0"
-        descriptor = self._backend.files.open_shared(call.values["repository"], call.values["digest"])
-        try:
+        with self._backend.files.shared_file(call.values["repository"], call.values["digest"]) as descriptor:
             num_bytes = os.fstat(descriptor).st_size
             if not (offset.isascii() and offset.isdigit() and int(offset) <= num_bytes):
                 raise InvalidValue(f"Invalid value for 'offset': the file has {num_bytes} bytes.", param="offset")
             await self._send(call.exchange, descriptor, int(offset), num_bytes)
-        finally:
-            os.close(descriptor)
 
     def _check_shares(self) -> None:
         if self._mb_per_s == 0:

@@ -77,6 +77,26 @@ def test_same_seed_draws_the_same_response(client: openai.OpenAI) -> None:
     assert len(responses) == 1
 
 
+def test_responses_over_a_websocket_continue_without_being_stored(client: openai.OpenAI) -> None:
+    with client.responses.connect() as connection:
+        ids: list[str] = []
+        texts: list[str] = []
+        for text in ("The capital of France is Paris. Say: Paris.", "Say it again."):
+            more = {"previous_response_id": ids[-1]} if ids else {}
+            connection.response.create(
+                model=SMOLLM2.id, input=text, store=False, temperature=0, max_output_tokens=8, **more
+            )
+            for event in connection:
+                if event.type in ("response.completed", "response.incomplete"):
+                    ids.append(event.response.id)
+                    texts.append(event.response.output_text)
+                    input_tokens = event.response.usage.input_tokens
+                    break
+                assert event.type != "error", event
+    assert all(texts)
+    assert input_tokens > 40, "the second request has the first one before it"
+
+
 def test_responses_api_responds(client: openai.OpenAI) -> None:
     response = client.responses.create(
         model=SMOLLM2.id, input="What is the capital of Japan?", temperature=0, max_output_tokens=24

@@ -23,7 +23,9 @@ from cortex.wire.node.orders import (
     AssembleRequest,
     DeletedFiles,
     FilesRequest,
+    ForgetBlocksRequest,
     ForgetSizeRequest,
+    ForgottenBlocks,
     HubRepository,
     LoadRequest,
     UnloadRequest,
@@ -120,6 +122,7 @@ class FakeNeuron:
     load_requests: list[LoadRequest] = field(default_factory=list)
     unload_requests: list[UnloadRequest] = field(default_factory=list)
     pull_requests: list[FilesRequest] = field(default_factory=list)
+    forget_requests: list[ForgetBlocksRequest] = field(default_factory=list)
     delete_requests: list[FilesRequest] = field(default_factory=list)
     quants_on_disk: dict[str, str] = field(default_factory=dict)
     """The quantisation of the files that it has of a model."""
@@ -218,6 +221,7 @@ class FakeNeuron:
         app.router.add_post("/models/unload", self._unload)
         app.router.add_post("/models/forget-size", self._forget_size)
         app.router.add_get("/props", self._props)
+        app.router.add_post("/kv/forget", self._forget_blocks)
         app.router.add_post("/files/pull", self._pull)
         app.router.add_get("/files/pulls/{id:.+}", self._pull_status)
         app.router.add_post("/files/cancel", self._cancel_pull)
@@ -301,6 +305,10 @@ class FakeNeuron:
         if template is None:
             return _json({"error": {"message": "only its server knows", "code": "unsupported_modality"}}, 400)
         return _json({"chat_template": template})
+
+    async def _forget_blocks(self, request: web.Request) -> web.Response:
+        self.forget_requests.append(msgspec.json.decode(await request.read(), type=ForgetBlocksRequest))
+        return _json(ForgottenBlocks(2, 3 * GB))
 
     async def _pull(self, request: web.Request) -> web.Response:
         wanted = msgspec.json.decode(await request.read(), type=FilesRequest)

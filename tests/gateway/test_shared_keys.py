@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from cortex.gateway.database import Database
+from cortex.gateway.database import Database, StoreError
 from cortex.gateway.ledger import key_store
 from cortex.gateway.ledger.groups import GroupSection
 from cortex.gateway.ledger.keys import NewKey, generate
+from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.ledger.store import LedgerSection
 from cortex.wire.node.protocol import ModelState
 
@@ -148,3 +149,27 @@ async def test_open_gateway_closes_when_a_command_writes_its_first_key(
         while (await client.chat("a"))[0] != 401:
             await asyncio.sleep(0.02)
     assert (await call(client, "POST", "/v1/chat/completions", CHAT, key))[0] == 403, "its group has other models"
+
+
+async def test_a_key_that_is_in_the_database_is_shown_although_it_is_not_in_force_yet(
+    neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its text is shown only once, so an error would lose it."""
+    node = await neurons("beast", sizes={"a": GB}, states={"a": ModelState.READY})
+    client = await start_gateway(node, keys=(ADMIN.section,))
+
+    async def fail(*_: object) -> None:
+        raise StoreError("the database is away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Metering, "use", fail)
+        status, made = await call(client, "POST", "/keys", {"name": "anna"})
+        assert (status, made["in_force"]) == (201, False)
+        assert (await call(client, "POST", "/v1/chat/completions", CHAT, made["key"]))[0] == 401
+    await until_chat(client, made["key"], 200)
+    with monkeypatch.context() as patch:
+        patch.setattr(Metering, "use", fail)
+        status, revoked = await call(client, "DELETE", "/keys/anna")
+        assert (status, revoked["in_force"]) == (200, False)
+    await until_chat(client, made["key"], 401)
+    assert (await call(client, "DELETE", "/keys/anna"))[0] == 404

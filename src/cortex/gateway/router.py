@@ -10,13 +10,22 @@ from cortex.gateway.config import Config
 from cortex.gateway.page.page import Page
 from cortex.gateway.proxy.inference import Inference
 from cortex.gateway.proxy.opaque.inference import OpaqueInference
-from cortex.gateway.proxy.routes import ROUTES, InferenceRoute, error_response, family_of, methods_of, opaque_route
+from cortex.gateway.proxy.routes import (
+    RESPONSES,
+    ROUTES,
+    InferenceRoute,
+    error_response,
+    family_of,
+    methods_of,
+    opaque_route,
+)
 from cortex.gateway.responses.api import PREFIX as STORED_RESPONSES
 from cortex.gateway.responses.conversations import PATH as CONVERSATIONS
 from cortex.gateway.responses.service import ResponsesService
 from cortex.http.cross_site import CrossSiteCheck
 from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
+from cortex.http.server.websocket import is_handshake
 from cortex.wire.errors import CortexError, CrossSiteRequest, MethodNotAllowed, shorten
 from cortex.wire.opaque.fields import form_of
 
@@ -80,6 +89,8 @@ class RequestRouter:
                 self._page.handle(exchange)
             else:
                 self._control.handle(exchange)
+        elif route is RESPONSES and is_handshake(request):
+            self._open_socket(exchange)
         elif request.method != b"POST":
             error = MethodNotAllowed(f"{request.path.decode()} takes POST only.", details={"allowed_methods": ["POST"]})
             exchange.respond(*error_response(error, route.family))
@@ -100,6 +111,16 @@ class RequestRouter:
             self._inference.begin(exchange, route)
         else:
             self._opaque.begin(exchange, route)
+
+    def _open_socket(self, exchange: Exchange) -> None:
+        """Browsers let pages of all sites open connections, so their origin is checked here."""
+        request = exchange.request
+        try:
+            origin, host = request.text(b"origin"), request.text(b"host")
+            self._cross_site.check_origin(origin, host, request.text(b"sec-fetch-site"))
+            self._responses.sockets.open(exchange)
+        except CortexError as error:
+            exchange.respond(*error_response(error, RESPONSES.family))
 
     def _host_error(self, request: Request) -> CortexError | None:
         """Why the request is rejected: it does not use a name of this gateway."""

@@ -154,7 +154,7 @@ class Gateway:
             self._services.activity, self.event_log, self._database, config.gateway.listen.port
         )
         self._inference = Inference(self._services)
-        self._responses = ResponsesService(config, self._responses_database, self._inference, self.tasks)
+        self._responses = ResponsesService(config, self._responses_database, self._inference, self.tasks, limits)
         self._certificate = certificate_of(config, directory)
         self._health = GatewayHealth(self.tasks, self._certificate, is_database_away=lambda: self._database.is_failing)
         self._reloading = asyncio.Lock()

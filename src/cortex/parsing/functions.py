@@ -22,8 +22,9 @@ from cortex.parsing.envelope import ByteRange
 from cortex.parsing.picture_urls import PictureUrl
 from cortex.wire import packed_request
 from cortex.wire.dialects import anthropic_messages, openai_chat
-from cortex.wire.dialects.anthropic_messages import BILLED, strip_billing_header
+from cortex.wire.dialects.anthropic_messages import BILLED, batch, strip_billing_header
 from cortex.wire.dialects.ollama import embeddings
+from cortex.wire.dialects.openai_responses import socket_events
 from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import InvalidValue
 from cortex.wire.fields.body import parse
@@ -76,6 +77,22 @@ class CompletedBody(ChannelMessage, frozen=True):
     body: bytes
 
 
+class ReadEvent(ChannelMessage, frozen=True):
+    """A `ClientEvent`."""
+
+    steers: bool
+    stream_id: str | None
+    generates: bool
+    body: bytes
+
+
+class MessageBatch(ChannelMessage, frozen=True):
+    """The requests of a batch, one per line."""
+
+    text: bytes
+    num_lines: int
+
+
 def functions() -> dict[str, Callable[..., Any]]:
     gc.disable()  # JSON has no cycles, and a collection would visit millions of objects again and again
     table = (
@@ -91,6 +108,8 @@ def functions() -> dict[str, Callable[..., Any]]:
         find_picture_urls,
         inline_pictures,
         find_references,
+        read_event,
+        read_message_batch,
         complete_conversation,
         list_items,
     )
@@ -173,6 +192,16 @@ def inline_pictures(urls: tuple[str, ...], sizes: tuple[int, ...], body: bytes) 
 def find_references(generates: bool, body: bytes) -> References:
     """What the items of a request of the Responses API refer to."""
     return conversations.references_in(body, generates=generates)
+
+
+def read_event(body: bytes) -> ReadEvent:
+    """What a client of the Responses API sends over a WebSocket."""
+    return ReadEvent(*socket_events.read_event(body))
+
+
+def read_message_batch(max_lines: int, body: bytes) -> MessageBatch:
+    """The body of a batch in Anthropic's API."""
+    return MessageBatch(*batch.parse(body, max_lines))
 
 
 def complete_conversation(

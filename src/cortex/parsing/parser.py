@@ -17,7 +17,7 @@ from cortex.parsing import functions
 from cortex.parsing.conversations import Completed, Completion, Joined, References, join
 from cortex.parsing.cost import LARGE_BYTES, is_edited_elsewhere, is_parsed_elsewhere
 from cortex.parsing.envelope import RelayedBody, envelope_of
-from cortex.parsing.functions import Parsed, ParsedText
+from cortex.parsing.functions import Parsed, ParsedText, ReadEvent
 from cortex.parsing.items import StoredTexts
 from cortex.parsing.picture_urls import PictureUrl
 from cortex.wire.errors import BodyTooLarge, Overloaded, PreparationLimitExceeded, RateLimitExceeded
@@ -143,6 +143,15 @@ class BodyParser:
     async def find_references(self, body: bytes, client: str, *, generates: bool) -> References:
         """What the items of a request of the Responses API refer to."""
         return await self._parse(functions.find_references, generates, body=body, client=client)
+
+    async def read_event(self, text: bytes, client: str) -> ReadEvent:
+        """What a client of the Responses API sends over a WebSocket."""
+        return await self._parse(functions.read_event, body=text, client=client)
+
+    async def read_message_batch(self, body: bytes, max_lines: int, client: str) -> tuple[bytes, int]:
+        """The requests of a batch in Anthropic's API, one per line, and their number."""
+        read = await self._parse(functions.read_message_batch, max_lines, body=body, client=client)
+        return read.text, read.num_lines
 
     async def complete(
         self,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sqlite3
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -236,6 +238,9 @@ def test_keys_move_from_the_file_into_the_database_and_back(invoke: Invoke, tmp_
     other.write_text("")
     assert "Imported 3 keys and 1 group" in invoke("keys", "import", str(copy), "--config", str(other)).stdout
     assert invoke("keys", "export", "--config", str(other)).stdout == copy.read_text()
+    with contextlib.closing(sqlite3.connect(other.parent / "cortex-spend.db")) as database:
+        recorded = database.execute("SELECT action, detail FROM audit").fetchall()
+    assert recorded == [("cortex keys import", "3 keys and 1 group: anna, bert, bert, lab")]
 
 
 def test_import_of_a_key_whose_group_is_unknown_changes_nothing(invoke: Invoke, tmp_path: Path) -> None:

@@ -52,6 +52,8 @@ async def respond(node: FakeNeuron, http: web.Request, body: dict[str, Any]) -> 
         whole = openai_chat.fold(events_of(request), request, id="x", created=1, model="a")
         return web.Response(body=whole, content_type="application/json")
     request = openai_responses.parse(raw)
+    if http.path == "/v1/responses/input_tokens":
+        return web.json_response({"object": "response.input_tokens", "input_tokens": 12})
     id = "resp_" + "0" * 32
     if stored := kept.from_header(http.headers.get(kept.HEADER, "")):
         id, request = stored.id, stored.described(request)

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from cortex.http.request import Request
+from cortex.http.request import Headers, Request
 from cortex.http.server import deferred_end as held_end
 from cortex.http.server.deferred_end import DeferredEnd
-from cortex.http.server.exchange import Exchange, ResponseTransport
+from cortex.http.server.exchange import Exchange, ResponseTransport, SwitchedConnection
 
 from ...waiting import WAIT_S
 
@@ -28,7 +28,7 @@ class RecordedConnection:
     def exchange_ended(self, keep_alive: bool) -> None:
         self.ends.append(keep_alive)
 
-    def upgrade(self, *_: object) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    def upgrade(self, headers: Headers, switched: SwitchedConnection) -> None:
         raise AssertionError("nothing is upgraded here")
 
     def write(self, data: bytes) -> None:

@@ -178,30 +178,6 @@ async def test_rejects_a_connection_whose_first_request_does_not_begin(harness: 
     assert (await harness.ask(port, b"")).startswith(b"HTTP/1.1 408 ")
 
 
-async def test_upgrade_hands_the_connection_over_and_it_stays_counted(harness: Harness) -> None:
-    streams: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
-    server, port = await harness.server(lambda exchange: streams.append(exchange.upgrade(b"other", 1024)))
-    reader, writer = await harness.client(port, b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: other\r\n\r\n")
-    head = await reader.readuntil(b"\r\n\r\n")
-    assert head == b"HTTP/1.1 101 Switching Protocols\r\nupgrade: other\r\nconnection: upgrade\r\n\r\n"
-    writer.write(b"GET / HTTP/1.1\r\n\r\n")
-    [(incoming, outgoing)] = streams
-    assert await incoming.readexactly(18) == b"GET / HTTP/1.1\r\n\r\n", "it is no request any more"
-    outgoing.write(b"bytes")
-    assert await reader.readexactly(5) == b"bytes"
-    assert server.num_connections == server.num_exchanges == 1
-    writer.close()
-    assert await incoming.read() == b""
-    outgoing.close()
-    await harness.eventually(lambda: server.num_connections == server.num_exchanges == 0)
-
-
-async def test_upgrade_fails_for_a_client_that_does_not_wait(harness: Harness) -> None:
-    _, port = await harness.server(lambda exchange: exchange.upgrade(b"other", 1024) and None)
-    upgrade = b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: other\r\n\r\n"
-    assert (await harness.ask(port, upgrade + upgrade)).startswith(b"HTTP/1.1 500 ")
-
-
 async def test_closes_idle_connections_without_a_response(harness: Harness) -> None:
     server, port = await harness.server(echo, idle_s=0.1)
     reader, _ = await harness.client(port, GET)

@@ -26,6 +26,7 @@ def chat(**fields: Any) -> bytes:
         ({"service_tier": "default"}, "default"),
         ({"service_tier": "flex"}, "flex"),
         ({"service_tier": "priority"}, "priority"),
+        ({"service_tier": "fast"}, "priority"),
         ({"priority": 0}, None),
         ({"priority": -3}, "priority"),
         ({"priority": 7}, "flex"),

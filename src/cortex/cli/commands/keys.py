@@ -24,6 +24,8 @@ from cortex.cli.ledger_source import ask, configuration, ledger
 from cortex.cli.model_name import MODEL
 from cortex.cli.output import console, json_option, print_json, table
 from cortex.gateway.config import Config, load
+from cortex.gateway.database import Execute
+from cortex.gateway.dispatch.operator import audit
 from cortex.gateway.ledger import key_store
 from cortex.gateway.ledger.groups import Counters, GroupSection, budget_left, cost_id, group_id
 from cortex.gateway.ledger.key_file import AmbiguousKey, KeyFile, KeyFileError, NameTaken, UnknownKey
@@ -415,17 +417,20 @@ def import_keys(file: Path, config: Path | None, move: bool) -> None:
     path = _database_config(config)
     loaded, source = load(path, os.environ), settings.load(Config, file, env_prefix="CORTEX_", env={})
     other_groups = [group.name for group in loaded.groups]
+    imported = StoredKeys(source.keys, source.groups)
     with ledger(loaded.database(path.parent)) as store:
-        database = store.database.use(key_store.SCHEMA)
+        database = store.database.use(key_store.SCHEMA).use(audit.SCHEMA)
+
+        def write(execute: Execute) -> None:
+            key_store.import_keys(execute, source.keys, source.groups, other_groups)
+            if loaded.ledger.audit_days:
+                names = ", ".join([*(key.name for key in source.keys), *(group.name for group in source.groups)])
+                audit.add_command(execute, "cortex keys import", f"{_counted(imported)}: {names}")
+
         try:
-            database.run(
-                lambda execute: key_store.edit(
-                    execute, lambda _: key_store.import_keys(execute, source.keys, source.groups, other_groups)
-                )
-            )
+            database.run(lambda execute: key_store.edit(execute, lambda _: write(execute)))
         except KeyConflict as problem:
             raise CommandError(f"nothing was imported: {problem}", "correct the file") from problem
-    imported = StoredKeys(source.keys, source.groups)
     if move:
         with _file_errors():
             KeyFile(file).remove_all(imported.keys, imported.groups)

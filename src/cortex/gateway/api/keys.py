@@ -184,7 +184,8 @@ class KeyRoutes:
         self._check_in_database(found)
         if not await self._edit(lambda execute: key_store.remove_key(execute, found.id)):
             raise _unknown(name)
-        return json_response({"revoked": {"name": found.name, "id": found.id}})
+        is_gone = all(key.id != found.id for key in self._keys())
+        return json_response({"revoked": {"name": found.name, "id": found.id}, "in_force": is_gone})
 
     async def _make_group(self, wanted: _NewGroup) -> Response:
         name = self._checked_name(wanted.name, {group.name for group in self._metering.in_force.groups}, "group")
@@ -254,15 +255,19 @@ class KeyRoutes:
         raise RouteNotFound(f"There is no group {shorten(name)}; GET /groups lists them.")
 
     async def _edit(self, work: Callable[[Execute], T]) -> T:
-        """Edit the database and put it in force. Raises DatabaseUnavailable, InvalidValue, and what `work` raises."""
+        """Edit the database and put it in force. Raises DatabaseUnavailable, InvalidValue, and what `work` raises: then
+        nothing has changed."""
         try:
             result = await self._metering.key_store.edit(work)
-            await self._refresh()
         except KeyConflict as problem:
             raise InvalidValue(f"Nothing has changed: {problem}.") from problem
         except StoreError as error:
             log.error("keys cannot be changed: %s", error)
             raise DatabaseUnavailable("Keys cannot be changed now; the gateway's log has the reason.") from error
+        try:
+            await self._refresh()
+        except StoreError as error:  # the response says so; the gateway goes on looking for changes
+            log.error("keys were changed in the database, and are not in force here yet: %s", error)
         return result
 
     async def _counters(self) -> Mapping[str, Counters]:

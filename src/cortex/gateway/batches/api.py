@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import secrets
 from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import Any
 import msgspec
 
 from cortex.gateway.api.parts import ApiRoute, DeferredResponses, expect, number_in_query, read_body
-from cortex.gateway.batches import lines as batch_lines
 from cortex.gateway.batches import tables
 from cortex.gateway.batches.files import FileStore, chunks_of
 from cortex.gateway.batches.lines import ENDPOINTS, MESSAGES
@@ -29,6 +27,7 @@ from cortex.gateway.ledger.groups import NANO
 from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.meter import ANONYMOUS, Metering
 from cortex.gateway.ledger.users import is_user
+from cortex.gateway.proxy.admission import client_of
 from cortex.gateway.proxy.inference import Inference
 from cortex.gateway.proxy.listener import FILES_PATH, MESSAGE_BATCHES_PATH
 from cortex.gateway.proxy.routes import error_response, family_of, json_response
@@ -41,7 +40,6 @@ from cortex.system.tasks import Supervisor
 from cortex.wire.errors import (
     CortexError,
     InvalidValue,
-    MalformedJSON,
     RateLimitExceeded,
     ResponseNotFound,
     RouteNotFound,
@@ -108,6 +106,7 @@ class BatchService:
         self._files = FileStore(database, section, state_directory / section.directory.expanduser())
         self._runner = BatchRunner(inference, self._files, metering, tasks)
         self._metering = metering
+        self._parser = inference.services.parser
         self._deferred = deferred
         self.cross_site = CrossSiteCheck()
         """Replaced by a reload."""
@@ -298,9 +297,10 @@ class BatchService:
             raise InvalidValue(
                 f"completion_window: use a time such as 24h, up to {most_s / 3600:g}h.", param="completion_window"
             )
-        now = int(self._files.clock())
+        now_s = self._files.clock()
+        now = int(now_s)
         return Batch(
-            id=f"{'batch' if kind == 'openai' else 'msgbatch'}_{secrets.token_hex(12)}",
+            id=tables.new_id("batch_" if kind == "openai" else "msgbatch_", now_s),
             key_id=_id_of(key),
             key_name=ANONYMOUS if key is None else key.name,
             kind=kind,
@@ -308,8 +308,8 @@ class BatchService:
             completion_window=window,
             metadata=msgspec.json.encode(metadata).decode(),
             input_file_id=file_id,
-            output_file_id=f"file-{secrets.token_hex(12)}",
-            error_file_id=f"file-{secrets.token_hex(12)}",
+            output_file_id=tables.new_id("file-", now_s),
+            error_file_id=tables.new_id("file-", now_s),
             status="validating",
             created_s=now,
             expires_s=now + window_s,
@@ -373,15 +373,10 @@ class BatchService:
         request, section = exchange.request, self._files.section
         check_content_type(request.text(b"content-type"), required=True)
         batch = self._new(key, "anthropic", MESSAGES, "24h", "")
-        try:
-            lines = await asyncio.to_thread(batch_lines.from_messages, request.body, section.max_lines)
-        except msgspec.ValidationError as problem:
-            raise InvalidValue(f"Invalid body: {shorten(str(problem))}.") from problem
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
-            raise MalformedJSON(f"The body is not valid JSON: {shorten(str(problem))}") from problem
-        num_lines, num_bytes = len(lines), sum(map(len, lines))
+        client = client_of(key, request)
+        text, num_lines = await self._parser.read_message_batch(request.body, section.max_lines, client)
         file = await self._files.save(
-            _id_of(key), tables.HIDDEN, f"{batch.id}.jsonl", lines, num_bytes=num_bytes, lasts_s=section.retention_s
+            _id_of(key), tables.HIDDEN, f"{batch.id}.jsonl", [text], num_bytes=len(text), lasts_s=section.retention_s
         )
         batch = msgspec.structs.replace(batch, input_file_id=file.id, num_lines=num_lines)
         try:

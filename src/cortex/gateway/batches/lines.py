@@ -5,7 +5,6 @@ A line is found by its place in the input file, so that a batch of a gigabyte ta
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Iterator
 from typing import IO, Any, NamedTuple
@@ -24,8 +23,8 @@ MAX_CUSTOM_ID = 512
 PREFIX_BYTES = 96
 """What lines are grouped by: the beginning of their prompts, most of which begin with the same instructions."""
 _STATEFUL = ("background", "previous_response_id", "conversation")
-_ANTHROPIC_ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _EMPTY = Raw(b"")
+_UNUSED = (b"", b"null", b"false", b'""')
 
 
 class Line(NamedTuple):
@@ -55,13 +54,14 @@ class InvalidLine(NamedTuple):
 
 
 class _Body(msgspec.Struct, frozen=True):
-    """What is read of the body of a request; the rest is checked where it runs."""
+    """What is read of the body of a request; the rest is checked where it runs. Raw, because a client may send values
+    that take seconds and gigabytes when they are decoded."""
 
     model: str | None = None
     stream: bool | None = None
-    background: Any = None
-    previous_response_id: Any = None
-    conversation: Any = None
+    background: Raw = _EMPTY
+    previous_response_id: Raw = _EMPTY
+    conversation: Raw = _EMPTY
     system: Raw = _EMPTY
     messages: Raw = _EMPTY
     instructions: Raw = _EMPTY
@@ -79,15 +79,6 @@ class _Request(msgspec.Struct, frozen=True):
     method: str | None = None
     url: str | None = None
     body: Raw = _EMPTY
-
-
-class _MessageRequest(msgspec.Struct, frozen=True):
-    custom_id: str
-    params: Raw
-
-
-class _MessageBatch(msgspec.Struct, frozen=True):
-    requests: list[_MessageRequest]
 
 
 _request = msgspec.json.Decoder(_Request)
@@ -152,7 +143,7 @@ def _checked_body(raw: Raw) -> _Body:
     if body.stream:
         raise InvalidValue("body.stream: results of a batch are not streamed; leave it out.", param="body.stream")
     for name in _STATEFUL:
-        if getattr(body, name):
+        if bytes(getattr(body, name)) not in _UNUSED:
             raise InvalidValue(f"body.{name}: lines of a batch have no state; leave it out.", param=f"body.{name}")
     return body
 
@@ -160,25 +151,6 @@ def _checked_body(raw: Raw) -> _Body:
 def body_of(text: bytes) -> bytes:
     """The request body of a valid line."""
     return bytes(_request.decode(text).body)
-
-
-def from_messages(text: bytes, max_lines: int) -> list[bytes]:
-    """The lines of a batch of Anthropic's API. Raises InvalidValue or msgspec.DecodeError."""
-    requests = msgspec.json.decode(text, type=_MessageBatch).requests
-    if not 1 <= len(requests) <= max_lines:
-        raise InvalidValue(f"requests: a batch has 1 to {max_lines} (batches.max_lines).", param="requests")
-    seen: set[str] = set()
-    lines = []
-    for number, request in enumerate(requests):
-        param = f"requests.{number}"
-        if not _ANTHROPIC_ID.fullmatch(request.custom_id):
-            raise InvalidValue(f"{param}.custom_id: use 1 to 64 letters, digits, _ or -.", param=f"{param}.custom_id")
-        if request.custom_id in seen:
-            raise InvalidValue(f"{param}.custom_id: an earlier request has the same.", param=f"{param}.custom_id")
-        seen.add(request.custom_id)
-        line = {"custom_id": request.custom_id, "method": "POST", "url": MESSAGES, "body": request.params}
-        lines.append(msgspec.json.encode(line) + b"\n")
-    return lines
 
 
 # --- results

@@ -24,6 +24,8 @@ from cortex.wire.node.headers import (
     BUDGET,
     CLASS,
     ERROR_DETAILS,
+    FIELDS,
+    KNOWN_FIELDS,
     NO_DETAILS,
     NODE,
     PRINCIPAL,
@@ -41,6 +43,7 @@ _TENANT = TENANT.encode()
 _ATTEMPT = ATTEMPT_ID.encode()
 _NODE = NODE.encode()
 _NO_DETAILS = (ERROR_DETAILS.encode(), NO_DETAILS.encode())
+_KNOWN_FIELDS = (FIELDS.encode(), KNOWN_FIELDS.encode())
 _KEPT = kept.HEADER.encode()
 _WAITED = WAITED.encode()
 _TOKEN_LIMIT = TOKEN_LIMIT.encode()
@@ -80,6 +83,8 @@ def for_node(
         headers = (*headers, (_TOKEN_LIMIT, b"%d" % reservation.token_limit))
     if route.need == "embeddings":
         headers = (*headers, *ASKED)
+    if admitted.key is not None and admitted.key.models and route.need != "relay":
+        headers = (*headers, _KNOWN_FIELDS)
     if hides_details(admitted.key):
         headers = (*headers, _NO_DETAILS)
     return headers if traceparent is None else (*headers, (b"traceparent", traceparent))

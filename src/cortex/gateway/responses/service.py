@@ -8,15 +8,19 @@ from cortex.gateway.proxy.inference import Inference
 from cortex.gateway.responses.api import StoredResponses
 from cortex.gateway.responses.background import BackgroundRuns
 from cortex.gateway.responses.conversations import StoredConversations
+from cortex.gateway.responses.sockets import ResponseSockets
 from cortex.gateway.responses.stateful import StatefulInference
 from cortex.gateway.responses.store import ResponseStore
+from cortex.http.limits import ClientLimits
 from cortex.system.tasks import Supervisor
 
 
 class ResponsesService:
     """Stored responses, requests with state, and background runs. One per gateway."""
 
-    def __init__(self, config: Config, database: Database, inference: Inference, tasks: Supervisor) -> None:
+    def __init__(
+        self, config: Config, database: Database, inference: Inference, tasks: Supervisor, limits: ClientLimits
+    ) -> None:
         services = inference.services
         self._store = ResponseStore(
             database,
@@ -29,6 +33,8 @@ class ResponsesService:
         """Serves `/v1/conversations`."""
         self.stateful = StatefulInference(inference, self._store, self._background, self.conversations)
         """Serves `POST /v1/responses` and its token counts."""
+        self.sockets = ResponseSockets(services, self.stateful, limits)
+        """Serves `GET /v1/responses` over WebSockets."""
         self.stored = StoredResponses(self._store, self._background, services.admission, services.parser)
         """Serves `/v1/responses/{id}`."""
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import msgspec
 from msgspec import Raw
@@ -55,6 +56,16 @@ class _Referred(NamedTuple):
     """Those with items that it refers to."""
 
 
+class Turn(Protocol):
+    """A request of a connection that remembers its latest responses, whether or not they are stored."""
+
+    def remembered(self, response_id: str) -> Sequence[StoredTexts] | None:
+        """The response and those that it continues, oldest first; None if the connection has forgotten it."""
+
+    def begins(self, earlier: Sequence[StoredTexts], input: Raw | bytes) -> None:
+        """The request is sent now. It continues `earlier`, and its own `input` is a string or an array of items."""
+
+
 class StatefulInference:
     """Serves `/v1/responses`, its token counts and its compaction. Owns a task for each request that waits for the
     database."""
@@ -72,15 +83,15 @@ class StatefulInference:
         self._background = background
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def begin(self, exchange: Exchange, route: InferenceRoute) -> None:
-        """Take over an exchange of `route`."""
-        self._inference.receive(exchange, route, self._serve)
+    def begin(self, exchange: Exchange, route: InferenceRoute, turn: Turn | None = None) -> None:
+        """Take over an exchange of `route`. `turn`: its client has a connection that remembers responses."""
+        self._inference.receive(exchange, route, partial(self._serve, turn=turn))
 
-    def _serve(self, received: ReceivedRequest) -> None:
+    def _serve(self, received: ReceivedRequest, turn: Turn | None) -> None:
         facts = received.envelope.facts
         is_continued = facts.previous_response_id is not None or facts.conversation_id is not None
         if is_continued or items.REFERENCE in received.body or facts.background:
-            task = asyncio.create_task(self._begin_with_state(received, facts))
+            task = asyncio.create_task(self._begin_with_state(received, facts, turn))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -89,6 +100,8 @@ class StatefulInference:
 
             received.exchange.on_disconnect(cancel)
         else:
+            if turn is not None:
+                turn.begins((), received.envelope.input)
             self._inference.serve(received, self._keeper(received, facts, received.envelope.input))
 
     async def close(self) -> None:
@@ -97,19 +110,22 @@ class StatefulInference:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _begin_with_state(self, received: ReceivedRequest, facts: RequestSummary) -> None:
+    async def _begin_with_state(self, received: ReceivedRequest, facts: RequestSummary, turn: Turn | None) -> None:
         try:
             in_background = facts.background and _makes_response(received)
             if in_background and facts.store is False:
                 raise InvalidValue("background: it needs a stored response; leave `store` out.", param="background")
-            id = new_response_id() if in_background or self._is_stored(received, facts) else None
-            referred = await self._referred(received, facts)
+            needs_id = in_background or turn is not None or self._is_stored(received, facts)
+            id = new_response_id() if needs_id else None
+            referred = await self._referred(received, facts, turn)
             completion = Completion(
                 received.route.generates, in_background, id, self._inference.services.config.max_body_mb
             )
             completed = await self._inference.services.parser.complete(
                 received.body, referred.earlier, referred.others, completion, received.client
             )
+            if turn is not None:
+                turn.begins(referred.earlier, completed.stored_input or ABSENT)
             await self._begin_completed(received, facts, id, completed)
         except asyncio.CancelledError:
             received.span.end({}, error="client_disconnected")
@@ -162,7 +178,7 @@ class StatefulInference:
             held_end = DeferredEnd.of(received.exchange, self._store.max_entry_bytes)
         return StoringKeeper(self._store, kept, _key_id(received), input, stream=facts.stream, held_end=held_end)
 
-    async def _referred(self, received: ReceivedRequest, facts: RequestSummary) -> _Referred:
+    async def _referred(self, received: ReceivedRequest, facts: RequestSummary, turn: Turn | None) -> _Referred:
         """Everything that a request refers to. Raises the CortexError of what is not stored."""
         references = References(False, ())
         if items.REFERENCE in received.body:
@@ -170,6 +186,9 @@ class StatefulInference:
                 received.body, received.client, generates=received.route.generates
             )
         previous_id, conversation_id = facts.previous_response_id, facts.conversation_id
+        remembered = turn.remembered(previous_id) if turn is not None and previous_id is not None else None
+        if remembered is not None:
+            previous_id = None
         stateful = {
             "input": references.are_any,
             "previous_response_id": previous_id is not None,
@@ -188,7 +207,7 @@ class StatefulInference:
             earlier = await self._store.read_chain(key_id, previous_id)
             _check_chain(earlier, previous_id)
         others: list[StoredResponse] = []
-        texts = [stored.texts for stored in earlier]
+        texts = [*(remembered or ()), *(stored.texts for stored in earlier)]
         if conversation_id is not None:
             texts = [await self._conversations.texts(key_id, conversation_id)]
         num_bytes = sum(len(each.input) + len(each.body) for each in texts)

@@ -11,37 +11,10 @@ from typing import NamedTuple, Protocol, cast
 from cortex.http.head import date_line, encode_head, status_line
 from cortex.http.limits import Buffered, ClientLimits, ClientShares
 from cortex.http.request import Headers, Request, loggable
-from cortex.http.server.exchange import Exchange
+from cortex.http.server.exchange import Exchange, SwitchedConnection
 from cortex.http.server.parser import AdmitHead, RequestParser
 from cortex.http.ticker import Ticker
 from cortex.wire.errors import CortexError, MalformedHTTP, RequestTimeout
-
-OnLost = Callable[[Exception | None], None]
-
-
-class _SwitchedProtocol(asyncio.StreamReaderProtocol):
-    """The streams of a connection, whose end is also reported to `on_lost`."""
-
-    def __init__(self, reader: asyncio.StreamReader, on_lost: OnLost) -> None:
-        super().__init__(reader)
-        self._on_lost = on_lost
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._on_lost(exc)
-
-
-def switched(
-    transport: asyncio.Transport, on_lost: OnLost, max_buffered_bytes: int
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Streams over a connected transport, in place of its protocol. `on_lost` is called once, when it has ended."""
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader(limit=max_buffered_bytes)
-    protocol = _SwitchedProtocol(reader, on_lost)
-    transport.set_protocol(protocol)
-    protocol.connection_made(transport)
-    return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
-
 
 log = logging.getLogger(__name__)
 
@@ -131,6 +104,7 @@ class ClientConnection(asyncio.Protocol):
         "_parser",
         "_retiring",
         "_server",
+        "_switched",
         "_writing_paused",
         "client",
         "transport",
@@ -153,6 +127,8 @@ class ClientConnection(asyncio.Protocol):
         self._closing = False
         """Nothing more is read from this client; what was written is still sent."""
         self._retiring = False
+        self._switched: SwitchedConnection | None = None
+        """What speaks on the connection now."""
         self._writing_paused = False
 
     # --- the transport's callbacks
@@ -293,12 +269,18 @@ class ClientConnection(asyncio.Protocol):
         if parser.ready or self._backlog or parser.rejection is not None or parser.owes_continue:
             self._loop.call_soon(self._advance)
 
-    def upgrade(self, protocol: bytes, max_buffered_bytes: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Switch to another protocol. The connection stays counted, and its exchange runs until it is lost."""
+    def upgrade(self, headers: Headers, switched: SwitchedConnection) -> None:
+        """Switch to another protocol. The connection stays counted until it is lost."""
         if self._backlog or self._parser.ready or self._parser.in_message:
             raise MalformedHTTP("the client must wait for the response to its upgrade before it sends anything")
-        self.transport.write(encode_head(status_line(101), ((b"upgrade", protocol),), b"connection: upgrade\r\n"))
-        return switched(self.transport, self.connection_lost, max_buffered_bytes)
+        self.transport.write(encode_head(status_line(101), headers, b"connection: upgrade\r\n"))
+        if self._exchange is not None:
+            self._release(self._exchange)
+        self._switched = switched
+        switched.transport, switched.on_lost = self.transport, self.connection_lost
+        self.transport.set_protocol(switched)
+        if self._retiring:
+            switched.retire()
 
     def _release(self, exchange: Exchange) -> None:
         self._exchange = None
@@ -311,6 +293,8 @@ class ClientConnection(asyncio.Protocol):
     @property
     def is_idle(self) -> bool:
         """Whether it waits for a request."""
+        if self._switched is not None:
+            return self._switched.is_idle
         return self._exchange is None and not self._closing
 
     def announce_end(self) -> None:
@@ -322,7 +306,9 @@ class ClientConnection(asyncio.Protocol):
     def retire(self) -> None:
         """Take no further request: close now if idle, else after the running exchange."""
         self.announce_end()
-        if self._exchange is None and not self._parser.ready and not self._closing:
+        if self._switched is not None:
+            self._switched.retire()
+        elif self._exchange is None and not self._parser.ready and not self._closing:
             self._close()
 
     def abort(self) -> None:
@@ -356,6 +342,9 @@ class ClientConnection(asyncio.Protocol):
 
     def on_tick(self, now: float) -> None:
         """Enforce the deadline, and notice a disconnect that unread bytes hide."""
+        if self._switched is not None:
+            self._switched.on_tick(now)
+            return
         if now < self._deadline:
             if len(self._backlog) > _BACKLOG_BYTES and _is_disconnected(self.transport):
                 self.transport.abort()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from cortex.http.server.exchange import Exchange, ExchangeConnection, ResponseTransport
+from cortex.http.request import Headers
+from cortex.http.server.exchange import Exchange, ExchangeConnection, ResponseTransport, SwitchedConnection
 
 MAX_HELD_S = 5.0
 """No client waits longer than this for something that does not happen."""
@@ -65,8 +66,8 @@ class DeferredEnd:
         else:
             self._connection.exchange_ended(keep_alive)
 
-    def upgrade(self, protocol: bytes, max_buffered_bytes: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return self._connection.upgrade(protocol, max_buffered_bytes)
+    def upgrade(self, headers: Headers, switched: SwitchedConnection) -> None:
+        self._connection.upgrade(headers, switched)
 
     # --- its transport
 

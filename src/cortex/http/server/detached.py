@@ -1,13 +1,12 @@
-"""An exchange whose client does not wait: the response goes to a sink in this process."""
+"""An exchange whose client has no connection of its own for the response: it goes to a sink in this process."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
 from cortex.http.request import Headers, Request
-from cortex.http.server.exchange import Exchange, ResponseTransport
+from cortex.http.server.exchange import Exchange, ResponseTransport, SwitchedConnection
 
 
 class DetachedSink(Protocol):
@@ -23,27 +22,33 @@ class DetachedSink(Protocol):
         """The response is complete or was aborted. Not called for an exchange that was cancelled."""
 
 
-class _NoConnection:
-    """In place of a client's connection."""
+class _SinkConnection:
+    """In place of a client's connection; a `DeferredEnd` may stand before it."""
+
+    def __init__(self, sink: DetachedSink) -> None:
+        self.write = sink.on_data
+        self.abort = sink.on_end
 
     @property
     def transport(self) -> ResponseTransport:
-        raise RuntimeError("a detached exchange has no connection")
+        return self
 
     def exchange_ended(self, keep_alive: bool) -> None:
-        """Nothing is served after it."""
+        del keep_alive  # nothing is served after it
+        self.abort()
 
-    def upgrade(self, *_: object) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    def upgrade(self, headers: Headers, switched: SwitchedConnection) -> None:
+        del headers, switched
         raise RuntimeError("a detached exchange has no connection")
 
 
 class DetachedExchange(Exchange):
-    """Takes the response to a request whose client already has a first response and asks for this one later."""
+    """Takes the response to a request that came on no connection of its own."""
 
     __slots__ = ("_sink",)
 
     def __init__(self, request: Request, sink: DetachedSink) -> None:
-        super().__init__(request, _NoConnection())
+        super().__init__(request, _SinkConnection(sink))
         self._sink = sink
 
     def cancel(self) -> None:
@@ -58,24 +63,24 @@ class DetachedExchange(Exchange):
             raise RuntimeError("the response has already been started")
         self.started = True
         self._sink.on_start(status)
-        if first:
-            self._sink.on_data(first)
+        self.write(first)
 
     def write(self, data: bytes) -> None:
         if self.closed or not data:
             return
         if not self.started:
             raise RuntimeError("start the response before writing to it")
-        self._sink.on_data(data)
+        self.connection.transport.write(data)
 
     def chunk_writer(self) -> Callable[[bytes], None] | None:
         return None
 
     def finish(self, keep_alive: bool = True) -> None:
-        del keep_alive
         if not self.closed:
             self._end()
-            self._sink.on_end()
+            self.connection.exchange_ended(keep_alive)
 
     def abort(self) -> None:
-        self.finish()
+        if not self.closed:
+            self._end()
+            self.connection.transport.abort()

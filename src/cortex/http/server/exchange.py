@@ -35,6 +35,31 @@ class ResponseTransport(Protocol):
         """Close at once."""
 
 
+class SwitchedConnection(asyncio.Protocol):
+    """A client's connection that speaks another protocol than HTTP. It stays counted by its server."""
+
+    transport: asyncio.Transport
+    """Set before the first call."""
+    on_lost: Callable[[Exception | None], None]
+    """So is this, which is called when the transport has ended."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it may close without a loss for its client."""
+        raise NotImplementedError
+
+    def retire(self) -> None:
+        """The server ends: close when idle. Called more than once."""
+        raise NotImplementedError
+
+    def on_tick(self, now: float) -> None:
+        """Check deadlines."""
+        raise NotImplementedError
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.on_lost(exc)
+
+
 class ExchangeConnection(Protocol):
     """What an exchange needs of its connection."""
 
@@ -45,8 +70,8 @@ class ExchangeConnection(Protocol):
     def exchange_ended(self, keep_alive: bool) -> None:
         """The response is complete: serve the next request, or close once everything is sent."""
 
-    def upgrade(self, protocol: bytes, max_buffered_bytes: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Switch to another protocol; what follows goes through the returned streams."""
+    def upgrade(self, headers: Headers, switched: SwitchedConnection) -> None:
+        """Switch to another protocol, which `switched` speaks."""
 
 
 class ExchangeListener(Protocol):
@@ -215,16 +240,15 @@ class Exchange:
             self._end()
             self.connection.transport.abort()
 
-    def upgrade(self, protocol: bytes, max_buffered_bytes: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Switch the connection to `protocol`, for which the client has asked with an `Upgrade` header.
+    def upgrade(self, headers: Headers, switched: SwitchedConnection) -> None:
+        """Switch the connection to the protocol that the client has asked for with an `Upgrade` header. `headers`: of
+        the response that says so.
 
-        What follows goes through the streams, of which at most about twice `max_buffered_bytes` is held unread; their
-        owner closes them. The exchange reports nothing any more. Raises MalformedHTTP when the client did not wait.
+        The exchange ends with that. Raises MalformedHTTP when the client did not wait for the response.
         """
-        streams = self.connection.upgrade(protocol, max_buffered_bytes)
-        self._on_disconnect = self._listener = None
+        self.connection.upgrade((*headers, *self.added_headers), switched)
         self.started = True
-        return streams
+        self._end()
 
     def on_disconnect(self, callback: Callable[[], None]) -> None:
         """Call `callback` once if the client disconnects before the response is complete, within one loop turn.

@@ -29,9 +29,9 @@ from cortex.neuron.api.inference.pooling import PoolingRoutes
 from cortex.neuron.api.inference.routes import Inference
 from cortex.neuron.api.inference.usage import UsageRecords
 from cortex.neuron.api.log_context import request_id, stream_failure
+from cortex.neuron.api.metrics import Metrics
 from cortex.neuron.api.routes.control import Control
 from cortex.neuron.api.routes.kv_blocks import KvBlocks
-from cortex.neuron.api.routes.metrics import Metrics
 from cortex.neuron.api.routes.models import ModelRoutes
 from cortex.neuron.api.routes.ollama import OllamaRoutes
 from cortex.neuron.api.routes.shared_files import SharedFiles

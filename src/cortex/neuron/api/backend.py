@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from cortex.http.composed_body import Body
@@ -57,7 +58,7 @@ class Files(Protocol):
     async def assemble(self, request: AssembleRequest) -> AssembledFiles: ...
     async def offer(self, source: str) -> HubRepository: ...
     async def shared(self, repository: str, revision: str) -> SharedRepository: ...
-    def open_shared(self, repository: str, digest: str) -> int: ...
+    def shared_file(self, repository: str, digest: str) -> AbstractContextManager[int]: ...
 
 
 class KvBlocks(Protocol):

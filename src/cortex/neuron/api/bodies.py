@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import msgspec
 
+from cortex.foreign.body import Access
 from cortex.http.request import Request
 from cortex.wire.errors import InvalidValue, MalformedJSON, shorten
 from cortex.wire.fields.request_class import CLASSES, RequestClass, served_class
@@ -19,6 +20,7 @@ _CLASS = headers.CLASS.encode()
 _TENANT = headers.TENANT.encode()
 _KV_SOURCE = kv_blocks.SOURCE.encode()
 _TOKEN_LIMIT = headers.TOKEN_LIMIT.encode()
+_FIELDS = headers.FIELDS.encode()
 _WAITED = headers.WAITED.encode()
 _MAX_LIMIT_DIGITS = 18
 
@@ -58,6 +60,12 @@ def token_limit_of(request: Request) -> int | None:
         shown = shorten(value.decode("utf-8", "replace"))
         raise InvalidValue(f"{headers.TOKEN_LIMIT} must be a number of tokens, got `{shown}`.")
     return int(value)
+
+
+def access_of(request: Request) -> Access:
+    """What a request may send to a server. The parser has read it already, so that known fields can be counted."""
+    is_known_only = request.header(_FIELDS) is not None or request.header(_TOKEN_LIMIT) is not None
+    return "known" if is_known_only else "any"
 
 
 def gateway_s_of(request: Request) -> float:

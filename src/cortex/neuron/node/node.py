@@ -298,6 +298,7 @@ class Node:
         if request.wake_only and not self._models.is_in_memory(model.id):
             raise LoadFailed(f"nothing of {model.id} is on this node any more; load it again")
         if request.member is not None:
+            self._ports.await_load(request.member.group)
             await self._end_other_group(model)
         elif not (request.devices or request.harness or request.wake_only):  # no order of a gateway
             self._check_not_in_group(model.id)
@@ -464,6 +465,8 @@ class Node:
                 return f"{status.id} runs on several nodes"
         if any(pull.state == "running" for pull in self.health().pulls):
             return "it downloads a model"
+        if self.files.num_shared:
+            return "another node downloads a model from it"
         return "a model is being measured" if self.benches.is_running else None
 
     async def close(self) -> None:

@@ -19,3 +19,7 @@ class TextFileMalformed(TextModelError):
 
 class GrammarRejected(TextModelError):
     """A grammar cannot be compiled for this model's vocabulary."""
+
+
+class GrammarUnspellable(GrammarRejected):
+    """No token of the model's vocabulary spells what the grammar needs next."""

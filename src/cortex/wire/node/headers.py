@@ -27,6 +27,11 @@ ERROR_DETAILS = "x-cortex-error-details"
 Only a gateway sets it."""
 NO_DETAILS = "none"
 
+FIELDS = "x-cortex-fields"
+"""`known`: the server that runs the model gets no fields that are not known here, which might choose another model than
+the client may use. Only a gateway sets it."""
+KNOWN_FIELDS = "known"
+
 TOKEN_LIMIT = "x-cortex-token-limit"
 """The most tokens that a request may use, its prompt and all choices together: what its key has reserved for it. Only a
 gateway sets it."""

@@ -8,9 +8,13 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from cortex.foreign.body import Access
+from cortex.http.request import Request
+from cortex.neuron.api import bodies
 from cortex.neuron.api.inference.relayed import RelayedSession
 from cortex.parsing.parser import BodyParser
-from cortex.wire.errors import InsufficientQuota
+from cortex.wire.errors import CortexError, InsufficientQuota
+from cortex.wire.node.headers import FIELDS, PRINCIPAL, TOKEN_LIMIT
 
 from ....picture_files import base64_of, data_url, picture
 
@@ -21,19 +25,22 @@ LIMIT = 2000
 
 async def session(
     dialect: Any,
-    content: list[dict[str, Any]],
+    content: list[dict[str, Any]] | str,
     token_limit: int,
     *,
     tenant: bytes = b"",
     stripped: tuple[str, ...] = (),
+    access: Access = "known",
+    **fields: Any,
 ) -> RelayedSession:
-    body = msgspec.json.encode({"model": "m", "max_tokens": 100, "messages": [{"role": "user", "content": content}]})
+    messages = [{"role": "user", "content": content}]
+    body = msgspec.json.encode({"model": "m", "max_tokens": 100, "messages": messages, **fields})
     packed = await BodyParser().parse(dialect, body, "alice", tenant=tenant)
     upstream = SimpleNamespace(fields={}, stripped_fields=stripped, harness="vllm")
     chat = body if dialect == "openai_chat" else None
     unused = cast("Any", None)
     return RelayedSession(
-        unused, unused, packed, cast("Any", upstream), chat, id="r", principal="alice", token_limit=token_limit
+        unused, unused, packed, cast("Any", upstream), chat, access, id="r", principal="alice", token_limit=token_limit
     )
 
 
@@ -49,6 +56,20 @@ async def test_pictures_count_by_their_size_against_a_budget(dialect: str, part:
     assert msgspec.json.decode(body)["max_tokens"] == 100
     with pytest.raises(InsufficientQuota):
         (await session(dialect, [part], 200)).make_body()
+
+
+async def test_a_server_gets_only_known_fields_where_the_gateway_says_so() -> None:
+    """Others might choose another model than the key may use, or somebody else's cache."""
+    with pytest.raises(CortexError, match="lora_name"):
+        (await session("openai_chat", "hello", LIMIT, lora_name="b")).make_body()
+    body, _ = (await session("openai_chat", "hello", LIMIT, access="any", lora_name="b")).make_body()
+    assert msgspec.json.decode(body)["lora_name"] == "b"
+
+
+@pytest.mark.parametrize(("header", "access"), [(FIELDS, "known"), (TOKEN_LIMIT, "known"), (PRINCIPAL, "any")])
+def test_headers_of_a_gateway_choose_what_a_server_gets(header: str, access: str) -> None:
+    request = Request(b"POST", b"/", b"", ((header.encode(), b"1"),), b"", "")
+    assert bodies.access_of(request) == access
 
 
 async def test_text_counts_by_its_bytes() -> None:

@@ -61,7 +61,7 @@ DELETE_TIMEOUT_S = 120.0
 UPLOAD_TIMEOUT_S = 3600.0
 HUB_TIMEOUT_S = 60.0
 """A node tries several times to reach the hub."""
-PREPARE_TIMEOUT_S = 150.0
+PREPARE_TIMEOUT_S = 300.0
 """A server may take long to print its version."""
 SURVEY_TIMEOUT_S = 300.0
 """The headers of a large model on a slow disk take a while."""

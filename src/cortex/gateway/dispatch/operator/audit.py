@@ -81,16 +81,17 @@ class AuditEntry(msgspec.Struct, frozen=True):
 
     at_ms: int
     key_id: str
-    """Empty: there is no key, on an open gateway, for a failed sign-in or a change of the configuration file."""
+    """Empty: there is no key, on an open gateway, for a failed sign-in, a change of the configuration file or a command
+    that writes to the database."""
     key_name: str
     client: str
-    """The address of the client; empty for a change of the configuration file."""
+    """The address of the client; empty where there is none."""
     action: str
     """Method and path, such as `POST /fleet/models/small/unload`."""
     detail: str
     """The body of the request, shortened; for a sign-in, what came of it."""
     status: int
-    """The HTTP status of the response; 0 for a change of the configuration file."""
+    """The HTTP status of the response; 0 where there is none."""
 
 
 class AuditLog:
@@ -153,6 +154,12 @@ def record_changed_keys(audit: AuditLog, before: Sequence[NamedKey], after: Sequ
     ):
         for name in sorted((new if change != "removed" else old)[id].name for id in ids):
             audit.record(f"key {change} in the configuration file", 0, detail=name)
+
+
+def add_command(execute: Execute, action: str, detail: str) -> None:
+    """Record a command that changes the database itself, in the transaction that does it. `action`: the command."""
+    entry = AuditEntry(int(time.time() * 1000), "", "", "", _text(action), _text(detail)[:MAX_DETAIL], 0)
+    _add(execute, entry)
 
 
 def _text(given: str) -> str:

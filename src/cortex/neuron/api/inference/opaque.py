@@ -14,7 +14,7 @@ from cortex.neuron.api.calls import ApiCall, Route
 from cortex.neuron.api.inference.opaque_relay import OpaqueRelay
 from cortex.neuron.api.inference.routes import Inference
 from cortex.neuron.api.inference.tracing import traced
-from cortex.neuron.api.routes.metrics import RequestWatch
+from cortex.neuron.api.metrics import RequestWatch
 from cortex.neuron.node.harness.upstream import Upstream
 from cortex.wire.errors import UnsupportedModality
 from cortex.wire.opaque.health_checks import HEALTH_CHECKS
@@ -43,7 +43,7 @@ class OpaqueRoutes:
             upstream = self._upstream(fields.model, http.path.decode(), watch)
             if fields.form == "json":
                 dropped = (*upstream.stripped_fields, *upstream.fields)
-                body = await shared.server_body(http, upstream.fields, dropped, None)
+                body = await shared.server_body(http, upstream.fields, dropped, "any")
                 await self._relay.pass_on_json(call, fields.model, body, upstream, watch)
                 return
             sent = written(http, fields, upstream.fields, upstream.stripped_fields)

@@ -20,7 +20,7 @@ from cortex.neuron.api.inference.routes import Inference
 from cortex.neuron.api.inference.session import ready
 from cortex.neuron.api.inference.tasks import check_task
 from cortex.neuron.api.inference.tracing import traced
-from cortex.neuron.api.routes.metrics import RequestWatch
+from cortex.neuron.api.metrics import RequestWatch
 from cortex.neuron.engine.request import EngineRequest, PooledTexts, StepOutput
 from cortex.neuron.models.pooling.config import NormalizeStep, PoolingConfig
 from cortex.neuron.text.tokenizer.encoder import TextsToEncode
@@ -206,7 +206,7 @@ class PoolingRoutes:
                     limit = bodies.token_limit_of(http)
                     _check_limit(len(http.body), limit)
                     dropped = (*upstream.stripped_fields, *upstream.fields)
-                    body = await shared.server_body(http, upstream.fields, dropped, limit)
+                    body = await shared.server_body(http, upstream.fields, dropped, bodies.access_of(http))
                     await shared.opaque.pass_on_json(call, request.model, body, upstream, watch)
                     return None
                 check_task(shared.backend, request.model, served, request.task, is_of_gateway=is_of_gateway)

@@ -48,13 +48,15 @@ class RelayedSession:
         packed: PackedRequest,
         upstream: Upstream,
         chat: bytes | None,
+        access: Access,
         *,
         id: str,
         principal: str,
         token_limit: int | None = None,
         gateway_s: float = 0.0,
     ) -> None:
-        """`chat`: the body of a chat request as the client sent it; None: the request is translated. `token_limit` and
+        """`chat`: the body of a chat request as the client sent it, with the fields of `access`; None: the request is
+        translated. `token_limit` and
         `gateway_s`: as `Session` has them; the prompt counts as one token per byte, because that is the most that it
         can have, but pictures by their size: their files have far more bytes than tokens."""
         self.phase: Phase = "load"
@@ -66,6 +68,7 @@ class RelayedSession:
         self._packed = packed
         self._upstream = upstream
         self._chat = chat
+        self._access: Access = access if chat is not None else "any"
         self._id = id
         self._principal = principal
         self._token_limit = token_limit
@@ -171,8 +174,7 @@ class RelayedSession:
         num_bytes = len(chat) - pictures.num_bytes
         path, num_tokens = _PATH.decode(), num_bytes + pictures.num_tokens
         fields, without = operator_fields(self._upstream, path, head, num_tokens, self._token_limit)
-        access = access_of(self._token_limit if self._chat is not None else None)
-        body = server_body(path, chat, without, access).with_fields(fields)
+        body = server_body(path, chat, without, self._access).with_fields(fields)
         return body, len(body) - pictures.num_bytes + pictures.num_tokens
 
 
@@ -195,11 +197,6 @@ def operator_fields(
             head = msgspec.structs.replace(head, sampling=msgspec.structs.replace(head.sampling, n=num_choices))
         limit = within_limit(head, num_prompt_tokens, token_limit).sampling.max_tokens
     return fields.written(limit), fields.without
-
-
-def access_of(token_limit: int | None) -> Access:
-    """What a request may send to a server, by its budget. The parser has read it already."""
-    return "any" if token_limit is None else "known"
 
 
 class _Response:

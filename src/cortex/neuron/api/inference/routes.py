@@ -8,6 +8,7 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
+from cortex.foreign.body import Access
 from cortex.http.request import Request
 from cortex.http.server.server import Response
 from cortex.http.ticker import Ticker
@@ -17,13 +18,13 @@ from cortex.neuron.api.calls import ApiCall, Handler
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.inference.keep_alive import KeepAliveUnloads
 from cortex.neuron.api.inference.opaque_relay import OpaqueRelay
-from cortex.neuron.api.inference.relayed import RelayedSession, access_of, operator_fields
+from cortex.neuron.api.inference.relayed import RelayedSession, operator_fields
 from cortex.neuron.api.inference.session import Session
 from cortex.neuron.api.inference.tasks import check_pictures, check_task
 from cortex.neuron.api.inference.tracing import traced
 from cortex.neuron.api.inference.usage import MeteredEncoder, UsageRecords
 from cortex.neuron.api.log_context import stream_failure
-from cortex.neuron.api.routes.metrics import Metrics, RequestWatch
+from cortex.neuron.api.metrics import Metrics, RequestWatch
 from cortex.neuron.api.stream import EventStream
 from cortex.parsing.parser import BodyParser
 from cortex.telemetry.spans import Tracer
@@ -70,10 +71,10 @@ class Inference:
         return OpaqueRelay(self.backend, self.drain_gate, self.ticker)
 
     async def server_body(
-        self, http: Request, fields: dict[str, Any], without: tuple[str, ...], token_limit: int | None
+        self, http: Request, fields: dict[str, Any], without: tuple[str, ...], access: Access
     ) -> bytes:
         """A JSON body as the server of a model gets it, with other fields and without some. Raises CortexError."""
-        client, access = bodies.client_of(http), access_of(token_limit)
+        client = bodies.client_of(http)
         read = await self.parser.server_body(http.path.decode(), http.body, client, without=without, access=access)
         return read.with_fields(fields)
 
@@ -124,6 +125,7 @@ class Inference:
                 packed,
                 upstream,
                 http.body if name == "openai_chat" else None,
+                bodies.access_of(http),
                 id=id,
                 principal=principal,
                 token_limit=token_limit,
@@ -151,7 +153,7 @@ class Inference:
             upstream.check_route(path)
             limit = bodies.token_limit_of(http)
             fields, without = operator_fields(upstream, path, request, len(http.body), limit)
-            body = await self.server_body(http, fields, without, limit)
+            body = await self.server_body(http, fields, without, bodies.access_of(http))
             await self.opaque.pass_on_json(call, request.model, body, upstream, watch)
             return None
         id = dialect.ID_PREFIX + uuid.uuid4().hex

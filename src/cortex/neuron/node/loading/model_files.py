@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,6 +93,8 @@ class ModelFiles:
         """Repositories."""
         self.disk: DiskUse | None = None
         """As of the last scan."""
+        self.num_shared = 0
+        """Files that other nodes are reading."""
 
     @property
     def pulls(self) -> tuple[PullStatus, ...]:
@@ -218,12 +222,19 @@ class ModelFiles:
         files = [SharedFile(path=f.path, num_bytes=f.num_bytes, digest=f.digest) for f in found.files.values()]
         return SharedRepository(commit=found.commit, files=tuple(files))
 
-    def open_shared(self, repository: str, digest: str) -> int:
+    @contextmanager
+    def shared_file(self, repository: str, digest: str) -> Iterator[int]:
         """A descriptor of a complete file of a repository. Raises ModelNotFound, or OSError."""
         try:
-            return self._shared_cache(repository).open_blob(digest)
+            descriptor = self._shared_cache(repository).open_blob(digest)
         except FileNotFoundError:
             raise ModelNotFound(f"this node has no file {shorten(digest)} of {repository}") from None
+        self.num_shared += 1
+        try:
+            yield descriptor
+        finally:
+            self.num_shared -= 1
+            os.close(descriptor)
 
     def _shared_cache(self, repository: str) -> RepositoryCache:
         """Raises ModelNotFound for what is no repository of a model of this node."""

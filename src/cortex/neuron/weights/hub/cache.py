@@ -87,7 +87,9 @@ class RepositoryCache:
         """Store the commit of `revision`. Call it once the snapshot is complete."""
         if self.commit_of(revision) == commit:
             return
-        ref = self.root / "refs" / revision
+        ref = self._ref(revision)
+        if ref is None:
+            return
         ref.parent.mkdir(parents=True, exist_ok=True)
         temporary = ref.with_name(f".{uuid.uuid4().hex}")
         temporary.write_text(commit)
@@ -97,11 +99,18 @@ class RepositoryCache:
         """The commit of `revision` at the last download; None where the cache does not have it."""
         if _COMMIT.fullmatch(revision):
             return revision
+        ref = self._ref(revision)
         try:
-            commit = (self.root / "refs" / revision).read_text().strip()
-        except (OSError, UnicodeDecodeError):
+            commit = ref.read_text().strip() if ref is not None else ""
+        except (OSError, ValueError):  # it is no text, or the name has a NUL
             return None
         return commit if _COMMIT.fullmatch(commit) else None
+
+    def _ref(self, revision: str) -> Path | None:
+        """The file of a revision; None for a name that would be outside, which git does not allow either."""
+        root = self.root / "refs"
+        parts = revision.split("/")
+        return None if not {"", ".", ".."}.isdisjoint(parts) else root.joinpath(*parts)
 
     def paths_in(self, commit: str) -> list[str]:
         """The files of a snapshot whose contents exist."""

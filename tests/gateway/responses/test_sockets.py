@@ -109,6 +109,18 @@ async def test_a_connection_remembers_what_is_not_stored(
         assert (error["type"], error["status"]) == ("error", 400), error
 
 
+async def test_turns_of_a_conversation_follow_each_other_at_once(
+    node: FakeNeuron, start_gateway: StartGateway
+) -> None:
+    """The end of a response is held back until the conversation has it."""
+    client = await start_gateway(node)
+    _, conversation = await client.post("/v1/conversations", {})
+    async with connected(client) as socket:
+        for expected in ("1 messages", "3 messages", "5 messages"):
+            await send(socket, conversation=conversation["id"])
+            assert text_of(await last(socket)) == expected
+
+
 async def test_a_prepared_request_has_no_output_and_is_continued(node: FakeNeuron, start_gateway: StartGateway) -> None:
     client = await start_gateway(node)
     async with connected(client) as socket:

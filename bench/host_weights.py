@@ -1,28 +1,75 @@
-"""A mixture with experts in host memory: speed, against the bytes that the CPU must read, and tokens, against the same
-model on the device.
+"""A mixture with experts in host memory: speed, against the bytes that the CPU must read and against llama.cpp, and
+tokens, against the same model on the device.
 
     python bench/host_weights.py --model gpt-oss-120b --quant mxfp4 --memory-mb 24000
-    python bench/host_weights.py --model qwen3-30b-a3b --memory-mb 24000
     python bench/host_weights.py --model tiny-mixture --memory-mb 12 --device cpu
+
+Against llama.cpp on the same random file (`--n-cpu-moe`), with the ratios that are the goals:
+
+    bench/build_llama_cpp.sh SOURCE build
+    python bench/host_weights.py --model gpt-oss-120b --gguf /dev/shm/m.gguf --peer build/bin/llama-batched-bench
+    python bench/host_weights.py --model qwen3-30b-a3b --memory-mb 8000 --gguf /dev/shm/q.gguf --peer ...
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import json
+import os
+import subprocess
 import time
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from cortex.neuron.engine.engine import Engine
-from cortex.neuron.engine.loading.loading import LoadedModel, build_model
+from cortex.neuron.engine.loading.loading import LoadedModel, build_model, load_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.layers.parameters import Binding, Parameters
 from engine import packing, random_four_bits
+from random_gguf import expert_bytes, write_random_gguf
 from shapes import SHAPES
 
 GREEDY = SamplingParams(temperature=0.0)
+GOALS = {"decode 1": 1.3, "decode 8": 2.0, "prompt 2048": 3.0, "prompt 8192": 3.0}
+"""Times llama.cpp."""
+DECODED, SHORT_PROMPT, PEER_KEPT_MB = 64, 24, 2500
+"""The last: what llama.cpp has on the device beside weights."""
+
+
+def peer_rates(peer: str, path: Path, layers: int, prompts: Sequence[int]) -> dict[str, float]:
+    """Tokens per second of llama.cpp with the experts of so many layers in host memory."""
+    found: dict[str, float] = {}
+    common = [peer, "-m", str(path), "-ngl", "99", "-ncmoe", str(layers), "-t", str(len(os.sched_getaffinity(0)))]
+    common += ["-b", "2048", "-ub", "2048", "-fa", "on", "--output-format", "jsonl"]
+    runs = [(SHORT_PROMPT, DECODED, "1,8"), *((length, 1, "1") for length in prompts)]
+    for length, decoded, streams in runs:
+        context = (length + decoded) * (8 if "8" in streams else 1) + 512
+        arguments = ["-npp", str(length), "-ntg", str(decoded), "-npl", streams, "-c", str(context)]
+        done = subprocess.run([*common, *arguments], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"{peer} failed:\n{done.stderr[-2000:]}")
+        for line in (done.stdout + done.stderr).splitlines():
+            if line.startswith("{"):
+                row = json.loads(line)
+                if decoded > 1:
+                    found[f"decode {row['pl']}"] = row["speed_tg"]
+                else:
+                    found[f"prompt {length}"] = row["speed_pp"]
+    return found
+
+
+def print_table(own: dict[str, float], peer: dict[str, float]) -> None:
+    print(f"{'':12} {'cortex':>10} {'llama.cpp':>10} {'ratio':>7} {'goal':>5}")
+    for name, rate in own.items():
+        if name in peer:
+            goal = GOALS.get(name)
+            verdict = "" if goal is None else "reached" if rate >= goal * peer[name] else "missed"
+            print(f"{name:12} {rate:10.1f} {peer[name]:10.1f} {rate / peer[name]:7.2f} {goal or '':>5} {verdict}")
 
 
 def fill_by_name(quant: str | None, device: torch.device, parameters: Parameters) -> None:
@@ -104,18 +151,28 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--no-resident", action="store_true", help="the whole model does not fit, or takes too long")
     parser.add_argument("--prompts", default="2048,8192")
+    parser.add_argument("--gguf", type=Path, help="load this file; it is written if it is not there")
+    parser.add_argument("--peer", help="llama.cpp's llama-batched-bench; needs --gguf")
     arguments = parser.parse_args()
+    if arguments.peer and not arguments.gguf:
+        parser.error("--peer needs --gguf")
     device, config = torch.device(arguments.device), SHAPES[arguments.model]
     vocab = config["vocab_size"]
     short = random_prompts(2, 24, vocab, 1)
     layouts = packing(arguments.quant)
-    base = LoadSpec("", max_num_seqs=8, speculation="off", context_tokens=10_240)
+    path = "" if arguments.gguf is None else str(arguments.gguf)
+    if arguments.gguf is not None and not arguments.gguf.exists():
+        write_random_gguf(arguments.gguf, config)
+    base = LoadSpec(path, max_num_seqs=8, speculation="off", context_tokens=10_240)
 
     def loaded(spec: LoadSpec) -> LoadedModel:
         start = time.perf_counter()
-        model = build_model(
-            config, spec, device, lambda parameters: fill_by_name(arguments.quant, device, parameters), layouts
-        )
+        if spec.path:
+            model = load_model(spec, device, lambda *_: None, lambda: False)
+        else:
+            model = build_model(
+                config, spec, device, lambda parameters: fill_by_name(arguments.quant, device, parameters), layouts
+            )
         print(
             f"  loaded in {time.perf_counter() - start:.1f} s: {model.weight_bytes / 1e9:.1f} GB on the device",
             flush=True,
@@ -134,10 +191,7 @@ def main() -> None:
         del whole
 
     print(f"with {arguments.memory_mb} MB", flush=True)
-    spec = LoadSpec(
-        "", max_num_seqs=8, speculation="off", context_tokens=10_240, memory_bytes=arguments.memory_mb << 20,
-        host_weight_bytes=arguments.host_mb << 20,
-    )  # fmt: skip
+    spec = replace(base, memory_bytes=arguments.memory_mb << 20, host_weight_bytes=arguments.host_mb << 20)
     model = loaded(spec)
     team = model.team
     if team is None or model.host is None or team.rates is None:
@@ -161,14 +215,15 @@ def main() -> None:
         print(f"  greedy tokens equal up to {same} of 16", flush=True)
     while run.engine.prepare():
         pass
-    bandwidth = host_bandwidth()
+    bandwidth, own = host_bandwidth(), dict[str, float]()
     for streams in (1, 8):
-        prompts = random_prompts(streams, 24, vocab, 2)
+        prompts = random_prompts(streams, SHORT_PROMPT, vocab, 2)
         run.seconds(prompts, 8)
         first_s = run.seconds(prompts, 1)
         team.forget_counts()
-        step_s = (run.seconds(prompts, 65) - first_s) / 64
-        read = team.host_read_bytes() / 65
+        step_s = (run.seconds(prompts, DECODED + 1) - first_s) / DECODED
+        own[f"decode {streams}"] = streams / step_s
+        read = team.host_read_bytes() / (DECODED + 1)
         floor_s = read / bandwidth
         print(
             f"  decode {streams} streams: {streams / step_s:.1f} tok/s, {step_s * 1e3:.2f} ms per step; "
@@ -179,6 +234,7 @@ def main() -> None:
     for length in map(int, arguments.prompts.split(",")):
         run.seconds(random_prompts(1, length, vocab, 3), 1)
         seconds = run.seconds(random_prompts(1, length, vocab, 4), 1)
+        own[f"prompt {length}"] = length / seconds
         carried = sum(layer.num_places * layer.expert_bytes for layer in team.layers)
         print(
             f"  prompt {length}: {length / seconds:.0f} tok/s, {seconds * 1e3:.0f} ms; "
@@ -186,6 +242,15 @@ def main() -> None:
             flush=True,
         )
     run.engine.close()
+    del run, model, team
+    gc.collect()
+    if arguments.peer:
+        lacking = arguments.gguf.stat().st_size - ((arguments.memory_mb - PEER_KEPT_MB) << 20)
+        layers = min(config["num_hidden_layers"], max(0, -(-lacking // expert_bytes(config))))
+        print(f"llama.cpp, experts of {layers} layers in host memory", flush=True)
+        print_table(
+            own, peer_rates(arguments.peer, arguments.gguf, layers, list(map(int, arguments.prompts.split(","))))
+        )
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from cortex.neuron.kernels.delta.rules import DeltaRules, DeltaState
 from cortex.neuron.kernels.delta.step import delta_step
 from cortex.neuron.kernels.dense.matrix import DenseMatrix
 from cortex.neuron.kernels.dense.product import small_product
+from cortex.neuron.kernels.expert_pairs import ExpertChoice, PairLists
 from cortex.neuron.kernels.float8 import product as float8_product_module
 from cortex.neuron.kernels.float8 import support
 from cortex.neuron.kernels.float8.codes import empty_float8_codes
@@ -55,7 +56,6 @@ from cortex.neuron.kernels.mamba.norm import group_norm
 from cortex.neuron.kernels.mamba.rules import MambaRules, MambaState
 from cortex.neuron.kernels.mamba.step import mamba_step
 from cortex.neuron.kernels.matrix import BARE, PLAIN, Epilogue, ExpertMatrix, Prologue
-from cortex.neuron.kernels.moe.pairs import ExpertChoice, PairLists
 from cortex.neuron.kernels.products.grouped import expert_load
 from cortex.neuron.kernels.quantised.codes import empty_codes, pack_codes, pack_values
 from cortex.neuron.kernels.quantised.few_rows import few_rows_product, max_few_rows

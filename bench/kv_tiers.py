@@ -295,6 +295,7 @@ def _handler(blocks: KvBlocks) -> Any:
 
     def handle(exchange: Exchange) -> None:
         task = asyncio.create_task(respond(exchange))
+        exchange.on_disconnect(lambda: task.cancel() and None)
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 

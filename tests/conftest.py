@@ -50,7 +50,7 @@ _PROPERTIES = hypothesis.settings(
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
 )
 # The same examples in every run, so that more of them would only take longer: `make fuzz` explores.
-hypothesis.settings.register_profile("suite", _PROPERTIES, derandomize=True, max_examples=30)
+hypothesis.settings.register_profile("suite", _PROPERTIES, derandomize=True, max_examples=20)
 hypothesis.settings.register_profile("fuzz", _PROPERTIES, derandomize=False, max_examples=1000, print_blob=True)
 hypothesis.settings.load_profile("suite")
 

@@ -208,6 +208,20 @@ def imports_in(
     yield from walk(tree, lazy=False)
 
 
+@cache
+def modules_of(source: Path) -> dict[str, Path]:
+    """The modules under `source/cortex` by dotted name."""
+    return {module_name(source, path): path for path in sorted((source / "cortex").rglob("*.py"))}
+
+
+@cache
+def imports_of(source: Path, module: str, *, for_types: bool = False) -> tuple[Import, ...]:
+    modules = modules_of(source)
+    path = modules[module]
+    is_package = path.stem == "__init__"
+    return tuple(imports_in(parsed(path), module, is_package=is_package, modules=set(modules), for_types=for_types))
+
+
 def violation(package: str, found: Import) -> str | None:
     """Why this import breaks the rules, or None."""
     rule = RULES[package]
@@ -225,17 +239,13 @@ def violation(package: str, found: Import) -> str | None:
 
 def violations(source: Path) -> list[str]:
     """One line for each forbidden import under `source/cortex`."""
-    paths = sorted((source / "cortex").rglob("*.py"))
-    modules = {module_name(source, path) for path in paths}
     found = []
-    for path in paths:
-        module = module_name(source, path)
+    for module, path in modules_of(source).items():
         package = package_of(module)
         if package not in RULES:
             found.append(f"{module}: package {package!r} is not in the import rules; add it to RULES")
             continue
-        tree = parsed(path)
-        for entry in imports_in(tree, module, is_package=path.stem == "__init__", modules=modules):
+        for entry in imports_of(source, module):
             if reason := violation(package, entry):
                 found.append(f"{path.relative_to(source)}:{entry.line}: {reason}")
     return found
@@ -286,14 +296,12 @@ def test_detects_an_import_by_plain_name(tmp_path: Path) -> None:
 
 def import_cycles(source: Path) -> list[str]:
     """One line for each module of an import cycle. Lazy and type-only imports count."""
-    paths = sorted((source / "cortex").rglob("*.py"))
-    modules = {module_name(source, path) for path in paths}
-    imported: dict[str, set[str]] = {}
-    for path in paths:
-        module = module_name(source, path)
-        tree = parsed(path)
-        found = imports_in(tree, module, is_package=path.stem == "__init__", modules=modules, for_types=True)
-        imported[module] = {entry.module for entry in found if entry.module in modules} - {module}
+    modules = modules_of(source)
+    imported = {
+        module: {entry.module for entry in imports_of(source, module, for_types=True) if entry.module in modules}
+        - {module}
+        for module in modules
+    }
     while True:
         needed = set().union(*imported.values())
         kept = {module: needs & imported.keys() for module, needs in imported.items() if module in needed}
@@ -321,22 +329,25 @@ def folder_circles(package: Path) -> list[str]:
     """The pairs of folders of a package that import each other, whether or not their modules form a cycle."""
     source = next(parent.parent for parent in package.parents if parent.name == "cortex")
     name = module_name(source, package / "__init__.py")
-    folders = sorted(path.name for path in package.iterdir() if (path / "__init__.py").exists())
-    paths = [path for folder in folders for path in (package / folder).rglob("*.py")]
-    modules = {module_name(source, path) for path in paths}
     imported = set()
-    for path in paths:
-        module = module_name(source, path)
-        tree = parsed(path)
-        for entry in imports_in(tree, module, is_package=path.stem == "__init__", modules=modules, for_types=True):
+    for module, path in modules_of(source).items():
+        if package not in path.parents[1:]:
+            continue
+        for entry in imports_of(source, module, for_types=True):
             if entry.module.startswith(f"{name}."):
                 here, there = (each.removeprefix(f"{name}.").split(".")[0] for each in (module, entry.module))
                 imported.add((here, there))
     return [f"{one} ↔ {other}" for one, other in sorted(imported) if one < other and (other, one) in imported]
 
 
-def test_folders_of_the_engine_do_not_import_each_other() -> None:
-    assert folder_circles(SOURCE / "cortex" / "neuron" / "engine") == []
+LOADS_AND_HARNESSES = Path("neuron/node")
+"""Its loader asks harnesses and surveys, which know the models that it loads."""
+
+
+def test_folders_of_a_package_do_not_import_each_other() -> None:
+    root = SOURCE / "cortex"
+    packages = {path.parent.relative_to(root) for path in root.rglob("__init__.py")} - {Path(), LOADS_AND_HARNESSES}
+    assert {str(package): found for package in packages if (found := folder_circles(root / package))} == {}
 
 
 def test_detects_folders_that_import_each_other(tmp_path: Path) -> None:

@@ -88,6 +88,18 @@ def test_a_node_without_other_requests_fills_up_and_gives_way_to_the_first_one()
     assert caps.cap(NODE, now + QUIET_S, num_interactive=0) == 16
 
 
+def test_a_node_whose_requests_are_far_between_is_not_free_between_two_of_them() -> None:
+    caps, now = IdleCaps(most=16), 50.0
+    for _ in range(60):
+        now += 20.0
+        caps.began(NODE, now)
+    for _ in range(10):
+        caps.lines[NODE] = 64
+        caps.completed(NODE, now + 1000)
+    assert caps.cap(NODE, now + 60, num_interactive=0) == 1
+    assert caps.cap(NODE, now + 110, num_interactive=0) > 1, "the next one is overdue"
+
+
 def test_a_node_that_rejects_lines_gets_half_as_many() -> None:
     caps, now = IdleCaps(most=16), 50.0
     for _ in range(10):

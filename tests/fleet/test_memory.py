@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from cortex.fleet.devices import MemoryReservation
-from cortex.fleet.memory import Holding, Need, ledger, measurements, need_of
+from cortex.fleet.memory import Holding, MemoryNeed, ledger, measurements, need_of
 from cortex.fleet.placement.fitting import Fitting
 from cortex.wire.node.protocol import ModelState, QuantisedSize
 
@@ -113,7 +113,7 @@ def test_estimate_of_another_quantisation_is_not_taken_for_the_wanted_one(
     other = node("other", [24])
     spec_ = msgspec.structs.replace(spec("m", None), quant=wanted)
     snapshot = fleet(host, other, specs=[spec_])
-    expected = Need(takes_bytes=16 * GIB, least_bytes=16 * GIB) if is_known else None
+    expected = MemoryNeed(takes_bytes=16 * GIB, least_bytes=16 * GIB) if is_known else None
     assert [need_of(spec_, each, snapshot) for each in (host, other)] == [expected, expected]
 
 
@@ -209,7 +209,7 @@ def test_measurements_outlive_the_unload(model: Make, node: Make, fleet: Make, s
     assert remembered == {("m", "q8_0", None): 9 * GIB}
     later = msgspec.structs.replace(fleet(node("n", [24]), specs=[spec("m", 7, quant="q8_0")]), measured=remembered)
     need = need_of(later.catalogue.spec("m"), later.nodes[0], later)
-    assert need == Need(takes_bytes=9 * GIB, least_bytes=9 * GIB)
+    assert need == MemoryNeed(takes_bytes=9 * GIB, least_bytes=9 * GIB)
     assert measurements(later) == remembered
 
 

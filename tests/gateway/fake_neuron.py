@@ -13,14 +13,19 @@ import msgspec
 from aiohttp import web
 
 from cortex.wire.events import Usage
+from cortex.wire.model_names import is_uploaded
 from cortex.wire.node import usage_report
 from cortex.wire.node.bench import BenchRequest, BenchStatus
 from cortex.wire.node.headers import PRINCIPAL
 from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.node.orders import (
+    AssembledFiles,
+    AssembleRequest,
     DeletedFiles,
     FilesRequest,
+    ForgetBlocksRequest,
     ForgetSizeRequest,
+    ForgottenBlocks,
     HubRepository,
     LoadRequest,
     UnloadRequest,
@@ -78,6 +83,9 @@ class FakeNeuron:
 
     name: str
     sizes: dict[str, int] = field(default_factory=dict)
+    uploads: dict[str, bytes] = field(default_factory=dict)
+    harnesses: tuple[str, ...] = ("torch",)
+    num_reloads: int = 0
     """Models the node has, and the bytes each takes once loaded."""
     estimates: dict[str, int] = field(default_factory=dict)
     """Estimated bytes before the first load; `sizes` where absent."""
@@ -114,6 +122,7 @@ class FakeNeuron:
     load_requests: list[LoadRequest] = field(default_factory=list)
     unload_requests: list[UnloadRequest] = field(default_factory=list)
     pull_requests: list[FilesRequest] = field(default_factory=list)
+    forget_requests: list[ForgetBlocksRequest] = field(default_factory=list)
     delete_requests: list[FilesRequest] = field(default_factory=list)
     quants_on_disk: dict[str, str] = field(default_factory=dict)
     """The quantisation of the files that it has of a model."""
@@ -174,6 +183,7 @@ class FakeNeuron:
         return Health(
             status="ok",
             uptime_s=time.monotonic() - self.started,
+            num_reloads=self.num_reloads,
             devices=(DeviceHealth(index=0, total_bytes=self.total_bytes, free_bytes=free, worker="running"),),
             models=tuple(self.status(model) for model in self.sizes),
             disk=DiskUse(total_bytes=1000, free_bytes=self.free_disk_bytes, models_bytes=100),
@@ -189,6 +199,7 @@ class FakeNeuron:
             devices=(device,),
             dialects=self.dialects,
             can_sleep=self.can_sleep,
+            harnesses=self.harnesses,
         )
 
     @web.middleware
@@ -210,6 +221,7 @@ class FakeNeuron:
         app.router.add_post("/models/unload", self._unload)
         app.router.add_post("/models/forget-size", self._forget_size)
         app.router.add_get("/props", self._props)
+        app.router.add_post("/kv/forget", self._forget_blocks)
         app.router.add_post("/files/pull", self._pull)
         app.router.add_get("/files/pulls/{id:.+}", self._pull_status)
         app.router.add_post("/files/cancel", self._cancel_pull)
@@ -217,6 +229,9 @@ class FakeNeuron:
         app.router.add_get("/bench/{id:.+}", self._bench_status)
         app.router.add_post("/bench/cancel", self._cancel_bench)
         app.router.add_post("/files/delete", self._delete_files)
+        app.router.add_get("/api/blobs/{digest}", self._find_upload)
+        app.router.add_post("/api/blobs/{digest}", self._upload)
+        app.router.add_post("/files/assemble", self._assemble)
         app.router.add_get("/hub/{source:.+}", self._hub)
         app.router.add_post("/devices/{index}/recycle", self._recycle)
         app.router.add_get("/requests/{id:.+}/usage", self._usage)
@@ -291,6 +306,10 @@ class FakeNeuron:
             return _json({"error": {"message": "only its server knows", "code": "unsupported_modality"}}, 400)
         return _json({"chat_template": template})
 
+    async def _forget_blocks(self, request: web.Request) -> web.Response:
+        self.forget_requests.append(msgspec.json.decode(await request.read(), type=ForgetBlocksRequest))
+        return _json(ForgottenBlocks(2, 3 * GB))
+
     async def _pull(self, request: web.Request) -> web.Response:
         wanted = msgspec.json.decode(await request.read(), type=FilesRequest)
         self.pull_requests.append(wanted)
@@ -331,7 +350,21 @@ class FakeNeuron:
         if wanted.quant is not None and wanted.quant != self.quants_on_disk.get(wanted.model_id):
             return _json({"error": {"message": f"no files of {wanted.quant}", "code": "model_not_found"}}, 404)
         self.delete_requests.append(wanted)
+        if is_uploaded(wanted.model_id):
+            del self.sizes[wanted.model_id]
         return _json(DeletedFiles(model_id=wanted.model_id, freed_bytes=1234))
+
+    async def _find_upload(self, request: web.Request) -> web.Response:
+        return web.Response(status=200 if request.match_info["digest"] in self.uploads else 404)
+
+    async def _upload(self, request: web.Request) -> web.Response:
+        self.uploads[request.match_info["digest"]] = await request.read()
+        return web.Response(status=201)
+
+    async def _assemble(self, request: web.Request) -> web.Response:
+        wanted = msgspec.json.decode(await request.read(), type=AssembleRequest)
+        self.sizes[wanted.repository] = sum(len(self.uploads[f"sha256:{each}"]) for each in wanted.files.values())
+        return _json(AssembledFiles(repository=wanted.repository, num_bytes=self.sizes[wanted.repository]))
 
     async def _hub(self, request: web.Request) -> web.Response:
         found = self.hub.get(request.match_info["source"])

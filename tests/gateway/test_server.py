@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ import pytest
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector, web
 
 from cortex.fleet.catalogue import Catalogue
+from cortex.gateway.__main__ import main
 from cortex.gateway.config import Config, GatewaySection, NeuronSection
 from cortex.gateway.database import StoreError
 from cortex.gateway.ledger.keys import as_toml, generate
@@ -76,17 +76,22 @@ async def test_serves_reloads_and_drains_on_sigterm(neurons: StartNeuron, spawn:
     writer.close()
 
 
-async def test_taken_port_exits_with_one_line(spawn: SpawnGateway, tmp_path: Path) -> None:
-    first = await spawn()
-    assert first.process.returncode is None, first.log
-    config = tmp_path / "cortex.toml"
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "cortex.gateway", "--config", str(config), stderr=asyncio.subprocess.PIPE
-    )
-    _, errors = await process.communicate()
-    assert process.returncode == ExitCode.NO_ROOM
-    assert f"cannot listen on 127.0.0.1:{first.port}: Address already in use" in errors.decode().splitlines()[-1]
-    assert "Traceback" not in errors.decode()
+@pytest.mark.usefixtures("restored_logging")
+def test_taken_port_exits_with_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, errors = exit_of(tmp_path, f'listen = "127.0.0.1:{port}"', capfd)
+    assert code == ExitCode.NO_ROOM
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in errors.splitlines()[-1]
+    assert "Traceback" not in errors
+
+
+def exit_of(folder: Path, settings: str, capfd: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """The exit code of a gateway with these settings that does not start, and what it wrote to standard error."""
+    config = folder / "cortex.toml"
+    config.write_text(f"[gateway]\n{settings}\n")
+    capfd.readouterr()
+    return main(["--config", str(config)]), capfd.readouterr().err
 
 
 async def test_failed_lookup_of_a_cancelled_connection_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -97,16 +102,12 @@ async def test_failed_lookup_of_a_cancelled_connection_is_not_logged(caplog: pyt
     assert "Name or service" not in caplog.text
 
 
-async def test_invalid_configuration_exits_with_one_line(tmp_path: Path) -> None:
-    config = tmp_path / "cortex.toml"
-    config.write_text('[gateway]\nlistn = "x"\n')
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "cortex.gateway", "--config", str(config), stderr=asyncio.subprocess.PIPE
-    )
-    _, errors = await process.communicate()
-    assert process.returncode == ExitCode.CONFIG
-    assert "listen" in errors.decode()
-    assert len(errors.decode().splitlines()) == 1
+@pytest.mark.usefixtures("restored_logging")
+def test_invalid_configuration_exits_with_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, errors = exit_of(tmp_path, 'listn = "x"', capfd)
+    assert code == ExitCode.CONFIG
+    assert "listen" in errors
+    assert len(errors.splitlines()) == 1
 
 
 async def test_warns_about_open_public_address(spawn: SpawnGateway) -> None:
@@ -114,16 +115,12 @@ async def test_warns_about_open_public_address(spawn: SpawnGateway) -> None:
     assert "anybody who can reach" in gateway.log
 
 
-async def test_public_address_without_keys_exits_with_one_line(tmp_path: Path) -> None:
-    config = tmp_path / "cortex.toml"
-    config.write_text('[gateway]\nlisten = "0.0.0.0:0"\n')
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "cortex.gateway", "--config", str(config), stderr=asyncio.subprocess.PIPE
-    )
-    _, errors = await process.communicate()
-    assert process.returncode == ExitCode.CONFIG
-    assert "gateway.open = true" in errors.decode().splitlines()[-1]
-    assert "Traceback" not in errors.decode()
+@pytest.mark.usefixtures("restored_logging")
+def test_public_address_without_keys_exits_with_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, errors = exit_of(tmp_path, 'listen = "0.0.0.0:0"', capfd)
+    assert code == ExitCode.CONFIG
+    assert "gateway.open = true" in errors.splitlines()[-1]
+    assert "Traceback" not in errors
 
 
 async def test_warns_when_a_reload_opens_a_public_address(spawn: SpawnGateway, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cortex.gateway.metrics import GAUGES, GaugeSample
 from cortex.gateway.metrics import Metrics as GatewayMetrics
 from cortex.neuron.api.backend import Backend
-from cortex.neuron.api.routes.metrics import Metrics as NodeMetrics
+from cortex.neuron.api.metrics import Metrics as NodeMetrics
 from cortex.neuron.engine.request import EngineStats
 from cortex.wire.events import Finish, TextDelta, Usage
 from cortex.wire.node.protocol import DeviceHealth, Fallback, Health, ModelState, ModelStatus

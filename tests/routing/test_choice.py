@@ -74,6 +74,31 @@ def test_device_comes_before_host_memory_and_that_before_computing() -> None:
         assert places[chosen.position] == places.pop()
 
 
+@pytest.mark.parametrize(
+    ("fetched_tokens_per_s", "expected"),
+    [
+        pytest.param(None, "a", id="nothing was fetched yet: it would be computed"),
+        pytest.param(1000.0, "a", id="slower than computing"),
+        pytest.param(40_000.0, "b", id="ten times as fast as computing"),
+    ],
+)
+def test_weighs_a_prefix_in_another_place_by_the_time_to_fetch_it(
+    fetched_tokens_per_s: float | None, expected: str
+) -> None:
+    prefixes = recorded_at("a")
+    replicas = [Replica(place="a", backlog_s=3.0), Replica(place="b", fetched_tokens_per_s=fetched_tokens_per_s)]
+    chosen = choose(replicas, LONG + b"more", prefixes)
+    assert replicas[chosen.position].place == expected
+    assert chosen.source == ("a" if expected == "b" else "")
+
+
+def test_place_that_cannot_be_asked_is_no_source() -> None:
+    prefixes = recorded_at("a")
+    chosen = choose([Replica(place="b")], LONG + b"more", prefixes, lambda place: place != "a")
+    assert chosen.source == ""
+    assert choose([Replica(place="c")], LONG + b"more", recorded_at("a")).source == "a"
+
+
 def test_records_the_chosen_replica_and_expects_less_work_the_next_time() -> None:
     prefixes = PrefixRecord()
     first = choose([Replica(place="a", running=1), Replica(place="b")], LONG, prefixes)

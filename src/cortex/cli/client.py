@@ -55,6 +55,9 @@ _REMEDIES: dict[int | str, str] = {
 }
 """By the error code of the gateway, or by the HTTP status."""
 
+_STORED_S = 3600.0
+"""A gateway responds to a file of gigabytes when its node has it."""
+
 
 def exit_code_for(status: int, code: str) -> ExitCode:
     """The exit code of a command that failed because of an error of a gateway or a node."""
@@ -175,6 +178,25 @@ class GatewayClient:
             reason = problem.strerror or str(problem)
             raise CommandError(f"cannot read {file} ({reason})", "name a file", ExitCode.USAGE) from problem
 
+    def has(self, path: str) -> bool:
+        """Whether there is what `GET path` names."""
+        try:
+            with self._exchange("GET", path, None):
+                return True
+        except GatewayRejected as rejected:
+            if rejected.status != http.HTTPStatus.NOT_FOUND:
+                raise
+            return False
+
+    def send(self, path: str, file: Path) -> None:
+        """`POST path` with the content of a file, which is not held in memory. Raises OSError."""
+        with file.open("rb") as content:
+            length = str(os.fstat(content.fileno()).st_size)
+            headers = {"content-type": "application/octet-stream", "content-length": length}
+            chunks = iter(lambda: content.read(_CHUNK_BYTES), b"")
+            with self._exchange("POST", path, chunks, headers, timeout_s=_STORED_S):
+                pass
+
     def download(self, path: str, out: IO[bytes]) -> None:
         """Write what `GET path` responds to `out`, piece by piece."""
         with self._exchange("GET", path, None) as response:
@@ -197,10 +219,16 @@ class GatewayClient:
 
     @contextlib.contextmanager
     def _exchange(
-        self, method: str, path: str, body: Any, raw_headers: dict[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        body: Any,
+        raw_headers: dict[str, str] | None = None,
+        *,
+        timeout_s: float | None = None,
     ) -> Iterator[http.client.HTTPResponse]:
         """`body` is sent as JSON; with `raw_headers`, it is an iterable of bytes that is sent with these."""
-        with contextlib.closing(self._connection()) as connection:
+        with contextlib.closing(self._connection(timeout_s or self._timeout_s)) as connection:
             content = body if body is None or raw_headers else msgspec.json.encode(body)
             headers = {**self._headers, **(raw_headers or ({"content-type": "application/json"} if content else {}))}
             try:
@@ -208,7 +236,7 @@ class GatewayClient:
                 response = connection.getresponse()
                 rejection = response.read() if response.status >= 400 else None
             except TimeoutError as error:
-                raise GatewayUnreachable(self.url, f"no response within {self._timeout_s:g} s") from error
+                raise GatewayUnreachable(self.url, f"no response within {timeout_s or self._timeout_s:g} s") from error
             except ssl.SSLCertVerificationError as error:
                 remedy = "name the authority of its certificate with --ca-file or CORTEX_CA_FILE"
                 raise GatewayUnreachable(self.url, f"certificate: {error.verify_message}", remedy) from error
@@ -224,10 +252,10 @@ class GatewayClient:
                 raise _rejection(response.status, self._decode(rejection))
             yield response
 
-    def _connection(self) -> http.client.HTTPConnection:
+    def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
         if self._is_secure:
-            return http.client.HTTPSConnection(self._host, self._port, timeout=self._timeout_s, context=self._tls)
-        return http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
+            return http.client.HTTPSConnection(self._host, self._port, timeout=timeout_s, context=self._tls)
+        return http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
 
     def _decode(self, content: bytes) -> Any:
         try:

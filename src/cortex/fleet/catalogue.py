@@ -70,6 +70,8 @@ class ModelSpec(Section, LoadOptions, frozen=True, kw_only=True):
     operator. When absent: `pinned` where `pinned_on` is given, else `on_demand`."""
     priority: int = 0
     """A model never evicts one of higher priority."""
+    queue_priority: int | None = None
+    """Of models that wait for room, the one with the highest is loaded first; `priority` when absent."""
     evict_cost: Price = 1.0
     """What it costs to evict the model, in relation to others: the cheapest goes first."""
     max_requests: Count | None = None
@@ -162,6 +164,11 @@ class ModelSpec(Section, LoadOptions, frozen=True, kw_only=True):
     @property
     def policy(self) -> LoadPolicy:
         return self.load or ("pinned" if self.pinned_on else "on_demand")
+
+    @property
+    def turn(self) -> int:
+        """Models that wait are loaded in descending order of this."""
+        return self.priority if self.queue_priority is None else self.queue_priority
 
     @property
     def vram_bytes(self) -> int | None:

@@ -16,6 +16,8 @@ _OVERLAP_S = 60.0
 _TOLERANCE_S = 2.0
 """By how much a node's report of a time may differ from what this gateway saw."""
 
+_ASKED_S = 600.0
+"""How long the context that a request has asked for counts, and how rarely a model is loaded again for one."""
 _KEPT_S = 3600.0
 """A model that was loaded earlier than this is long past its residency."""
 
@@ -51,6 +53,10 @@ class Demand:
         other."""
         self.kept_until: dict[str, float] = {}
         """By model: when the longest `keep_alive` of a request for it ends."""
+        self._contexts: dict[str, tuple[int, float]] = {}
+        """By model: the longest context that requests asked for, and when the last of them did."""
+        self._reloads: dict[str, float] = {}
+        """By model: when it was last loaded again for such a request."""
 
     # Requests
 
@@ -89,6 +95,22 @@ class Demand:
             else:
                 use.running.pop(client, None)
 
+    def asks(self, model: str, context_tokens: int, now: float) -> None:
+        """A request asks for a context of this length."""
+        self._contexts[model] = (max(context_tokens, self.wanted_context(model)), now)
+
+    def wanted_context(self, model: str) -> int:
+        """The least context that requests of the last minutes ask for; 0: they name none."""
+        return self._contexts.get(model, (0, 0.0))[0]
+
+    def may_reload(self, model: str, now: float) -> bool:
+        """Whether the model may be loaded again for a longer context, which it was not a short time ago; it counts as
+        loaded again then."""
+        if now - self._reloads.get(model, -math.inf) < _ASKED_S:
+            return False
+        self._reloads[model] = now
+        return True
+
     # Loads
 
     def load_began(self, target: Target, *, for_requests: bool) -> None:
@@ -105,6 +127,8 @@ class Demand:
 
     def forget_old(self, now: float) -> None:
         """Drop what has no effect any more."""
+        self._contexts = {model: asked for model, asked in self._contexts.items() if now - asked[1] < _ASKED_S}
+        self._reloads = {model: at for model, at in self._reloads.items() if now - at < _ASKED_S}
         self._overlaps = {key: at for key, at in self._overlaps.items() if now - at < _OVERLAP_S}
         for target in [each for each, use in self._uses.items() if now - (use.loaded_at or now) > _KEPT_S]:
             del self._uses[target]

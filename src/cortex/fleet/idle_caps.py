@@ -1,8 +1,8 @@
 """How many lines of batches each node may run at once, from how much they slow interactive requests down.
 
-Pure: samples and times come in, numbers go out. While a node serves nobody else, its cap doubles up to a limit. Beside
-interactive requests it follows what these measure: one more line while they are as fast as without batches, half as
-many when they are slower than that allows (additive increase, multiplicative decrease).
+Pure: samples and times come in, numbers go out. Once a node has served nobody else for longer than usual, its cap
+doubles up to a limit. Beside interactive requests it follows what these measure: one more line while they are as fast
+as without batches, half as many when they are slower than that allows (additive increase, multiplicative decrease).
 """
 
 from __future__ import annotations
@@ -15,8 +15,12 @@ MAX_TTFT_RATIO = 1.5
 """Time to the first token beside batches, against that without them."""
 MAX_GAP_RATIO = 1.2
 """Time between tokens, likewise."""
-QUIET_S = 5.0
-"""A node without interactive requests for this long is free for batches."""
+QUIET_S, MAX_QUIET_S = 5.0, 300.0
+"""A node without interactive requests for this long is free for batches, or as soon as the next one is overdue."""
+OVERDUE = 5
+"""A request is overdue after so many times the usual interval. Where they arrive at random, one in 150 is."""
+INTERVAL_WEIGHT = 0.1
+"""Of the latest interval in the usual one."""
 STEP_S = 1.0
 """How often a cap is raised at most."""
 HOLD_S = 2.0
@@ -58,12 +62,26 @@ class _Pace:
 class _NodeCap:
     """One node."""
 
-    __slots__ = ("free", "gaps", "halved_at", "interactive_at", "num_good", "patience", "raised_at", "shared", "ttfts")
+    __slots__ = (
+        "began_at",
+        "free",
+        "gaps",
+        "halved_at",
+        "interactive_at",
+        "interval_s",
+        "num_good",
+        "patience",
+        "raised_at",
+        "shared",
+        "ttfts",
+    )
 
     def __init__(self) -> None:
         self.free = 1.0
         self.shared = 1.0
-        self.raised_at = self.halved_at = self.interactive_at = -math.inf
+        self.raised_at = self.halved_at = self.interactive_at = self.began_at = -math.inf
+        self.interval_s = 0.0
+        """The usual one between interactive requests."""
         self.num_good = 0
         self.patience = NUM_GOOD
         self.ttfts: dict[Hashable, _Pace] = {}
@@ -89,7 +107,10 @@ class IdleCaps:
 
     def began(self, node: str, now: float) -> None:
         """An interactive request was sent there."""
-        self._at(node).interactive_at = now
+        at = self._at(node)
+        if at.began_at > -math.inf:
+            at.interval_s += INTERVAL_WEIGHT * (min(MAX_QUIET_S, now - at.began_at) - at.interval_s)
+        at.began_at = at.interactive_at = now
 
     def served(
         self, node: str, model: str, now: float, *, ttft_s: float | None, num_tokens: int, gap_s: float | None
@@ -132,7 +153,7 @@ class IdleCaps:
             at.free, at.raised_at = min(self.most, at.free * 2), now
 
     def _is_quiet(self, at: _NodeCap, now: float) -> bool:
-        return now - at.interactive_at >= QUIET_S
+        return now - at.interactive_at >= min(MAX_QUIET_S, max(QUIET_S, OVERDUE * at.interval_s))
 
     def _at(self, node: str) -> _NodeCap:
         if (found := self._nodes.get(node)) is None:

@@ -143,7 +143,7 @@ def _ledger(node: Node, newcomer: str | None) -> tuple[DeviceLedger, ...]:
     )
 
 
-class Need(msgspec.Struct, frozen=True, kw_only=True):
+class MemoryNeed(msgspec.Struct, frozen=True, kw_only=True):
     """What a model needs on a node, over all its devices."""
 
     takes_bytes: int
@@ -197,14 +197,14 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
             return num_bytes < self.wanted_bytes
         return self.contexts.is_short(self.contexts.tokens_in(num_bytes))
 
-    def at_least(self, num_bytes: int) -> Need:
+    def at_least(self, num_bytes: int) -> MemoryNeed:
         """This need, raised to `num_bytes` where it is less."""
         raised = {"takes_bytes": max(self.takes_bytes, num_bytes), "least_bytes": max(self.least_bytes, num_bytes)}
         return msgspec.structs.replace(self, **raised)
 
-    def part_of(self, whole: int, part: int = 1) -> Need:
+    def part_of(self, whole: int, part: int = 1) -> MemoryNeed:
         """`part` of `whole` equal parts."""
-        return Need(
+        return MemoryNeed(
             takes_bytes=-(-self.takes_bytes * part // whole),
             least_bytes=-(-self.least_bytes * part // whole),
             contexts=None if self.contexts is None else self.contexts.part_of(whole, part),
@@ -212,7 +212,7 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def need_of(spec: ModelSpec, node: Node, fleet: Fleet) -> Need | None:
+def need_of(spec: ModelSpec, node: Node, fleet: Fleet) -> MemoryNeed | None:
     """What `spec` needs if `node` serves it, over all nodes that share it: measured before estimated, the operator's
     estimate before the node's. Of a model whose context depends on its room, a measured load may have found less than
     there is here: it counts where it took more than the node expects.
@@ -223,6 +223,8 @@ def need_of(spec: ModelSpec, node: Node, fleet: Fleet) -> Need | None:
     held = node.residencies.get(spec.id)
     status = None if held is None else sized_for(spec, held.status)
     contexts = None if status is None else _contexts(spec, status)
+    if contexts is not None and fleet.demand is not None and (tokens := fleet.demand.wanted_context(spec.id)):
+        contexts = contexts.wanting(tokens)
     takes_bytes = None if status is None else whole_measured_bytes(status)
     if takes_bytes is None and status is not None and status.harness != ENGINE and status.estimate_bytes:
         takes_bytes = spec.vram_bytes or _whole(status, status.estimate_bytes)  # its node knows its latest runs
@@ -237,9 +239,11 @@ def need_of(spec: ModelSpec, node: Node, fleet: Fleet) -> Need | None:
     least_bytes = None if status is None or spec.vram_bytes is not None else _whole(status, status.least_bytes)
     splits = _splits(spec, status, fleet)
     if least_bytes is None:
-        return Need(takes_bytes=takes_bytes, least_bytes=takes_bytes, splits=splits)
+        return MemoryNeed(takes_bytes=takes_bytes, least_bytes=takes_bytes, splits=splits)
     # The minimum includes memory that is not taken at load, so it can exceed the measured size.
-    return Need(takes_bytes=max(takes_bytes, least_bytes), least_bytes=least_bytes, contexts=contexts, splits=splits)
+    return MemoryNeed(
+        takes_bytes=max(takes_bytes, least_bytes), least_bytes=least_bytes, contexts=contexts, splits=splits
+    )
 
 
 def _splits(spec: ModelSpec, status: ModelStatus | None, fleet: Fleet) -> HostSplits | None:

@@ -150,7 +150,7 @@ def turns(waiting: Iterable[Waiting], fleet: Fleet, now: float) -> Sequence[Wait
     def urgency(group: Waiting) -> tuple[float | str, ...]:
         if is_overdue(group, fleet, now):
             return 0, 0, group.since, group.model_id
-        return 1, -fleet.catalogue.spec(group.model_id).priority, group.since, group.model_id
+        return 1, -fleet.catalogue.spec(group.model_id).turn, group.since, group.model_id
 
     return sorted(waiting, key=urgency)
 

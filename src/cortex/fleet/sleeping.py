@@ -73,6 +73,8 @@ class _Node:
     """When it was last told to wake."""
     has_missed: bool = False
     """Whether it has not responded since its suspension was ordered."""
+    is_suspended: bool = False
+    """Whether this gateway has suspended it; if not, it is asleep as far as one knows."""
 
 
 class SleepingNodes:
@@ -114,7 +116,8 @@ class SleepingNodes:
         match self.state(name):
             case "asleep":
                 wait = duration(self.expected_wait_s(name, now))
-                return f"asleep: a request that needs it has it woken, which takes about {wait}"
+                known = "asleep" if self._nodes[name].is_suspended else "does not respond, and may be asleep"
+                return f"{known}: a request that needs it has it woken, which takes about {wait}"
             case "waking":
                 return "waking up"
             case "suspending":
@@ -153,6 +156,16 @@ class SleepingNodes:
         """The node was ordered to suspend itself, or refused to."""
         if self.state(name) == "suspending":
             self._enter(name, "asleep" if is_accepted else "awake", now)
+            self._nodes[name].is_suspended = is_accepted
+
+    def went_down(self, name: str, now: float) -> bool:
+        """The node does not respond any more, or never did: another gateway may have suspended it, or this one before
+        a restart. True: it counts as asleep from here on."""
+        if name not in self._nodes or self.state(name) != "awake":
+            return False
+        self._enter(name, "asleep", now)
+        self._nodes[name].has_missed, self._nodes[name].is_suspended = True, False
+        return True
 
     def responded(self, name: str, now: float) -> Literal["woken", "not_suspended", "waits"] | None:
         """The node responded to a poll. None: as expected. `waits`: it has not gone to sleep yet, its report does not

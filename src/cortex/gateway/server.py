@@ -24,6 +24,7 @@ from cortex.gateway.api.keys import KeyRoutes
 from cortex.gateway.api.live.event_streams import EventStreams
 from cortex.gateway.api.llama_cpp import LlamaCppRoutes
 from cortex.gateway.api.model_servers import ModelServerRoutes
+from cortex.gateway.api.ollama.creation import CreationRoutes
 from cortex.gateway.api.ollama.inference import OllamaInference
 from cortex.gateway.api.ollama.routes import OllamaRoutes
 from cortex.gateway.api.orders import OrderRoutes
@@ -173,6 +174,15 @@ class Gateway:
         self._file_routes = FileRoutes(self.dispatcher, nodes, neighbours, board, self._metering, self._deferred)
         self._bench_routes = BenchRoutes(self.dispatcher, operator, nodes, board, self._metering)
         open_paths = paths_without_key(config)
+        creations = CreationRoutes(
+            self.dispatcher,
+            nodes,
+            self._file_routes,
+            self._metering,
+            self._deferred,
+            self._created_models,
+            self._change_created,
+        )
         self._ollama_routes = OllamaRoutes(
             self.dispatcher,
             nodes,
@@ -180,8 +190,7 @@ class Gateway:
             self._metering,
             self._deferred,
             open_paths,
-            self._created_models,
-            self._change_created,
+            creations,
         )
         key_routes = KeyRoutes(self._metering, self._refresh_keys, self._deferred)
         store = self._operator_state.store
@@ -190,6 +199,7 @@ class Gateway:
         parts = (
             self._file_routes,
             self._ollama_routes,
+            creations,
             orders,
             self._bench_routes,
             LlamaCppRoutes(self.dispatcher, orders, self._metering, open_paths, self.event_log, self._streams),

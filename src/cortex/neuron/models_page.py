@@ -18,7 +18,7 @@ from cortex.neuron.kernels.quantised.recipes import RECIPES
 from cortex.neuron.models.architecture import Architecture, TextPart
 from cortex.neuron.models.registry import ENCODERS, FAMILIES
 from cortex.neuron.models.transformers.library import COMPARED, EXTRA
-from cortex.neuron.text.output.detect import MARKERS
+from cortex.neuron.text.template.detect import MARKERS
 from cortex.neuron.weights.safetensors.published import MODELOPT_ALGORITHMS, READABLE_METHODS
 
 Family = Callable[[Mapping[str, Any]], Architecture]

@@ -6,6 +6,13 @@ from cortex.wire.errors import InvalidValue, shorten
 
 _HUBS = ("hf.co/", "huggingface.co/")
 _DEFAULT_TAG = ":latest"
+UPLOADED = "uploaded"
+"""The owner of the repositories that are made of uploaded files."""
+
+
+def is_uploaded(source: str | None) -> bool:
+    """Whether a source is a repository of uploaded files."""
+    return source is not None and source.startswith(f"{UPLOADED}/")
 
 
 def check_name(name: str, param: str) -> None:

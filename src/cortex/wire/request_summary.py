@@ -33,6 +33,8 @@ class RequestSummary(msgspec.Struct, frozen=True, array_like=True):
     """The conversation that the request continues (Responses API)."""
     keep_alive_s: float | None = None
     """How long the model is to stay after the response (Ollama's API); negative: for ever."""
+    context_tokens: int | None = None
+    """The context that the model is to have for the request (Ollama's API)."""
     cache_salt: bytes = b""
     """The client's salt for cached prefixes, as JSON; empty: none."""
     asked_class: RequestClass | None = None

@@ -196,7 +196,7 @@ def test_anchors_of_the_user_are_no_keys() -> None:
 
 def test_routing_has_groups_priorities_or_the_matrix() -> None:
     found = specs(EVERY)
-    assert (found["second"].priority, read(EVERY)[0].together) == (7, ())
+    assert (found["second"].queue_priority, read(EVERY)[0].together) == (7, ())
     catalogue = read(ROUTED_MATRIX)[0]
     assert {spec.id: spec.evict_cost for spec in catalogue.models} == {"gemma": 3.0, "voice": 50.0}
     assert (catalogue.together, catalogue.swap_groups) == ((("gemma", "voice"),), {})

@@ -2,9 +2,8 @@
 """A stand-in for servers that run one model on several hosts: vLLM with and without Ray, SGLang, llama.cpp over RPC.
 
 It takes the arguments of the real ones, meets its other members as they do, and fails as they do: a leader that loses a
-member ends, a member that loses its leader ends, a member that is frozen holds up every response. `rpc-server` waits
-for leaders, one after another. The head of Ray goes on in the background, whatever becomes of vLLM. It needs the
-standard library only, so that it starts in milliseconds.
+member ends, a member that loses its leader ends, a member that is frozen holds up every response. `ggml-rpc-server`
+waits for leaders, one after another. It needs the standard library only, so that it starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import os
 import select
 import socket
 import sys
+import tempfile
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -30,12 +30,16 @@ def main() -> None:
         print_version(program)
         return
     if program == "ray":
-        start_ray()
+        if sys.argv[1] == "health-check":
+            await_head(sys.argv[sys.argv.index("--address") + 1])
+        else:
+            start_ray()
         return
-    if program == "rpc-server":
+    if program == "ggml-rpc-server":
         serve_rpc()
         return
     options = arguments(program)
+    tempfile.mkstemp()  # real ones leave sockets and folders
     print(f"{program} rank {options.rank} of {options.nodes}", flush=True)
     if options.fails == options.rank:
         sys.exit("no such model: it fails on purpose")
@@ -60,6 +64,15 @@ def print_version(program: str) -> None:
         print(f"ray, version {VERSION}" if program == "ray" else VERSION)
 
 
+def await_head(address: str) -> None:
+    """Ends with status 1 for a head that is not there, or a port that anything else holds."""
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), 5) as peer:
+        peer.sendall(b"health\n")
+        if peer.recv(1) != b"+":
+            sys.exit(1)
+
+
 def start_ray() -> None:
     parser = argparse.ArgumentParser("ray", allow_abbrev=False)
     parser.add_argument("verb", choices=["start"])
@@ -68,16 +81,12 @@ def start_ray() -> None:
     for name in ("--head", "--block", "--disable-usage-stats"):
         parser.add_argument(name, action="store_true")
     options = parser.parse_args()
+    (Path(options.temp_dir) / "session").mkdir()
     if not options.head:
         os.environ["RAY_ADDRESS"] = options.address
         answer(through_head("member"))
         sys.exit("the head is gone")
-    listener = socket.create_server((options.node_ip_address, int(options.port)))
-    if os.fork() == 0:
-        os.setsid()  # a daemon, as those of Ray
-        for descriptor in (0, 1, 2):
-            os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
-        lead_ray(listener)
+    lead_ray(socket.create_server((options.node_ip_address, int(options.port))))
 
 
 def lead_ray(listener: socket.socket) -> None:
@@ -89,6 +98,9 @@ def lead_ray(listener: socket.socket) -> None:
         kind, _, count = peer.makefile().readline().partition(" ")
         if kind.strip() == "member":
             members.append(peer)
+        elif kind == "health\n":
+            peer.sendall(b"+")
+            peer.close()
         elif kind == "driver":
             drivers.append((peer, int(count)))
         if drivers and len(members) >= drivers[0][1]:
@@ -201,7 +213,7 @@ def answer(leader: socket.socket) -> None:
 
 
 def serve_rpc() -> None:
-    parser = argparse.ArgumentParser("rpc-server")
+    parser = argparse.ArgumentParser("ggml-rpc-server")
     parser.add_argument("--host")
     parser.add_argument("--port", type=int)
     options = parser.parse_args()
@@ -248,6 +260,10 @@ def serve(options: argparse.Namespace, members: list[socket.socket]) -> None:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"] or 0)) or b"{}")
+            if self.path.startswith(("/sleep", "/wake_up")):
+                Path(os.environ["STAND_IN_STATE"]).write_text(self.path)
+                self.reply({})
+                return
             text = "".join(step() for _ in range(int(body.get("max_tokens") or 4)))
             usage = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
             message = {"role": "assistant", "content": text}

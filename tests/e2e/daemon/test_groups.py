@@ -24,7 +24,7 @@ pytestmark = pytest.mark.e2e
 long = pytest.mark.skipif(os.environ.get("GROUP_TESTS") != "full", reason="takes long; set GROUP_TESTS=full")
 
 NAMES = ("one", "two", "three")
-PROGRAMS = ("vllm", "sglang", "llama-server", "rpc-server", "ray")
+PROGRAMS = ("vllm", "sglang", "llama-server", "ggml-rpc-server", "ray")
 HUB_MODEL = {"config.json": b"{}", "model.safetensors": bytes(100_000)}
 
 
@@ -45,6 +45,7 @@ class Group:
         for name in PROGRAMS:
             (self.folder / name).write_text(program)
             (self.folder / name).chmod(0o755)
+        self.temporary.mkdir()
         (self.folder / "model").mkdir()
         (self.folder / "model" / "weights").write_bytes(bytes(1000))
         for name in NAMES:
@@ -69,8 +70,18 @@ class Group:
                 "STAND_IN_VERSION": version,
                 "HF_ENDPOINT": self.hub.endpoint,
                 "NO_PROXY": "*",
+                "TMPDIR": str(self.temporary),
             },
         )
+
+    @property
+    def temporary(self) -> Path:
+        return self.folder / "tmp"
+
+    @property
+    def temporary_folders(self) -> list[Path]:
+        """Those of the servers on all nodes."""
+        return list(self.temporary.glob("cortex-*"))
 
     @property
     def models(self) -> str:
@@ -127,6 +138,7 @@ class Group:
     def unload(self, model: str) -> None:
         self.gateway.call(f"/fleet/models/{model}/unload", {})
         until(lambda: not self.processes(model), f"{model} is not gone")
+        until(lambda: not self.temporary_folders, f"temporary files of {model} are left")
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +150,7 @@ def group(
         yield made
         for node in made.nodes.values():
             node.process.terminate()
-        until(lambda: not made.processes(), "servers are left")
+        until(lambda: not made.processes() and not made.temporary_folders, "servers or their files are left")
 
 
 def test_group_starts_on_all_its_nodes_and_the_leader_serves(group: Group) -> None:
@@ -150,27 +162,45 @@ def test_group_starts_on_all_its_nodes_and_the_leader_serves(group: Group) -> No
         assert members.keys() == nodes
         assert sorted(members.values()) == [("ready", rank) for rank in range(len(nodes))]
         group.unload(model)
-    assert not any(node["members"] for node in nodes_of(group.gateway).values())
+    assert not [node["members"] for node in nodes_of(group.gateway).values() if node["members"]]
 
 
 @pytest.mark.parametrize(
-    ("rank", "number"),
+    ("model", "size", "rank", "number"),
     [
-        (1, signal.SIGKILL),
-        pytest.param(0, signal.SIGKILL, marks=long),
-        pytest.param(0, signal.SIGSTOP, marks=long),
-        pytest.param(1, signal.SIGSTOP, marks=long),
+        ("two", 2, 1, signal.SIGKILL),
+        *(pytest.param("two", 2, rank, signal.SIGSTOP, marks=long) for rank in range(2)),
+        *(pytest.param("all", 3, rank, signal.SIGKILL, marks=long) for rank in range(3)),
     ],
 )
-def test_group_of_which_a_member_is_lost_ends_and_is_started_again(group: Group, rank: int, number: int) -> None:
-    until(lambda: group.is_served("two"), "it is not served")
-    before = group.processes("two")
+def test_group_of_which_a_member_is_lost_ends_and_is_started_again(
+    group: Group, model: str, size: int, rank: int, number: int
+) -> None:
+    until(lambda: group.is_served(model), "it is not served")
+    before, folders = group.processes(model), set(group.temporary_folders)
     (victim,) = [process for process, its_rank in before.items() if its_rank == rank]
     os.kill(victim, number)
-    until(lambda: not before.keys() & group.processes("two").keys(), "a member of the old group is left")
-    until(lambda: sorted(group.members("two").values()) == [("ready", 0), ("ready", 1)], "it is not started again")
-    assert group.is_served("two")
-    assert len(group.processes("two")) == 2
+    until(lambda: not before.keys() & group.processes(model).keys(), "a member of the old group is left")
+    ready = [("ready", rank) for rank in range(size)]
+    until(lambda: sorted(group.members(model).values()) == ready, "it is not started again")
+    assert group.is_served(model)
+    assert len(group.processes(model)) == size
+    assert not folders & set(group.temporary_folders), "temporary files of the old group are left"
+    group.unload(model)
+
+
+@long
+@pytest.mark.parametrize("is_head", [False, True])
+def test_group_whose_part_of_ray_ends_is_started_again(group: Group, is_head: bool) -> None:
+    until(lambda: group.is_served("ray"), "it is not served")
+    before = group.processes("ray")
+    arguments = {process: Path(f"/proc/{process}/cmdline").read_text().split("\0") for process in before}
+    parts = [process for process, words in arguments.items() if "--block" in words]
+    (victim,) = [process for process in parts if ("--head" in arguments[process]) == is_head]
+    os.kill(victim, signal.SIGKILL)
+    until(lambda: not before.keys() & group.processes("ray").keys(), "a part of the old group is left")
+    until(lambda: group.is_served("ray"), "it is not served again")
+    group.unload("ray")
 
 
 @long
@@ -213,6 +243,11 @@ def test_nodes_with_different_versions_of_the_server_start_no_group(group: Group
     assert "different versions of its server" in str(response)
     assert "2.0.0 on three" in str(response)
     assert not group.processes("all")
+    group.nodes["three"].process.kill()
+    group.nodes["three"].process.wait()
+    group.start_node("three")
+    until(lambda: group.is_served("all"), "it is not served when the versions are equal again")
+    group.unload("all")
 
 
 def test_files_of_a_group_come_to_all_its_nodes_before_it_starts_and_once_from_the_hub(group: Group) -> None:
@@ -293,4 +328,4 @@ def test_group_and_native_model_swap_on_the_same_memory(group: Group) -> None:
             assert group.is_served(model)
             assert group.members(other).get("one", ("cold", 0))[0] == "cold", "both do not fit"
         assert not group.processes("large")
-    assert not any(node["members"] for node in nodes_of(group.gateway).values())
+    assert not [node["members"] for node in nodes_of(group.gateway).values() if node["members"]]

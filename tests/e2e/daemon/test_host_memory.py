@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +98,10 @@ def explained(gateway: Daemon, model: str) -> dict[str, Any]:
     return dict(gateway.call(f"/fleet/explain/{model}")[1]["nodes"][0])
 
 
+def is_read(gateway: Daemon, model: str) -> bool:
+    return explained(gateway, model)["need_bytes"] is not None
+
+
 def node_of(gateway: Daemon) -> dict[str, Any]:
     return dict(gateway.call("/fleet/status")[1]["nodes"][0])
 
@@ -168,3 +173,27 @@ def test_model_in_host_memory_is_evicted_for_another_that_needs_it(node: Daemon,
     assert (node.model("second")["state"], node.model("moe")["state"]) == ("ready", "cold")
     host = node.call("/health")[1]["host"]
     assert host["weight_bytes"] == node.model("second")["host_bytes"] > 0
+
+
+def test_model_larger_than_all_devices_together_is_divided_among_them_and_the_host(
+    start_daemon: StartDaemon, start_gateway: StartGateway, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = write_mixture(tmp_path_factory.mktemp("parts"))
+    node = start_daemon(
+        "cpu_devices = 2",
+        "limits = { max_num_seqs = 2, min_free_vram_mb = 0 }",
+        *(f"[[devices]]\nindex = {index}\nmemory_mb = 15" for index in range(2)),
+        *(f'[[models]]\nid = "{name}"\nsource = "{path}"\n{name}_parallel = 2' for name in ("tensor", "pipeline")),
+    )
+    gateway = start_gateway("", {"n": node})
+    for name in ("tensor", "pipeline"):
+        until(partial(is_read, gateway, name), "the model was not read")
+        expected = explained(gateway, name)
+        assert expected["host"]["need_bytes"] > 0, expected["reason"]
+        order(gateway, name)
+        status = node.model(name)
+        assert (status["state"], len(status["devices"])) == ("ready", 2)
+        assert 0 < status["host_bytes"] < 1.5 * expected["host"]["need_bytes"]
+        assert node.complete(name)[0] == 200
+        order(gateway, name, "unload")
+    assert node.call("/health")[1]["host"]["weight_bytes"] == 0

@@ -473,6 +473,40 @@ async def test_other_endpoints_run_in_batches(start_gateway: StartGateway, neuro
         await submit(client, lines, endpoint="/v1/responses", completion_window="soon")
 
 
+async def test_a_large_batch_does_not_hold_up_a_small_one(start_gateway: StartGateway, neurons: StartNeuron) -> None:
+    gate = asyncio.Event()
+
+    async def respond(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await gate.wait()
+        return await plain_response(node, request, body)
+
+    node = await neurons("one", **READY, respond=respond)
+    gateway = await start_gateway(node, batches=BatchesSection(max_lines_per_node=1))
+    client = openai_client(gateway.port)
+    large = await submit(client, [line(number) for number in range(20)])
+    small = await submit(client, [line(100)])
+    gate.set()
+
+    await ended(client, small.id)
+    await ended(client, large.id)
+
+    contents = [json.loads(seen.raw)["messages"][0]["content"] for seen in node.seen]
+    assert contents.index("hello 100") < 6
+
+
+async def test_listings_have_the_newest_first_also_within_a_second(
+    start_gateway: StartGateway, neurons: StartNeuron
+) -> None:
+    client = openai_client((await start_gateway(await neurons("one", **READY))).port)
+    made = [await submit(client, [line(0)]) for _ in range(5)]
+
+    found = [each.id async for each in client.batches.list(limit=2)]
+
+    assert found == [each.id for each in reversed(made)]
+    files = [each.id async for each in client.files.list(limit=2, purpose="batch", order="asc")]
+    assert files == [each.input_file_id for each in made]
+
+
 async def test_a_file_in_use_is_not_deleted(start_gateway: StartGateway, neurons: StartNeuron) -> None:
     node = await neurons("one", **READY, respond=None)
     node.states.clear()

@@ -69,3 +69,44 @@ def test_load_that_finds_less_room_than_decided_evicts_for_its_context() -> None
     fake.finish_unload()
     fake.finish_load()
     assert node_of(got) == "n"
+
+
+def test_request_for_a_longer_context_has_an_idle_model_loaded_again_with_it() -> None:
+    fake = FakeFleet({"n": {"m": 6 * GB, "other": 16 * GB}})
+    fake.contexts["m"] = CONTEXTS
+    fake.context_tokens["m"] = 32_768
+    fake.ready["n"] |= {"m": 900.0, "other": 900.0}
+    fake.poll()
+    ask = fake.dispatcher.ask_for_context
+    assert ask("m", 32_768) is None
+    lease = lease_of(fake.ask("m"))
+    assert ask("m", 100_000) is None, "a request runs"
+    fake.dispatcher.release(lease)
+    place = ask("m", 100_000)
+    assert place == ModelOnNode("n", "m")
+    assert ask("m", 100_000) is None, "once is enough"
+    fake.operator.unload("m", "n")
+    got = fake.ask("m")
+    fake.finish_unload()
+    assert fake.unloads == [("n", "m", "operator"), ("n", "other", "evicted")]
+    fake.finish_unload()
+    (request,) = fake.load_requests
+    assert request.min_context_tokens is not None
+    assert 90_000 < request.min_context_tokens <= 100_000
+    fake.context_tokens["m"] = 100_000
+    fake.finish_load()
+    assert node_of(got) == "n"
+
+
+def test_context_that_memory_does_not_allow_unloads_nothing() -> None:
+    fake = FakeFleet({"n": {"m": 6 * GB, "other": 16 * GB}})
+    fake.contexts["m"] = CONTEXTS
+    fake.context_tokens["m"] = 32_768
+    fake.ready["n"] |= {"m": 900.0, "other": 900.0}
+    fake.poll()
+    fake.operator.pin("other")
+    assert fake.dispatcher.ask_for_context("m", 100_000) is None
+    fake.dispatcher.change_pins(removed=[ModelOnNode("n", "other")])
+    fake.context_tokens["m"] = FULL
+    fake.poll()
+    assert fake.dispatcher.ask_for_context("m", 2 * FULL) is None, "it has what it was made for"

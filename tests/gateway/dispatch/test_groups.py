@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable
 from typing import cast
 
 import pytest
@@ -16,6 +18,8 @@ from cortex.wire.errors import GroupClaimed, LoadFailed, UpstreamUnavailable
 from cortex.wire.node.groups import PreparedMember, PrepareMember
 from cortex.wire.node.orders import FilesRequest, LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import ModelState, ModelStatus, PullStatus
+
+from ...waiting import WAIT_S
 
 
 class NotedNode:
@@ -35,12 +39,19 @@ class NotedNode:
         self._fleet, self._leaves = fleet, leaves
         self._lacks_files, self._digest, self._num_claims, self._state = lacks_files, digest, num_claims, state
         self.orders: list[str] = []
+        self.before: Callable[[str], Awaitable[None]] | None = None
+        """Called with each order that may take long."""
+
+    async def _note(self, order: str) -> None:
+        if self.before is not None:
+            await self.before(order)
+        self.orders.append(order)
 
     async def prepare_member(self, request: PrepareMember) -> PreparedMember:
         if self._num_claims:
             self._num_claims -= 1
             raise GroupClaimed("another gateway starts it")
-        self.orders.append(f"prepare {request.model_id}")
+        await self._note(f"prepare {request.model_id}")
         if self._leaves is not None:
             del self._fleet[self._leaves]
         digest = "" if self._lacks_files else self._digest
@@ -57,7 +68,7 @@ class NotedNode:
         return ModelStatus(id=model, state=self._state)
 
     async def load(self, request: LoadRequest) -> ModelStatus:
-        self.orders.append(f"load {request.model_id}")
+        await self._note(f"load {request.model_id}")
         return ModelStatus(id=request.model_id, state=ModelState.READY)
 
     async def unload(self, request: UnloadRequest, *, timeout_s: float) -> ModelStatus:
@@ -87,6 +98,27 @@ async def test_files_come_before_the_load_and_once_from_the_hub() -> None:
     await start_group(fleet, plans, LoadRequest(model_id="m", harness="vllm"), no_neighbours(fleet))
     for node in noted.values():
         assert node.orders == ["prepare m", "pull m", "prepare m", "load m"]
+
+
+async def test_claims_are_renewed_while_members_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "RENEW_S", 0.01)
+    fleet: dict[str, NodeClient] = {}
+    leader, member = NotedNode(fleet), NotedNode(fleet)
+    fleet |= {"first": cast(NodeClient, leader), "second": cast(NodeClient, member)}
+
+    async def slow(order: str) -> None:
+        """Returns when the leader was asked again."""
+        num_orders = len(leader.orders)
+        async with asyncio.timeout(WAIT_S):
+            while len(leader.orders) < num_orders + 2:
+                await asyncio.sleep(0.01)
+
+    member.before = slow
+    plans = (MemberPlan("first", (0,)), MemberPlan("second", (0,)))
+    await start_group(fleet, plans, LoadRequest(model_id="m", harness="vllm"), no_neighbours(fleet))
+    assert member.orders == ["prepare m", "load m"]
+    assert set(leader.orders[:-1]) == {"prepare m"}
+    assert leader.orders[-1] == "load m"
 
 
 async def test_members_with_different_files_start_no_group() -> None:

@@ -210,3 +210,33 @@ def test_node_that_still_responds_is_not_awake_again_until_it_has_had_time_to_sl
     fake.poll("big")
     assert state(fake) == "awake"
     assert events(fake)[-1] == "node_not_suspended"
+
+
+def test_node_that_another_gateway_has_suspended_is_woken_for_a_request() -> None:
+    fake = fleet()
+    for _ in range(3):
+        fake.dispatcher.missed("big", "no route to host")
+    fake.poll("small")
+    assert (state(fake), fake.woken) == ("asleep", [])
+    assert "node_down" in events(fake), "this gateway does not know why"
+    (problem,) = [each.reason for each in fake.dispatcher.explain("huge").assessments if each.node == "big"]
+    assert "may be asleep" in problem
+    fake.ask("huge")
+    fake.poll("small")
+    assert (state(fake), fake.woken) == ("waking", ["big"])
+    fake.poll("big")
+    assert state(fake) == "awake"
+
+
+def test_gateway_that_starts_wakes_a_node_of_which_it_knows_nothing() -> None:
+    fake = FakeFleet({"small": {"a": GB}, "big": {"a": GB}}, wakes={"big": RULES})
+    fake.poll("small")
+    for _ in range(3):
+        fake.dispatcher.missed("big", "no route to host")
+    fake.dispatcher.tick()
+    assert (state(fake), fake.woken) == ("waking", ["big"])
+    fake.now += 121
+    fake.poll("small")
+    fake.dispatcher.tick()
+    fake.dispatcher.missed("big", "no route to host")
+    assert (state(fake), fake.woken) == ("lost", ["big"]), "it is tried once"

@@ -160,6 +160,10 @@ async def test_node_that_gets_a_prompt_which_another_one_has_computed_learns_whe
     assert is_valid_ticket(named.ticket, key_hash("its key"), SCOPE, time.time())
     assert not is_valid_ticket(named.ticket, key_hash("another"), SCOPE, time.time())
     assert repository_of(SCOPE) is None, "a ticket for files of that name would open KV"
+    far = connected[moved.node]
+    connected[moved.node] = connect(NeuronSection(name=moved.node, endpoint="http://192.0.2.1:13131"), key=None)
+    assert kv_source(moved, connected) == (), "from another host, a loopback address leads elsewhere"
+    connected[moved.node] = far
     large = tmp_path / "authorities.pem"
     large.write_text("certificate\n" * 5000)
     connected[first.node] = connect(connected[first.node].section, key=None, ca_file=large)

@@ -14,6 +14,7 @@ import pytest
 from aiohttp import ClientSession
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from cortex.http.composed_body import Body
 from cortex.http.limits import ClientLimits
 from cortex.neuron.api.access import NodeAccess, NodeKeys
 from cortex.neuron.api.drain_gate import DrainGate
@@ -21,11 +22,11 @@ from cortex.neuron.engine.request import EngineRequest, EngineStats, PooledTexts
 from cortex.neuron.node.status import ServedModel
 from cortex.neuron.picture_process.client import Pictures
 from cortex.neuron.picture_process.limits import PictureLimits
+from cortex.neuron.text.local import read_text
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import Prepared, prepare
 from cortex.neuron.text.template.prompt import NO_RULES, PromptRules
 from cortex.neuron.text.tokenizer.encoder import TextsToEncode
-from cortex.neuron.text.tokenizer.local import read_text
 from cortex.wire.errors import CortexError, ModelInUse, ModelNotFound, prompt_too_long
 from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.node.orders import DeletedFiles, FilesRequest, HubRepository, LoadRequest, UnloadRequest
@@ -136,6 +137,13 @@ class ScriptedFiles:
     """Downloads that begin, and end when they are cancelled."""
 
     pulls: dict[str, PullStatus] = field(default_factory=dict)
+    uploads: dict[str, bytes] = field(default_factory=dict)
+
+    async def has_upload(self, digest: str) -> bool:
+        return digest in self.uploads
+
+    async def upload(self, digest: str, body: Body) -> None:
+        self.uploads[digest] = body[: len(body)]
 
     def pull(self, request: FilesRequest) -> PullStatus:
         self.pulls[request.model_id] = PullStatus(model_id=request.model_id, quant=request.quant, state="running")

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from cortex.neuron.api.routes.metrics import TokenTimes
+from cortex.neuron.api.metrics import TokenTimes
 
 BOUNDS = (0.001, 0.01, 0.5, 5)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from cortex.neuron.engine.engine import Engine
+from cortex.neuron.engine.engine import RESERVED_TOKENS, Engine
 from cortex.neuron.engine.loading.loading import build_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.layers.parameters import Parameters
@@ -51,10 +51,10 @@ def fill(parameters: Parameters) -> None:
         torch.nn.init.normal_(binding.destination, std=0.5 if binding.destination.dim() == 1 else 0.15)
 
 
-def engine(family: str, **options: Any) -> Engine:
+def engine(family: str, reserved_tokens: int = RESERVED_TOKENS, **options: Any) -> Engine:
     limits = {"max_num_seqs": 8, "memory_bytes": 256 << 20}  # several engines are on a device at once
     spec = LoadSpec("", dtype="bfloat16", context_tokens=128, deterministic=True, **limits | options)
-    made = Engine(build_model(FAMILIES[family], spec, DEVICE, fill), spec)
+    made = Engine(build_model(FAMILIES[family], spec, DEVICE, fill), spec, reserved_tokens=reserved_tokens)
     made.warm_up()
     return made
 
@@ -113,8 +113,7 @@ def test_prompt_that_comes_again_has_the_same_response(family: str, cached: int)
     assert made.stats().cached_tokens == cached
 
 
-def test_preempted_request_continues_with_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cortex.neuron.engine.engine.RESERVED_TOKENS", 0)
+def test_preempted_request_continues_with_the_same_tokens() -> None:
     requests = [
         EngineRequest(str(number), tuple(range(2 + number, 40 + number)), 40, SamplingParams(temperature=0.0))
         for number in range(3)
@@ -122,6 +121,6 @@ def test_preempted_request_continues_with_the_same_tokens(monkeypatch: pytest.Mo
     expected = alone("dense", requests)
     roomy = engine("dense")
     bytes_of_a_page = roomy.info.kv_bytes // roomy.info.num_pages
-    tight = engine("dense", memory_bytes=roomy.info.weight_bytes + 7 * bytes_of_a_page)
+    tight = engine("dense", reserved_tokens=0, memory_bytes=roomy.info.weight_bytes + 7 * bytes_of_a_page)
     assert responses(tight, requests) == expected
     assert tight.stats().preemptions > 0

@@ -19,9 +19,9 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from cortex.neuron.engine import engine as engines
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.errors import LoadError
+from cortex.neuron.engine.loading.loading import load_model
 from cortex.neuron.engine.memory.plan import ModelSizes
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.models.sizes import WeightStorage
@@ -54,7 +54,11 @@ def load(folder: Path, memory_bytes: int | None) -> Engine:
         deterministic=True,
         memory_bytes=memory_bytes,
     )
-    return Engine.load(spec, DEVICE, lambda *_: None, lambda: False)
+    loaded = load_model(spec, DEVICE, lambda *_: None, lambda: False)
+    engine = Engine(loaded, spec, reserved_tokens=0)
+    if DEVICE.type != "cpu":
+        engine.warm_up()
+    return engine
 
 
 def small_memory(folder: Path, plain: Engine) -> int:
@@ -160,11 +164,9 @@ class History:
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Family]:
     folder = tmp_path_factory.mktemp("histories")
     write_vision_model(request.param, folder)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engines, "RESERVED_TOKENS", 0)
-        plain = load(folder, 1 << 30)  # room for everything, and for the other model
-        yield Family(folder, plain, small_memory(folder, plain))
-        plain.close()
+    plain = load(folder, 1 << 30)  # room for everything, and for the other model
+    yield Family(folder, plain, small_memory(folder, plain))
+    plain.close()
 
 
 @FEW

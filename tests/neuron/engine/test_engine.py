@@ -41,15 +41,13 @@ def test_mixed_batch_responds_as_each_request_does_alone(
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_preempted_requests_continue_unchanged(
-    make_engine: EngineMaker, late: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("cortex.neuron.engine.engine.RESERVED_TOKENS", 0)  # so that more sequences start than fit
+def test_preempted_requests_continue_unchanged(make_engine: EngineMaker, late: bool) -> None:
+    """Nothing is reserved, so that more sequences start than fit."""
     requests = [
         ask(str(number), some_tokens(30, seed=number), 60, SamplingParams(temperature=0.0, presence_penalty=0.5))
         for number in range(3)
     ]
-    roomy, tight = make_engine(late=late), make_engine(late=late, pages=6)
+    roomy, tight = make_engine(late=late), make_engine(late=late, pages=6, reserved_tokens=0)
     expected, outputs = run(roomy, *requests), run(tight, *requests)
     assert roomy.stats().preemptions == 0
     assert tight.stats().preemptions > 0
@@ -266,11 +264,8 @@ def test_scores_every_prompt_token_as_the_reference_does(
     assert tokens_of(outputs["scored"]) == tokens_of(outputs["unscored"])
 
 
-def test_scores_the_prompt_of_a_preempted_request_once(
-    make_engine: EngineMaker, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("cortex.neuron.engine.engine.RESERVED_TOKENS", 0)
-    engine = make_engine(late=True, pages=5, prefill_chunk_tokens=16)
+def test_scores_the_prompt_of_a_preempted_request_once(make_engine: EngineMaker, checkpoint: Path) -> None:
+    engine = make_engine(late=True, pages=5, reserved_tokens=0, prefill_chunk_tokens=16)
     first = ask("first", some_tokens(60, seed=6), 40)
     scored = ask("scored", some_tokens(70, seed=7), 30, prompt_logprobs=0)
     outputs = run(engine, first, scored)

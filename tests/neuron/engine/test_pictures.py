@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from cortex.neuron.engine.engine import Engine
+from cortex.neuron.engine.engine import RESERVED_TOKENS, Engine
 from cortex.neuron.engine.errors import RequestError
 from cortex.neuron.engine.execution.picture_encoder import PictureEncoder
 from cortex.neuron.engine.loading.loading import load_model
@@ -34,9 +34,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def load(folder: Path, **changes: Any) -> Engine:
+def load(folder: Path, reserved_tokens: int = RESERVED_TOKENS, **changes: Any) -> Engine:
     options: dict[str, Any] = {"dtype": "float32", "context_tokens": 512, "max_num_seqs": 4, "speculation": "off"}
-    return Engine.load(LoadSpec(str(folder), **(options | changes)), CPU, lambda *_: None, lambda: False)
+    spec = LoadSpec(str(folder), **(options | changes))
+    return Engine(load_model(spec, CPU, lambda *_: None, lambda: False), spec, reserved_tokens=reserved_tokens)
 
 
 @pytest.fixture(scope="module")
@@ -142,10 +143,7 @@ def test_vectors_beyond_the_budget_are_dropped_and_computed_again(engine: Engine
     assert encoder.num_encoded == 5
 
 
-def test_preempted_requests_with_pictures_respond_the_same(
-    folder: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("cortex.neuron.engine.engine.RESERVED_TOKENS", 0)
+def test_preempted_requests_with_pictures_respond_the_same(folder: Path, engine: Engine) -> None:
     spec = spec_of(folder)
     prompts = [
         Prompt.of(spec, [text(3, seed), random_image(60, 40, seed), text(20, seed), random_image(9, 40, seed)])
@@ -154,7 +152,7 @@ def test_preempted_requests_with_pictures_respond_the_same(
     expected = [tuple(tokens_of(run(engine, prompt.request("x", 60))["x"])) for prompt in prompts]
     page_bytes = engine.info.kv_bytes // (engine.info.num_pages + 1)
     memory_bytes = load_bytes(engine) + 8 * page_bytes
-    small = load(folder, prefill_chunk_tokens=24, memory_bytes=memory_bytes, context_tokens=192)
+    small = load(folder, 0, prefill_chunk_tokens=24, memory_bytes=memory_bytes, context_tokens=192)
     outputs = run(small, *(prompt.request(str(number), 60) for number, prompt in enumerate(prompts)))
     assert small.stats().preemptions > 0
     assert [tuple(tokens_of(outputs[str(number)])) for number in range(3)] == expected

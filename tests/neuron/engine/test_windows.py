@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from cortex.neuron.engine.engine import Engine
+from cortex.neuron.engine.engine import RESERVED_TOKENS, Engine
 from cortex.neuron.engine.kv.page_groups import window_pages
 from cortex.neuron.engine.loading.loading import load_model
 from cortex.neuron.engine.memory.plan import ModelSizes
@@ -79,10 +79,11 @@ def load(model: Windowed) -> Iterator[EngineLoader]:
     """Loads engines; `late` ones read a step after the next is launched, as on a GPU."""
     engines: list[Engine] = []
 
-    def make(*, late: bool = False, **changes: Any) -> Engine:
+    def make(*, late: bool = False, reserved_tokens: int = RESERVED_TOKENS, **changes: Any) -> Engine:
         options: dict[str, Any] = {"path": str(model.path), "dtype": "float32", "max_num_seqs": 6}
         spec = LoadSpec(**(options | changes))
-        engines.append(Engine(load_model(spec, CPU, lambda *_: None, lambda: False), spec, overlaps=late))
+        loaded = load_model(spec, CPU, lambda *_: None, lambda: False)
+        engines.append(Engine(loaded, spec, overlaps=late, reserved_tokens=reserved_tokens))
         return engines[-1]
 
     yield make
@@ -114,12 +115,12 @@ def test_deterministic_responses_are_those_of_the_reference_library(model: Windo
     assert responses(load(deterministic=True), REQUESTS[3]) == {"shorter": model.expected["shorter"]}
 
 
-def test_responses_survive_preemption(model: Windowed, load: EngineLoader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cortex.neuron.engine.engine.RESERVED_TOKENS", 0)  # so that more sequences start than fit
+def test_responses_survive_preemption(model: Windowed, load: EngineLoader) -> None:
     sizes = model.sizes()
     num_pages = 13 if model.is_mixed else 7
     memory_bytes = sizes.fixed_bytes(1024) + num_pages * sizes.page_bytes
-    engine = load(late=model.is_mixed, memory_bytes=memory_bytes, max_num_seqs=6)
+    # Nothing is reserved, so that more sequences start than fit.
+    engine = load(late=model.is_mixed, reserved_tokens=0, memory_bytes=memory_bytes, max_num_seqs=6)
     several = [ask(str(number), REQUESTS[4].prompt, 90) for number in range(3)]
     several += [ask(f"other {number}", some_tokens(20, seed=number), 90) for number in range(3)]
     expected = responses(load(), *several)

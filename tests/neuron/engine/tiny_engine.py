@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,12 @@ import pytest
 import torch
 import transformers
 
-from cortex.neuron.engine.engine import Engine
+from cortex.neuron.engine.engine import RESERVED_TOKENS, Engine
 from cortex.neuron.engine.loading.loading import load_model
+from cortex.neuron.engine.memory.plan import ModelSizes
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams, StepOutput
+from cortex.neuron.models.registry import read_architecture
+from cortex.neuron.models.sizes import WeightStorage
 
 from ..tiny_models import tiny_sizes
 
@@ -46,23 +49,19 @@ def make_engine(checkpoint: Path) -> Iterator[EngineMaker]:
     """Loads engines; `late` ones read a step after the next is launched, as on a GPU; `pages` bounds memory."""
     engines: list[Engine] = []
 
-    def load(spec: LoadSpec, late: bool) -> Engine:
-        engine = Engine(load_model(spec, CPU, lambda *_: None, lambda: False), spec, overlaps=late)
-        engine.warm_up()
-        return engine
-
-    def make(*, late: bool = False, pages: int | None = None, **changes: Any) -> Engine:
+    def make(
+        *, late: bool = False, pages: int | None = None, reserved_tokens: int = RESERVED_TOKENS, **changes: Any
+    ) -> Engine:
         options: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 6}
-        spec = LoadSpec(str(checkpoint), **(options | changes))
-        engine = load(spec, late)
         if pages is not None:
-            page_bytes = engine.info.kv_bytes // (engine.info.num_pages + 1)
-            memory_bytes = engine.info.weight_bytes + (pages + 1) * page_bytes
-            engine.close()
-            engine = load(replace(spec, memory_bytes=memory_bytes), late)
-            assert engine.info.num_pages == pages
-        engines.append(engine)
-        return engine
+            config = json.loads((checkpoint / "config.json").read_text())
+            sizes = ModelSizes.of(read_architecture(config), WeightStorage(4))
+            options["memory_bytes"] = sizes.fixed_bytes(CONTEXT) + (pages + 1) * sizes.page_bytes
+        spec = LoadSpec(str(checkpoint), **(options | changes))
+        loaded = load_model(spec, CPU, lambda *_: None, lambda: False)
+        engines.append(Engine(loaded, spec, overlaps=late, reserved_tokens=reserved_tokens))
+        assert pages in (None, engines[-1].info.num_pages)
+        return engines[-1]
 
     yield make
     for engine in engines:

@@ -46,7 +46,7 @@ def divided(config: dict[str, Any], whole: LoadedModel) -> Decoder:
     team = HostTeam(
         CPU,
         torch.float32,
-        lambda size: torch.empty(size, dtype=torch.uint8),
+        lambda size: torch.zeros(size, dtype=torch.uint8),
         buffer_experts=2,
         processors=processors_of_one_node(),
     )

@@ -192,6 +192,7 @@ def test_falls_asleep_and_wakes_once_for_many_callers() -> None:
         ("waking", [LoadEnded(3, NO_ROOM)], ModelState.ASLEEP, [NotifyFailed(NO_ROOM)]),
         ("waking", [LoadEnded(3, NO_ROOM), EnsureReady()], ModelState.LOADING, [StartWake(4)]),
         ("waking", [LoadEnded(3, LOST, worker_lost=True)], ModelState.RECOVERING, [StartLoad(4, 0.0)]),
+        ("waking", [LoadEnded(3, LOST, worker_lost=True, restarts=False)], ModelState.FAILED, [NotifyFailed(LOST)]),
         ("waking", [ModelLost("killed")], ModelState.LOADING, []),
         (
             "waking",

@@ -9,10 +9,10 @@ from faulty_models import PlainText, models, running_node
 
 from cortex.neuron.node import models as node_models
 from cortex.neuron.node.status import describe_model
+from cortex.neuron.text.local import read_text
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import Prepared, prepare
 from cortex.neuron.text.template.prompt import PromptRules
-from cortex.neuron.text.tokenizer.local import read_text
 from cortex.wire.packed_request import unpack
 
 from ..api.conftest import write_text_files

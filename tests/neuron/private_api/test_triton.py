@@ -10,7 +10,7 @@ import torch
 
 from cortex.neuron.engine.errors import LoadError
 from cortex.neuron.engine.loading import warmup
-from cortex.neuron.engine.loading.kernel_pass import PassedModel, kernel_pass
+from cortex.neuron.engine.loading.kernel_pass import ModelToCompile, kernel_pass
 from cortex.neuron.kernels import jit
 from cortex.neuron.kernels.device_facts import CARDS
 from cortex.neuron.layers.configs import WHOLE
@@ -34,7 +34,7 @@ def test_kernels_are_compiled_by_triton_itself_where_launches_cannot_be_collecte
 
 def test_nothing_is_compiled_ahead_where_launches_cannot_be_collected(monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"model_type": "qwen3", **tiny_sizes(vocab_size=64, hidden_size=64)}
-    passed = PassedModel(read_architecture(config), {}, torch.bfloat16, torch.bfloat16, WHOLE, 16, 128)
+    passed = ModelToCompile(read_architecture(config), {}, torch.bfloat16, torch.bfloat16, WHOLE, 16, 128)
     fail_probe(monkeypatch, private.COLLECTED_LAUNCHES)
     assert kernel_pass(passed, torch.device("cuda")) is None
     with pytest.raises(LoadError, match=REASON):

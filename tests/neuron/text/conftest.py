@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from cortex.neuron.text.local import LocalEncoder, read_text
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.tokenizer.library import LibraryTokenizer
-from cortex.neuron.text.tokenizer.local import LocalEncoder, read_text
 from cortex.neuron.text.tokenizer.tokenizer import Tokenizer as TextTokenizer
 from cortex.system.cache_folder import cache_folder
 

@@ -13,10 +13,10 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer
 
+from cortex.neuron.text.local import text_of_gguf
 from cortex.neuron.text.model import TextModel, survey_text
 from cortex.neuron.text.template.chat_template import ChatTemplate
 from cortex.neuron.text.template.prompt import PromptRules
-from cortex.neuron.text.tokenizer.local import text_of_gguf
 from cortex.neuron.weights.errors import CheckpointError
 from cortex.wire.errors import ContextLengthExceeded, InvalidValue
 from cortex.wire.events import ReasoningDelta, TextDelta, ToolCallStart

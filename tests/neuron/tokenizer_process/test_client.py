@@ -22,11 +22,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from cortex.ipc.helper import Helper
 from cortex.ipc.pool import HelperProcess
 from cortex.neuron.text.errors import TextFileMalformed, TokenizerMissing, TokenizerUnsupported
+from cortex.neuron.text.local import read_text
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import prepare
 from cortex.neuron.text.template import jinja_environment
 from cortex.neuron.text.template.prompt import NO_RULES, PromptRules
-from cortex.neuron.text.tokenizer.local import read_text
 from cortex.neuron.tokenizer_process.client import TokenizerClient
 from cortex.neuron.weights.errors import Malformed
 from cortex.wire.errors import ContextLengthExceeded, InvalidValue, LoadFailed, PreparationLimitExceeded, Recovering

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import click
@@ -9,8 +10,15 @@ import click
 from cortex.cli.client import GatewayClient, gateway_options
 from cortex.cli.failures import Command, CommandError, ExitCode
 from cortex.cli.output import console, json_option, print_json
+from cortex.formats.units import gib
 from cortex.wire.dialects.ollama.modelfile import ModelfileProblem, as_request
+from cortex.wire.dialects.ollama.models import BLOBS_PREFIX
 from cortex.wire.node.load_options import is_path
+
+_MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.gguf")
+"""What of a folder belongs to a model."""
+_WEIGHTS, _PROJECTOR = "model.gguf", "mmproj-model.gguf"
+"""What a model's files are called: Ollama's own have only a digest for a name."""
 
 
 @click.command(cls=Command)
@@ -28,17 +36,22 @@ from cortex.wire.node.load_options import is_path
 def create(name: str, file: Path, quantize: str | None, gateway: GatewayClient, as_json: bool) -> None:
     """Create a model from a Modelfile.
 
-    FROM names a model, a repository of the hub, or a file on the node. The gateway keeps the model as an entry of its
-    catalogue, until `DELETE /api/delete`.
+    FROM names a model, a repository of the hub, a GGUF file or a folder. Files that are here are sent to a node; a path
+    that is not here is one on the node. The gateway keeps the model as an entry of its catalogue, until
+    `DELETE /api/delete`.
     """
     try:
         request = as_request(file.read_text(encoding="utf-8"))
+        here = _files_here(request["from"], request.pop("projector", None), file.parent)
+        if here:
+            del request["from"]
+            request["files"] = {path: _uploaded(gateway, each, quiet=as_json) for path, each in here.items()}
     except OSError as error:
-        raise CommandError(f"{file} cannot be read: {error.strerror}", "name one with -f", ExitCode.USAGE) from error
+        raise CommandError(
+            f"{error.filename} cannot be read: {error.strerror}", "check -f and FROM", ExitCode.USAGE
+        ) from error
     except (ModelfileProblem, UnicodeDecodeError) as error:
         raise CommandError(f"{file} is no Modelfile: {error}", "correct it", ExitCode.CONFIG) from error
-    if is_path(request["from"]):
-        request["from"] = str((file.parent / Path(request["from"]).expanduser()).resolve())
     body = request | {"model": name, "stream": False} | ({"quantize": quantize} if quantize else {})
     response = gateway.post("/api/create", body)
     if as_json:
@@ -47,3 +60,39 @@ def create(name: str, file: Path, quantize: str | None, gateway: GatewayClient, 
     for note in response["notes"]:
         console().print(f"- {note}", soft_wrap=True, markup=False, highlight=False)
     console().print(f"{name} is {response['using']}", soft_wrap=True, markup=False, highlight=False)
+
+
+def _files_here(source: str, projector: str | None, folder: Path) -> dict[str, Path]:
+    """The files of a model, by their path in it; empty where its source is nothing that is here. Raises
+    ModelfileProblem."""
+    weights = _file_here(source, folder)
+    if projector is not None:
+        tower = _file_here(projector, folder)
+        if weights is None or tower is None:
+            raise ModelfileProblem("with two FROM, each names a file that is here: the weights, and the projector")
+        return {_WEIGHTS: weights, _PROJECTOR: tower}
+    if weights is None:
+        if source.startswith("."):
+            raise ModelfileProblem(f"there is no {source}; give the whole path of a file that is on the node only")
+        return {}
+    if weights.is_dir():
+        return {each.name: each for pattern in _MODEL_FILES for each in sorted(weights.glob(pattern)) if each.is_file()}
+    return {_WEIGHTS: weights}
+
+
+def _file_here(source: str, folder: Path) -> Path | None:
+    if not is_path(source) and not source.endswith(".gguf"):
+        return None
+    path = folder / Path(source).expanduser()
+    return path.resolve() if path.exists() else None
+
+
+def _uploaded(gateway: GatewayClient, file: Path, *, quiet: bool) -> str:
+    """Send a file, unless a node has it from before. Returns its digest."""
+    with file.open("rb") as content:
+        digest = f"sha256:{hashlib.file_digest(content, 'sha256').hexdigest()}"
+    if not gateway.has(BLOBS_PREFIX + digest):
+        if not quiet:
+            console().print(f"sending {file.name}, {gib(file.stat().st_size)}", highlight=False, markup=False)
+        gateway.send(BLOBS_PREFIX + digest, file)
+    return digest

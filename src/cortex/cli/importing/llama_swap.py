@@ -312,6 +312,8 @@ def _model(model_id: str, raw: Any, data: Mapping[str, Any], note: Any) -> _Mode
     if isinstance(shown := options.get("sendLoadingState"), bool):
         spec["loading_state"] = "reasoning" if shown else "comment"
     if metadata := _without_null(_mapping(options, "metadata")):
+        if any(server_command.PORT in str(value) for value in metadata.values()):
+            noted("metadata that names ${PORT} keeps it as text, because the node chooses the port at each start")
         spec["metadata"] = metadata
     if (timeout_s := _number(options, "unloadTimeout") or _number(data, "unloadTimeout")) > 0:
         harness["stop_timeout_s"] = timeout_s
@@ -426,13 +428,10 @@ def _apply_routing(data: Mapping[str, Any], models: Mapping[str, _Model], note: 
     matrix = _mapping(data, "matrix") or (_mapping(settings, "matrix") if engine == "matrix" else {})
     found = {"together": _sets(matrix, models, note)} if matrix else {"groups": _swap_groups(groups, models, note)}
     priorities = _mapping(_mapping(_mapping(scheduler, "settings"), "fifo"), "priority")
-    for name in priorities:
-        if name in models:
-            models[name].spec["priority"] = int(_number(priorities, name))
-        else:
-            note(f"the priority of {name} is left out: it is no model")
-    if priorities:
-        note("the scheduler's priorities are those of models, which also keep a model from evicting a higher one")
+    for name in models.keys() & priorities.keys():
+        models[name].spec["queue_priority"] = int(_number(priorities, name))
+    if absent := [name for name in priorities if name not in models]:
+        note(f"priorities are left out, because they are of no model: {', '.join(absent)}")
     return found
 
 

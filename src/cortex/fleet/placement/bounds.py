@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from cortex.fleet.catalogue import ModelSpec
 from cortex.fleet.index import remembered
-from cortex.fleet.memory import DeviceLedger, Need, whole_ledger
+from cortex.fleet.memory import DeviceLedger, MemoryNeed, whole_ledger
 from cortex.fleet.topology import Fleet, Node, Residency
 from cortex.wire.node.protocol import ModelState
 
@@ -114,7 +114,7 @@ def is_plain(spec: ModelSpec, fleet: Fleet, origin: Origin) -> bool:
     return is_free and spec.harness in (None, "torch") and fleet.catalogue.has(spec.id)
 
 
-def by_free_memory(spec: ModelSpec, node: Node, need: Need | None, *, packs: bool) -> Bound:
+def by_free_memory(spec: ModelSpec, node: Node, need: MemoryNeed | None, *, packs: bool) -> Bound:
     """The bound of a node where memory decides, from what is free there. `packs`: the fullest device is preferred."""
     held = node.residencies.get(spec.id)
     if _may_wake(spec, node, held) or node.num_nodes_of(spec) > 1:
@@ -125,18 +125,18 @@ def by_free_memory(spec: ModelSpec, node: Node, need: Need | None, *, packs: boo
 
 
 def by_room(
-    room: _NodeRoom, need: Need | None, *, packs: bool, is_elsewhere: bool = True, is_divided: bool = False
+    room: _NodeRoom, need: MemoryNeed | None, *, packs: bool, is_elsewhere: bool = True, is_divided: bool = False
 ) -> Bound:
     """The same for a model that is not asleep there. `is_elsewhere`: the catalogue does not pin it on the node."""
     return _or_split(_by_room(room, need, packs=packs, is_elsewhere=is_elsewhere, is_divided=is_divided), need)
 
 
-def _or_split(bound: Bound, need: Need | None) -> Bound:
+def _or_split(bound: Bound, need: MemoryNeed | None) -> Bound:
     """`bound`, unless the model may do better with a part of its weights in host memory."""
     return _SPLIT if need is not None and need.splits is not None and bound > _SPLIT else bound
 
 
-def _by_room(room: _NodeRoom, need: Need | None, *, packs: bool, is_elsewhere: bool, is_divided: bool) -> Bound:
+def _by_room(room: _NodeRoom, need: MemoryNeed | None, *, packs: bool, is_elsewhere: bool, is_divided: bool) -> Bound:
     available = room.available_bytes
     if not available:
         return _TOO_SMALL
@@ -168,13 +168,13 @@ def _by_room(room: _NodeRoom, need: Need | None, *, packs: bool, is_elsewhere: b
     return _TOO_SMALL
 
 
-def has_free(room: _NodeRoom, need: Need) -> bool:
+def has_free(room: _NodeRoom, need: MemoryNeed) -> bool:
     """Whether a device has enough free memory for `need`, or several may have it together."""
     return room.may_divide or need.least_bytes <= room.available_bytes[-1]
 
 
 def by_residents(
-    spec: ModelSpec, node: Node, need: Need | None, fleet: Fleet, now: float, origin: Origin, bound: Bound
+    spec: ModelSpec, node: Node, need: MemoryNeed | None, fleet: Fleet, now: float, origin: Origin, bound: Bound
 ) -> Bound:
     """`bound` of `by_free_memory`, raised by what the models that hold memory there allow."""
     room = node_room(node)

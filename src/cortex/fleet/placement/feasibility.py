@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from cortex.fleet.memory import Need, need_of
+from cortex.fleet.memory import MemoryNeed, need_of
 from cortex.fleet.topology import Fleet, Node
 
 from .bounds import by_free_memory, by_residents, is_plain, node_room
@@ -72,7 +72,7 @@ class Feasibility:
                 break
         return tuple(found)
 
-    def _has_room(self, model_id: str, node: Node, need: Need) -> bool:
+    def _has_room(self, model_id: str, node: Node, need: MemoryNeed) -> bool:
         """Whether the model fits on a node where bounds are exact, now or after making room."""
         spec = self._fleet.catalogue.spec(model_id)
         bound = by_free_memory(spec, node, need, packs=True)

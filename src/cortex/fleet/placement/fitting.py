@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from cortex.fleet.catalogue import MEBIBYTE, ModelSpec
-from cortex.fleet.memory import DeviceLedger, Need, host_left_bytes, ledger
+from cortex.fleet.memory import DeviceLedger, MemoryNeed, host_left_bytes, ledger
 from cortex.fleet.topology import Fleet, ModelOnNode, Node
 from cortex.formats.units import gib
 from cortex.wire.node.contexts import AGENT_TOKENS, tolerated
@@ -45,7 +45,7 @@ class Fitting:
         fleet: Fleet,
         now: float,
         *,
-        need: Need | None,
+        need: MemoryNeed | None,
         origin: Origin,
         leaving: frozenset[ModelOnNode] = frozenset(),
     ) -> None:
@@ -101,7 +101,7 @@ class Fitting:
             return msgspec.structs.replace(found, host_left_bytes=host_left_bytes(self._node))
         return split
 
-    def _load_split(self, need: Need) -> Assessment | None:
+    def _load_split(self, need: MemoryNeed) -> Assessment | None:
         """With as many weights on devices as they can have: on those that are emptied first, on what is free next, and
         then with as few as possible. `None`: that does not fit either."""
         assert need.splits is not None
@@ -223,7 +223,7 @@ def capacity_bytes(spec: ModelSpec, node: Node, count: int) -> int:
     return sum(largest) if node.ceiling_bytes is None else min(sum(largest), node.ceiling_bytes)
 
 
-def need_and_have(node: Node, need: Need | None, count: int) -> tuple[DeviceRow, ...]:
+def need_and_have(node: Node, need: MemoryNeed | None, count: int) -> tuple[DeviceRow, ...]:
     """The device rows for a model over `count` devices, where memory does not decide the verdict."""
     return _rows(ledger(node), None if need is None else Division(need.takes_bytes, count), Room(()))
 
@@ -249,7 +249,7 @@ class _Context(NamedTuple):
     is_short: bool = False
 
 
-def _context(spec: ModelSpec, need: Need | None, size: int | None, room: Room, saved_bytes: int = 0) -> _Context:
+def _context(spec: ModelSpec, need: MemoryNeed | None, size: int | None, room: Room, saved_bytes: int = 0) -> _Context:
     """That of a load into `room`, where at least `size` is found. `saved_bytes`: what is in host memory instead."""
     if need is None or size is None or need.contexts is None:
         is_short = need is not None and size is not None and need.is_short(saved_bytes + max(size, _room_bytes(room)))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from cortex.fleet.catalogue import ModelSpec
-from cortex.fleet.memory import Need
+from cortex.fleet.memory import MemoryNeed
 from cortex.fleet.topology import Fleet, ModelOnNode, Node
 from cortex.formats.units import gib
 from cortex.wire.node.protocol import ModelState
@@ -21,7 +21,7 @@ _Fit = Callable[[Fitting], Assessment | None]
 
 
 def fit_group(
-    spec: ModelSpec, leader: Node, fleet: Fleet, now: float, *, need: Need | None, origin: Origin
+    spec: ModelSpec, leader: Node, fleet: Fleet, now: float, *, need: MemoryNeed | None, origin: Origin
 ) -> Assessment:
     """The assessment of the leader, with those of the other members; it is as bad as that of the worst of them.
     `need`: of the whole model, of which each node takes an equal part."""
@@ -68,7 +68,7 @@ class _Group:
     """One model with a certain leader."""
 
     def __init__(
-        self, spec: ModelSpec, leader: Node, fleet: Fleet, now: float, need: Need | None, origin: Origin
+        self, spec: ModelSpec, leader: Node, fleet: Fleet, now: float, need: MemoryNeed | None, origin: Origin
     ) -> None:
         self._spec, self._leader, self._fleet, self._now = spec, leader, fleet, now
         self._need, self._origin = need, origin

@@ -10,7 +10,7 @@ import msgspec
 
 from cortex.fleet.catalogue import MEBIBYTE, Catalogue, ModelSpec
 from cortex.fleet.index import remembered
-from cortex.fleet.memory import Need, need_of
+from cortex.fleet.memory import MemoryNeed, need_of
 from cortex.fleet.rules import PlacementRules
 from cortex.fleet.topology import STARTING, Fleet, Node, Residency
 from cortex.wire.node.bench import BenchResult
@@ -148,11 +148,11 @@ def _assess(
     )
 
 
-def raised_need(spec: ModelSpec, node: Node, need: Need | None) -> Need | None:
+def raised_need(spec: ModelSpec, node: Node, need: MemoryNeed | None) -> MemoryNeed | None:
     """What the model needs on `node`, where a load of it may have run out of memory."""
     if (raised := node.raised_needs.get(spec.id)) is None:
         return need
-    return Need(takes_bytes=raised, least_bytes=raised) if need is None else need.at_least(raised)
+    return MemoryNeed(takes_bytes=raised, least_bytes=raised) if need is None else need.at_least(raised)
 
 
 def _layers(held: Residency) -> str:

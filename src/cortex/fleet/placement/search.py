@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Sequence, Set
 
 from cortex.fleet.catalogue import ModelSpec
-from cortex.fleet.memory import Need, need_of
+from cortex.fleet.memory import MemoryNeed, need_of
 from cortex.fleet.topology import Fleet, Node
 
 from .bounds import Bound, by_free_memory, by_residents, by_room, has_free, is_plain, node_room
@@ -132,7 +132,7 @@ class _Candidates:
             bound = (*bound, self._fleet.nodes[position].name)
         return bound, position, bound[0] != _AFTER_EVICTION
 
-    def _need(self, node: Node) -> Need | None:
+    def _need(self, node: Node) -> MemoryNeed | None:
         is_listed = self._spec.id in node.residencies
         need = need_of(self._spec, node, self._fleet) if is_listed else self._elsewhere
         return raised_need(self._spec, node, need)

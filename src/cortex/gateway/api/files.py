@@ -206,6 +206,11 @@ class FileRoutes:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    @property
+    def are_shared(self) -> bool:
+        """Whether nodes get files from each other."""
+        return self._neighbours.is_on
+
     def pull(self, model: str, by: str) -> Job:
         """Download `model`, also `MODEL:QUANT`, to the node that suits it. Raises CortexError."""
         return self._pull(_Pull(model=model), by)
@@ -269,8 +274,10 @@ class FileRoutes:
     def _choose_node(self, model: str) -> str:
         """The node where the model would be loaded; where that is not known, the one with the most free disk."""
         decision = self._dispatcher.explain(model, "operator")
-        if decision.node is not None:
-            return decision.node
+        return decision.node if decision.node is not None else self.roomiest_node()
+
+    def roomiest_node(self) -> str:
+        """The node with the most free disk. Raises UpstreamUnavailable."""
 
         def free_bytes(node: Node) -> int:
             return node.disk.free_bytes if node.disk is not None else 0

@@ -18,7 +18,7 @@ from cortex.http.routing import Route
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.http.upstream.faults import UpstreamFault
-from cortex.wire.errors import CortexError, InvalidValue, ModelNotFound, NodeNotFound, shorten
+from cortex.wire.errors import CortexError, InvalidValue, ModelNotFound, NodeNotFound, RouteNotFound, shorten
 from cortex.wire.fields.body import MAX_MODEL_NAME
 from cortex.wire.node.orders import ForgetBlocksRequest, TenantName
 
@@ -78,15 +78,22 @@ class KeptPromptRoutes:
             return name  # nodes may keep what they computed with it
 
     def _tenants(self, wanted: _Forget) -> tuple[str, ...]:
-        """Raises InvalidValue, and what `find_key` raises."""
+        """Raises InvalidValue."""
         if (wanted.key or wanted.group) and self._sharing() == "all":
             raise InvalidValue(
                 "Nodes do not know whose prompts they keep, because `prefix_sharing` is `all`: forget by model or age.",
                 param="key" if wanted.key else "group",
             )
-        own = () if wanted.key is None else tenants_of(self._find_key(wanted.key))
+        own = () if wanted.key is None else tenants_of(self._key(wanted.key))
         group = () if wanted.group is None else (tenant_name(wanted.group),)
         return (*own, *group, *(() if wanted.tenant is None else (wanted.tenant,)))
+
+    def _key(self, name_or_id: str) -> KeySection:
+        try:
+            return self._find_key(name_or_id)
+        except RouteNotFound as error:
+            what = f"There is no key {shorten(name_or_id)}; one that was revoked has a `tenant` still"
+            raise InvalidValue(f"{what}, which GET /keys had listed.", param="key") from error
 
     def _asked(self, node: str | None) -> list[NodeClient]:
         """Raises NodeNotFound."""

@@ -14,6 +14,7 @@ import msgspec
 from cortex.fleet.catalogue import MEBIBYTE, ModelSpec, is_pattern
 from cortex.fleet.memory import sized_for
 from cortex.fleet.topology import Fleet, Node, Residency
+from cortex.wire.model_names import is_uploaded
 from cortex.wire.node.protocol import Capabilities, ModelState
 
 FeasibleOn = Callable[[str], tuple[str, ...]]
@@ -50,8 +51,9 @@ def listing(
 
 
 def offered(fleet: Fleet, *, with_unlisted: bool = False) -> list[ModelSpec]:
-    """The catalogue's models and those that only nodes list."""
+    """The catalogue's models and those that only nodes list. Uploaded files are listed as the models made of them."""
     catalogued = {spec.id for spec in fleet.catalogue.models}
+    catalogued |= {spec.source or "" for spec in fleet.catalogue.models if is_uploaded(spec.source)}
     listed = (spec for spec in fleet.catalogue.models if with_unlisted or not spec.unlisted)
     return [*listed, *(ModelSpec(id=model) for model in sorted(fleet.live_models() - catalogued))]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import secrets
 from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
 from pathlib import Path
@@ -298,9 +297,10 @@ class BatchService:
             raise InvalidValue(
                 f"completion_window: use a time such as 24h, up to {most_s / 3600:g}h.", param="completion_window"
             )
-        now = int(self._files.clock())
+        now_s = self._files.clock()
+        now = int(now_s)
         return Batch(
-            id=f"{'batch' if kind == 'openai' else 'msgbatch'}_{secrets.token_hex(12)}",
+            id=tables.new_id("batch_" if kind == "openai" else "msgbatch_", now_s),
             key_id=_id_of(key),
             key_name=ANONYMOUS if key is None else key.name,
             kind=kind,
@@ -308,8 +308,8 @@ class BatchService:
             completion_window=window,
             metadata=msgspec.json.encode(metadata).decode(),
             input_file_id=file_id,
-            output_file_id=f"file-{secrets.token_hex(12)}",
-            error_file_id=f"file-{secrets.token_hex(12)}",
+            output_file_id=tables.new_id("file-", now_s),
+            error_file_id=tables.new_id("file-", now_s),
             status="validating",
             created_s=now,
             expires_s=now + window_s,

@@ -68,8 +68,8 @@ class FileStore:
     ) -> StoredFile:
         """Keep a file. `content` is read on another thread. Raises RateLimitExceeded over a quota, Overloaded where the
         disk does not take it."""
-        now = int(self.clock())
-        id = f"file-{secrets.token_hex(12)}"
+        now_s = self.clock()
+        id, now = tables.new_id("file-", now_s), int(now_s)
         file = StoredFile(id, key_id, purpose, filename[:500], num_bytes, now, now + int(lasts_s))
         await self.do(lambda execute: self._check_quota(execute, file))
         fresh = self.temporary(id)

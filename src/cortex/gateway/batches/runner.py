@@ -364,8 +364,10 @@ class BatchRunner:
         while is_any:
             is_any = False
             for run in tuple(self._runs.values()):
-                if not run.is_stopping and run.results.num_unwritten < MAX_UNWRITTEN:
-                    is_any = self._start_next(run, room, now) or is_any
+                may_start = not run.is_stopping and run.results.num_unwritten < MAX_UNWRITTEN
+                if may_start and self._start_next(run, room, now):
+                    is_any = True
+                    self._runs[run.batch.id] = self._runs.pop(run.batch.id)  # its turn is after that of the others
 
     def _room(self, now: float) -> dict[str, int]:
         """How many more lines each node may run. One that could load a model which requests wait for takes none."""

@@ -7,6 +7,7 @@ one; its primary key is why no line has two. Every function runs inside the call
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -147,6 +148,11 @@ class Charged(NamedTuple):
     cached_tokens: int = 0
     completion_tokens: int = 0
     cost_nano: int = 0
+
+
+def new_id(prefix: str, now_s: float) -> str:
+    """Ids of one second are in the order in which they were made, as listings are."""
+    return f"{prefix}{int(now_s * 1e6):013x}{secrets.token_hex(6)[:11]}"
 
 
 _FILE = ", ".join(StoredFile.__struct_fields__)

@@ -15,6 +15,7 @@ from cortex.fleet.memory import ledger
 from cortex.fleet.placement import explain
 from cortex.fleet.placement.decision import Decision, Verdict
 from cortex.fleet.placement.eviction import due_for_recycling, expired, over_ceilings
+from cortex.fleet.placement.longer_contexts import to_load_again
 from cortex.fleet.placement.place import UnmetPin, place, unmet_pins
 from cortex.fleet.placement.search import search
 from cortex.fleet.sleeping import as_if_awake
@@ -127,6 +128,16 @@ class Dispatcher(DispatchView, StateMachine):
         for other in [each for each, until in kept.items() if until <= now]:
             del kept[other]
 
+    def ask_for_context(self, model: str, tokens: int) -> ModelOnNode | None:
+        """A request asks for a context of `tokens`, which further loads are to have. Returns the replica to unload for
+        that, if there is one."""
+        now, fleet = self._clock(), self.fleet
+        self._demand.asks(model, tokens, now)
+        if self._is_applying or self._queues.depths.get(model):
+            return None
+        place = to_load_again(model, tokens, fleet, now)
+        return place if place is not None and self._demand.may_reload(model, now) else None
+
     def _check_limit(self, model: str) -> None:
         """Raises RateLimitExceeded for a request beyond the `max_requests` of its model."""
         limit = self.catalogue.request_limits.get(model)
@@ -224,10 +235,10 @@ class Dispatcher(DispatchView, StateMachine):
             self._fleet_state.changed(name)
             self._event_log.happened("node_suspending", node=name)
             self._effects.suspend(name)
-        for name in sleeping.resent(now):
-            self._effects.wake(name, sleeping.rules(name))
         for name in sleeping.lost(now):
             self._lose(name, f"it did not respond after it was woken: {sleeping.problem(name, now)}")
+        for name in sleeping.resent(now):
+            self._effects.wake(name, sleeping.rules(name))
 
     def _lose(self, node: str, why: str) -> None:
         self._fleet_state.changed(node)
@@ -266,13 +277,17 @@ class Dispatcher(DispatchView, StateMachine):
             needed = {min(able, key=lambda name: sleeping.expected_wait_s(name, now))} if able else set()
         names = sorted(name for name in needed if name is not None)
         for name in names:
-            if sleeping.wake(name, now):
-                self._fleet_state.changed(name)
-                self._event_log.happened("node_waking", node=name, model=decision.model_id)
-                self._effects.wake(name, sleeping.rules(name))
+            self._wake(name, f"{decision.model_id} needs it")
         if names:
             self._queues.tell(decision.model_id, max(sleeping.expected_wait_s(name, now) for name in names))
         return bool(names)
+
+    def _wake(self, node: str, why: str) -> None:
+        sleeping = self._fleet_state.sleeping
+        if sleeping.wake(node, self._clock()):
+            self._fleet_state.changed(node)
+            self._event_log.happened("node_waking", node=node, why=why)
+            self._effects.wake(node, sleeping.rules(node))
 
     @event
     def _restart_group(self, model: str) -> None:
@@ -341,12 +356,22 @@ class Dispatcher(DispatchView, StateMachine):
         is_first = self._fleet_state.reported(node).missed_polls == self._fleet_state.settings.missed_polls
         if is_news and (went_down or is_first):
             self._event_log.happened("node_down", node=node, why=why)
+            self._take_for_asleep(node)
         if went_down:
             self._effects.mark_down(node, is_down=True)
             self._leases.suspects.discard(node)
             self._leases.went_down(node)
             self._jobs.abandon(node, f"went down: {why}")
             self._surveys.ended(node)
+
+    def _take_for_asleep(self, node: str) -> None:
+        """A node that may sleep does not respond. One that this gateway knows nothing of is woken, to learn what it
+        has."""
+        if not self._fleet_state.sleeping.went_down(node, self._clock()):
+            return
+        self._fleet_state.changed(node)
+        if not self._fleet_state.reported(node).devices:
+            self._wake(node, "it is not known what it has")
 
     @event
     def source_surveyed(self, target: ModelOnNode, source: str, result: ModelStatus | CortexError) -> None:

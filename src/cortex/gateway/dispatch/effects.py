@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+import msgspec
+
 from cortex.fleet.sleeping import WakeRules
 from cortex.fleet.topology import ModelOnNode
 from cortex.gateway.dispatch.groups import UNLOAD_TIMEOUT_S, start_group, unload_group, wake_group
@@ -119,11 +121,7 @@ class NodeEffects:
         began = self._clock()
         request = self._neighbours.in_load(node, request)
         if others:
-            members = (MemberPlan(node, request.devices), *others)
-            if request.wake_only:
-                result = await result_of(lambda: wake_group(self._nodes, members, request))
-            else:
-                result = await result_of(lambda: start_group(self._nodes, members, request, self._neighbours))
+            result = await self._load_group((MemberPlan(node, request.devices), *others), request)
         else:
             result = await result_of(lambda: self._nodes[node].load(request))
         if isinstance(result, ModelStatus):
@@ -133,6 +131,15 @@ class NodeEffects:
         # The next decision must see what the load took or left behind.
         await self._poll(node, *(other.node for other in others))
         self.outcomes.load_ended(ModelOnNode(node, request.model_id), result)
+
+    async def _load_group(self, members: tuple[MemberPlan, ...], request: LoadRequest) -> ModelStatus | CortexError:
+        if request.wake_only:
+            result = await result_of(lambda: wake_group(self._nodes, members, request))
+            if isinstance(result, ModelStatus | InsufficientCapacity):
+                return result
+        # Without a member that was lost in its sleep, the group has ended everywhere.
+        anew = msgspec.structs.replace(request, wake_only=False)
+        return await result_of(lambda: start_group(self._nodes, members, anew, self._neighbours))
 
     async def _unload(self, node: str, request: UnloadRequest, others: tuple[str, ...]) -> None:
         result = await result_of(lambda: unload_group(self._nodes, (node, *others), request))

@@ -72,13 +72,17 @@ async def _start_once(
             )
             for rank, plan in enumerate(plans)
         ]
-        return await _load_all(nodes, plans, requests)
+        async with _renewed(lambda: _ask(nodes, plans[0].node, _prepare(request, group, 0))):
+            await _load_members(nodes, plans, requests)
+        return await _in_fleet(nodes, plans[0].node).load(requests[0])
 
 
 async def wake_group(nodes: Mapping[str, NodeClient], plans: Sequence[MemberPlan], request: LoadRequest) -> ModelStatus:
     """The leader wakes last: its server wakes those of the others. Raises as `start_group` does."""
     async with _ended_on_failure(nodes, plans, UnloadRequest(model_id=request.model_id, force=True)):
-        return await _load_all(nodes, plans, [msgspec.structs.replace(request, devices=())] * len(plans))
+        waking = msgspec.structs.replace(request, devices=())
+        await _load_members(nodes, plans, [waking] * len(plans))
+        return await _in_fleet(nodes, plans[0].node).load(waking)
 
 
 @contextlib.asynccontextmanager
@@ -142,21 +146,26 @@ async def _claimed(
     such as GroupClaimed."""
 
     def prepare(rank: int) -> Awaitable[PreparedMember]:
-        asked = PrepareMember(
-            model_id=request.model_id,
-            harness=request.harness or "",
-            group=group,
-            rank=rank,
-            source=request.source,
-            quant=request.quant,
-        )
-        return _ask(nodes, plans[rank].node, lambda node: node.prepare_member(asked))
+        return _ask(nodes, plans[rank].node, _prepare(request, group, rank))
 
     first = min(range(len(plans)), key=lambda rank: plans[rank].node)
     decided = await prepare(first)
     others = [rank for rank in range(len(plans)) if rank != first]
-    found = dict(zip(others, await _all(map(prepare, others)), strict=True))
+    async with _renewed(lambda: prepare(first)):  # some take long to find out the version of their server
+        found = dict(zip(others, await _all(map(prepare, others)), strict=True))
     return [decided if rank == first else found[rank] for rank in range(len(plans))]
+
+
+def _prepare(request: LoadRequest, group: str, rank: int) -> Callable[[NodeClient], Awaitable[PreparedMember]]:
+    asked = PrepareMember(
+        model_id=request.model_id,
+        harness=request.harness or "",
+        group=group,
+        rank=rank,
+        source=request.source,
+        quant=request.quant,
+    )
+    return lambda node: node.prepare_member(asked)
 
 
 @contextlib.asynccontextmanager
@@ -219,16 +228,16 @@ def _check_versions(plans: Sequence[MemberPlan], found: Sequence[PreparedMember]
         raise LoadFailed(f"the nodes of the group have different versions of its server: {have}; install the same one")
 
 
-async def _load_all(
+async def _load_members(
     nodes: Mapping[str, NodeClient], plans: Sequence[MemberPlan], requests: Sequence[LoadRequest]
-) -> ModelStatus:
+) -> None:
+    """Loads all but the leader."""
+
     def load(request: LoadRequest) -> Callable[[NodeClient], Awaitable[ModelStatus]]:
         return lambda node: node.load(request)
 
     pairs = list(zip(plans, requests, strict=True))
     await _all(_ask(nodes, plan.node, load(request)) for plan, request in pairs[1:])
-    plan, request = pairs[0]
-    return await _in_fleet(nodes, plan.node).load(request)
 
 
 async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:

@@ -52,6 +52,7 @@ class Estimate(NamedTuple):
     """What is known about the tokens of a request before it runs."""
 
     prompt_bytes: int
+    """0 where its tokens are not in its bytes."""
     completion_limit: int | None
     """Tokens of one choice; None where the client sets no limit, 0 where nothing is generated."""
     num_choices: int = 1
@@ -65,7 +66,7 @@ class Estimate(NamedTuple):
     @property
     def least_tokens(self) -> int:
         """A request with fewer tokens than this cannot be served."""
-        if not self.prompt_bytes and not self.picture_tokens and not self.completion_limit:
+        if not self._prompt_size and not self.picture_tokens and not self.completion_limit:
             return 0
         return max(1, self.prompt_tokens or 0) + (0 if self.completion_limit == 0 else self.num_choices)
 
@@ -74,6 +75,11 @@ class Estimate(NamedTuple):
         if self.context_tokens is None or self.completion_limit == 0:
             return most
         return min(most, self.context_tokens * self.num_choices)
+
+    @property
+    def _prompt_size(self) -> int:
+        """No text has more tokens than bytes."""
+        return max(self.prompt_bytes, self.prompt_tokens or 0)
 
     @property
     def likely_tokens(self) -> int:
@@ -89,7 +95,7 @@ class Estimate(NamedTuple):
         """What it cannot exceed; `UNKNOWN` where neither a limit nor the context is known."""
         prompt_bytes, limit, num_choices, context, prompt, picture_tokens = self
         if limit == 0:
-            return prompt_bytes + picture_tokens
+            return self._prompt_size + picture_tokens
         most = UNKNOWN if context is None else context * num_choices
         if limit is not None:
             most_prompt = prompt_bytes + picture_tokens + MAX_TEMPLATE_TOKENS if prompt is None else prompt

@@ -105,12 +105,12 @@ class Meter(Protocol):
         limits: TokenLimits,
         context: ContextOf = _unknown,
         prices: PricesOf = _free,
-        is_counted: bool = False,
+        prompt_tokens: int | None = None,
     ) -> Reservation:
         """Reserve what a request of `key`, from `key()`, may use. Raises RateLimitExceeded or InsufficientQuota, and
         InvalidAPIKey where a key is needed and there is none.
 
-        `prompt_bytes` is 0 for a request that uses no tokens, and with `is_counted` it is the number of its tokens.
+        `prompt_bytes` is 0 for a request that uses no tokens. `prompt_tokens`: where they are known before it runs.
         `context` and `prices` are called only where a key has a budget.
         """
 
@@ -167,7 +167,7 @@ class OpenMeter:
         limits: TokenLimits,  # noqa: ARG002
         context: ContextOf = _unknown,  # noqa: ARG002
         prices: PricesOf = _free,  # noqa: ARG002
-        is_counted: bool = False,  # noqa: ARG002
+        prompt_tokens: int | None = None,  # noqa: ARG002
     ) -> Reservation:
         return self._reservation
 
@@ -393,7 +393,7 @@ class KeyedMeter:
         limits: TokenLimits,
         context: ContextOf = _unknown,
         prices: PricesOf = _free,
-        is_counted: bool = False,
+        prompt_tokens: int | None = None,
     ) -> Reservation:
         if key is None:
             raise _no_key()
@@ -404,7 +404,7 @@ class KeyedMeter:
             limits.completion_limit,
             limits.num_choices,
             context_tokens,
-            prompt_bytes if is_counted else None,
+            prompt_tokens,
             picture_tokens=limits.picture_tokens if prompt_bytes else 0,
         )
         return KeyedReservation(self._ledger, account, estimate, prices(limits.model) if budgets else NoPrices())

@@ -145,11 +145,10 @@ class AdmissionController:
         try:
             resolve_for(self._dispatcher, key, name)
         except (ModelNotAllowed, ModelNotFound):
-            prompt_bytes = ModelSpec(id=name).tokens_per_request if has_price else prompt_bytes
-            return self.meter.admit(key, prompt_bytes, facts, is_counted=has_price)
-        if has_price:
-            prompt_bytes = self._dispatcher.spec(name).tokens_per_request
-        return self.meter.admit(key, prompt_bytes, facts, self._context_of, self._prices_of, has_price)
+            prompt_tokens = ModelSpec(id=name).tokens_per_request if has_price else None
+            return self.meter.admit(key, prompt_bytes, facts, prompt_tokens=prompt_tokens)
+        prompt_tokens = self._dispatcher.spec(name).tokens_per_request if has_price else None
+        return self.meter.admit(key, prompt_bytes, facts, self._context_of, self._prices_of, prompt_tokens)
 
     def check_pictures(self, key: KeySection | None, model: str) -> None:
         """Raises UnsupportedModality for a model that reads text only, with those of `key` that read pictures."""

@@ -233,8 +233,8 @@ class Inference:
         in place of the body that was read, with the name of the model there. `is_check`: see `AdmittedRequest`."""
         route, body, envelope = received.route, received.body, received.envelope
         try:
-            num_bytes = len(body) - envelope.facts.picture_bytes if route.uses_tokens else 0
             has_price = route.need == "relay"  # its tokens are not in its bytes
+            num_bytes = len(body) - envelope.facts.picture_bytes if route.uses_tokens and not has_price else 0
             admitted = self.services.admission.admit(
                 received.key,
                 num_bytes,

@@ -17,6 +17,7 @@ from cortex.http.server.parser import Spooled
 from cortex.http.server.server import Handler, Response, Server
 from cortex.http.ticker import Ticker
 from cortex.system import open_files
+from cortex.wire.dialects.ollama.models import BLOBS_PREFIX
 from cortex.wire.errors import CortexError, Family, RouteNotFound
 from cortex.wire.node.headers import ANTHROPIC_REQUEST_ID, BUDGET, DROPPED_TOOLS, IGNORED_FIELDS, NODE, UNENFORCED
 
@@ -156,6 +157,10 @@ def api_server(
             if opaque.is_upstream and key is not None:
                 check_operator(key)  # before gigabytes of others are on the disk
             return body_limit(request, body_bytes=limits.body_bytes, upload_bytes=limits.upload_bytes)
+        if request.path.startswith(BLOBS_PREFIX.encode()):
+            if key is not None:
+                check_operator(key)
+            return Spooled(limits.upload_bytes)
         if request.method == b"POST" and request.path.rstrip(b"/") == FILES_PATH:
             return Spooled(limits.upload_bytes)
         is_inference = request.method == b"POST" and (

@@ -110,7 +110,7 @@ class Pool:
         return call
 
     async def fetch(
-        self, method: bytes, target: bytes, headers: Headers = (), body: bytes = b"", *, timeout_s: float
+        self, method: bytes, target: bytes, headers: Headers = (), body: Body = b"", *, timeout_s: float
     ) -> UpstreamResponse:
         """A whole response within `timeout_s`, for control traffic. Raises `UpstreamFault`; cancelling aborts it."""
         collector = _Collector(self.origin, self.limits.fetch_body_bytes)

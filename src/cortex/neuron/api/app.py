@@ -29,9 +29,9 @@ from cortex.neuron.api.inference.pooling import PoolingRoutes
 from cortex.neuron.api.inference.routes import Inference
 from cortex.neuron.api.inference.usage import UsageRecords
 from cortex.neuron.api.log_context import request_id, stream_failure
+from cortex.neuron.api.metrics import Metrics
 from cortex.neuron.api.routes.control import Control
 from cortex.neuron.api.routes.kv_blocks import KvBlocks
-from cortex.neuron.api.routes.metrics import Metrics
 from cortex.neuron.api.routes.models import ModelRoutes
 from cortex.neuron.api.routes.ollama import OllamaRoutes
 from cortex.neuron.api.routes.shared_files import SharedFiles
@@ -39,6 +39,7 @@ from cortex.neuron.api.routes.tokens import Tokens
 from cortex.parsing.parser import BodyParser
 from cortex.telemetry.spans import Tracer
 from cortex.telemetry.tracing import NoTracer
+from cortex.wire.dialects.ollama.models import BLOBS_PREFIX
 from cortex.wire.dialects.registry import ROUTES
 from cortex.wire.errors import Family
 from cortex.wire.node import headers as our_headers
@@ -122,6 +123,8 @@ class NodeApi:
         self._router.find(request)
         self._access.check_form(request)
         limits = self.server.limits
+        if request.path.startswith(BLOBS_PREFIX.encode()):
+            return Spooled(limits.upload_bytes)
         if not is_opaque(request.path.decode("latin-1")):
             return limits.body_bytes
         return body_limit(request, body_bytes=limits.body_bytes, upload_bytes=limits.upload_bytes)

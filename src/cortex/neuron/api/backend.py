@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Protocol
 
+from cortex.http.composed_body import Body
 from cortex.neuron.engine.host_pages.block_files import Selection
 from cortex.neuron.engine.host_pages.store import ChosenBlocks
 from cortex.neuron.engine.request import EngineRequest, EngineStats, PooledTexts
@@ -18,7 +20,15 @@ from cortex.neuron.text.tokenizer.encoder import TextsToEncode
 from cortex.wire.node.bench import BenchRequest, BenchStatus
 from cortex.wire.node.groups import PreparedMember, PrepareMember
 from cortex.wire.node.neighbours import Neighbour, SharedRepository
-from cortex.wire.node.orders import DeletedFiles, FilesRequest, HubRepository, LoadRequest, UnloadRequest
+from cortex.wire.node.orders import (
+    AssembledFiles,
+    AssembleRequest,
+    DeletedFiles,
+    FilesRequest,
+    HubRepository,
+    LoadRequest,
+    UnloadRequest,
+)
 from cortex.wire.node.protocol import Discovery, Health, ModelStatus, NodeEvent, PullStatus
 from cortex.wire.packed_request import PackedRequest
 
@@ -43,9 +53,12 @@ class Files(Protocol):
     def pull_status(self, model_id: str) -> PullStatus: ...
     async def cancel(self, model_id: str) -> PullStatus: ...
     async def delete(self, request: FilesRequest) -> DeletedFiles: ...
+    async def has_upload(self, digest: str) -> bool: ...
+    async def upload(self, digest: str, body: Body) -> None: ...
+    async def assemble(self, request: AssembleRequest) -> AssembledFiles: ...
     async def offer(self, source: str) -> HubRepository: ...
     async def shared(self, repository: str, revision: str) -> SharedRepository: ...
-    def open_shared(self, repository: str, digest: str) -> int: ...
+    def shared_file(self, repository: str, digest: str) -> AbstractContextManager[int]: ...
 
 
 class KvBlocks(Protocol):

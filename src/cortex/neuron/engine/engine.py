@@ -91,9 +91,11 @@ class Engine:
         moves_weights: bool | None = None,
         width_rule: Callable[[Runner], WidthRule] | None = None,
         new_drafter: type[Drafter] = Drafter,
+        reserved_tokens: int = RESERVED_TOKENS,
     ) -> None:
         """`overlaps`: see `StepLoop`; `moves_weights`: see `ModelSleep`. By default, a GPU does both. `width_rule`: how
-        many draft tokens are checked; None: as many as make the model fastest. `new_drafter`: where they come from."""
+        many draft tokens are checked; None: as many as make the model fastest. `new_drafter`: where they come from.
+        `reserved_tokens`: see `SchedulerLimits`."""
         self.shares_device = False
         """Other models computed on the device just now, so steps should be short. Set by the worker."""
         self._width_rule = width_rule or self._fastest_widths
@@ -112,7 +114,7 @@ class Engine:
             step_tokens=most,
             step_s=spec.step_ms / 1e3,
             context_tokens=loaded.context_tokens,
-            reserved_tokens=RESERVED_TOKENS,
+            reserved_tokens=reserved_tokens,
             least_prompt_tokens=LEAST_PROMPT_TOKENS,
         )
         self._work = work_of(loaded.body) if isinstance(loaded.body, Decoder) else None

@@ -11,13 +11,13 @@ from functools import partial
 
 from cortex.neuron.engine.active_request import ActiveRequest, draws_of, packed_tokens
 from cortex.neuron.engine.errors import RequestError, StepBlamed
-from cortex.neuron.engine.execution.results import Launched
+from cortex.neuron.engine.execution.results import Launched, RowResult
 from cortex.neuron.engine.execution.runner import Runner
 from cortex.neuron.engine.host_pages.rates import prompt_s
 from cortex.neuron.engine.host_pages.tier import HostTier
 from cortex.neuron.engine.kv.pages import Digest
 from cortex.neuron.engine.request import Counters, EngineRequest, EngineStats, SamplingParams, StepOutput
-from cortex.neuron.engine.sampling.constraints import Constraints
+from cortex.neuron.engine.sampling.constraints import Constraint, Constraints
 from cortex.neuron.engine.sampling.sampler import Draw, GrammarMask
 from cortex.neuron.engine.scheduling.scheduler import Scheduler
 from cortex.neuron.engine.scheduling.step_plan import RowPlan, StepPlan, step_shape
@@ -315,9 +315,20 @@ class StepLoop:
             self._speculation.rule.record(took)
         self._read_at = now
 
+    def _match(self, step: _InFlight, results: Ordered[RowResult]) -> None:
+        """Matches the first tokens of all rows with a grammar at once."""
+        drawn = [
+            (active.constraint, result.tokens[0])
+            for (active, _), result in zip(step.rows, results, strict=True)
+            if active.constraint is not None and not active.is_finished and result.healthy and result.tokens
+        ]
+        Constraint.accept_all(drawn)
+
     def _collect(self, step: _InFlight) -> None:
         results = step.launched.read()
         self._time(step)
+        if self._constrained:
+            self._match(step, results)
         num_tokens = num_cached = 0
         drafted: Counter[str] = Counter()
         accepted: Counter[str] = Counter()

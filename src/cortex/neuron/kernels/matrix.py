@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cortex.neuron.kernels.activations import activate
-from cortex.neuron.kernels.moe.pairs import ExpertChoice, PairLists
+from cortex.neuron.kernels.expert_pairs import ExpertChoice, PairLists
 from cortex.neuron.kernels.norm import rms_norm
 
 KeptForm = Literal["values", "codes", "float8"]

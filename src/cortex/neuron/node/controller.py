@@ -270,7 +270,8 @@ class ModelController:
         except Exception as unexpected:
             log.exception("%s: unexpected error in a load", self.model_id)
             error = LoadFailed(f"{self.model_id}: {type(unexpected).__name__}: {unexpected}; see the node's log")
-        self._post(events.LoadEnded(attempt, error, worker_lost, has_room_elsewhere))
+        restarts = self._loader.restarts(self.model)
+        self._post(events.LoadEnded(attempt, error, worker_lost, has_room_elsewhere, restarts))
 
     def _post_if_cancelled(self, attempt: int, task: asyncio.Task[None]) -> None:
         # A task may be cancelled before its first line runs, so this cannot be an `except` in it.

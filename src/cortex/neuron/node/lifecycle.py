@@ -69,7 +69,7 @@ def transition(life: Lifecycle, happened: events.Input, now_s: float, policy: Ba
         case events.LoadEnded(attempt, error, worker_lost) if attempt == life.attempt and error is not None:
             if life.weights_in_host and not worker_lost:
                 return _wake_failed(life, error, now_s, has_room_elsewhere=happened.has_room_elsewhere)
-            return _load_failed(life, error, worker_lost, now_s, policy)
+            return _load_failed(life, error, worker_lost and happened.restarts, now_s, policy)
         case events.ModelLost(reason, restarts=False) if life.state is ModelState.READY:
             return _enter(replace(life, wanted="gone"), ModelState.COLD, now_s, reason), ()
         case events.ModelLost(reason) if life.state is ModelState.READY:
@@ -139,14 +139,14 @@ def _load_succeeded(life: Lifecycle, now_s: float) -> Transition:
 
 
 def _load_failed(
-    life: Lifecycle, error: CortexError, worker_lost: bool, now_s: float, policy: BackoffPolicy
+    life: Lifecycle, error: CortexError, recovers: bool, now_s: float, policy: BackoffPolicy
 ) -> Transition:
     life = replace(life, weights_in_host=False)
     if life.state is ModelState.UNLOADING:  # cancelled
         return _gone(life, now_s)
     if life.state not in _LOADING:
         return life, ()
-    if worker_lost or life.state is ModelState.RECOVERING:
+    if recovers or life.state is ModelState.RECOVERING:
         return _recover(life, error.message, now_s, policy)
     return _fail(life, error, now_s)
 

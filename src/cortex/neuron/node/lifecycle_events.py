@@ -55,6 +55,8 @@ class LoadEnded:
     error: CortexError | None = None
     worker_lost: bool = False
     has_room_elsewhere: bool = False
+    restarts: bool = True
+    """As of `ModelLost`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,6 +114,7 @@ class Node:
         self._servers: dict[str, CommandHarness] = {}
         self._harnesses = Harnesses(engine, *parts.harnesses)
         self._use_servers(config)
+        self._num_reloads = 0
         self.discovery = describe_node(inventory, limits.sleep_mb, *self._harness_names(config))
         self._config = config
         self._started_s = time.monotonic()
@@ -220,6 +221,7 @@ class Node:
         self._use_servers(config)
         usable, groups = self._harness_names(config)
         self.discovery = replace(self.discovery, harnesses=usable, group_harnesses=groups)
+        self._num_reloads += 1
         self._models.forget(self._library.use(config))
         applied = {name: getattr(config, name) for name in _RELOADED}
         self._config = replace(before, **applied)
@@ -250,6 +252,7 @@ class Node:
     def health(self) -> Health:
         failing = self._tasks.failing
         return Health(
+            num_reloads=self._num_reloads,
             status="draining" if self._closing else "degraded" if failing else "ok",
             uptime_s=round(time.monotonic() - self._started_s, 3),
             devices=self.devices.health(),
@@ -295,6 +298,7 @@ class Node:
         if request.wake_only and not self._models.is_in_memory(model.id):
             raise LoadFailed(f"nothing of {model.id} is on this node any more; load it again")
         if request.member is not None:
+            self._ports.await_load(request.member.group)
             await self._end_other_group(model)
         elif not (request.devices or request.harness or request.wake_only):  # no order of a gateway
             self._check_not_in_group(model.id)
@@ -461,6 +465,8 @@ class Node:
                 return f"{status.id} runs on several nodes"
         if any(pull.state == "running" for pull in self.health().pulls):
             return "it downloads a model"
+        if self.files.num_shared:
+            return "another node downloads a model from it"
         return "a model is being measured" if self.benches.is_running else None
 
     async def close(self) -> None:

@@ -25,6 +25,7 @@ def _container(program: str, *gpu_args: str) -> HarnessEntry:
 
 
 _SLOW = HealthCheck(timeout_s=900.0)
+_LEADER = "${LEADER_HOST}:${LEADER_PORT}"
 _MASTER = "--master-addr ${LEADER_HOST} --master-port ${LEADER_PORT}"
 _VLLM = HarnessEntry(
     name="vllm",
@@ -42,12 +43,19 @@ _VLLM = HarnessEntry(
         version="vllm --version",
     ),
 )
-_RAY = "${LEADER_HOST}:${LEADER_PORT} --node-ip-address=${MEMBER_HOST} --num-gpus=${GPU_COUNT}"
+# Ray otherwise gives its members the folder of the head, which nobody removes on their hosts.
+_RAY = 'ray start --block --node-ip-address=${MEMBER_HOST} --num-gpus=${GPU_COUNT} --temp-dir="$TMPDIR"'
+_RAY_IS_UP = f"ray health-check --address {_LEADER} 2> /dev/null"
+# The head and the server: when one ends, so does the other. SIGTERM lets the server end first.
 _RAY_HEAD = (
-    "ray start --head --port=${LEADER_PORT} --node-ip-address=${LEADER_HOST} --num-gpus=${GPU_COUNT} "
-    "--temp-dir=/tmp/cortex-ray-${LEADER_PORT} --include-dashboard=false --disable-usage-stats && "
-    'export RAY_ADDRESS=${LEADER_HOST}:${LEADER_PORT} && exec "$0" "$@"'
+    f"{_RAY} --head --port=${{LEADER_PORT}} --include-dashboard=false --disable-usage-stats & head=$!; "
+    f"until {_RAY_IS_UP}; do kill -0 $head || exit 1; sleep 1; done; "
+    f'RAY_ADDRESS={_LEADER} "$0" "$@" & server=$!; trap "wait $server; exit" TERM; wait -n'
 )
+# It starts before the head does, and ends when its part of Ray does.
+_RAY_MEMBER = f"until {_RAY_IS_UP}; do sleep 1; done; exec {_RAY} --address={_LEADER}"
+# Its name since June 2026; before, it was rpc-server.
+_RPC_SERVER = 'program=$(command -v ggml-rpc-server) || program=rpc-server; exec "$program" "$@"'
 _SERVERS = (
     HarnessEntry(
         name="llama-server",
@@ -57,7 +65,7 @@ _SERVERS = (
         max_concurrent=4,
         group=GroupSettings(
             args="--rpc ${MEMBER_ADDRESSES}",
-            member_cmd="rpc-server --host ${MEMBER_HOST} --port ${MEMBER_PORT}",
+            member_cmd=("sh", "-c", _RPC_SERVER, "sh", "--host", "${MEMBER_HOST}", "--port", "${MEMBER_PORT}"),
             ready="port",
             version="llama-server --version",
         ),
@@ -69,8 +77,7 @@ _SERVERS = (
         group=GroupSettings(
             cmd=("bash", "-c", _RAY_HEAD, *_VLLM.commands["cmd"]),
             args="--pipeline-parallel-size ${NUM_NODES} --distributed-executor-backend ray",
-            # It may start before the head does.
-            member_cmd=("bash", "-c", f"until ray start --address={_RAY} --block; do sleep 2; done"),
+            member_cmd=("bash", "-c", _RAY_MEMBER),
             version="ray --version",
         ),
     ),
@@ -81,8 +88,7 @@ _SERVERS = (
         context_args="--context-length ${CONTEXT}",
         health=_SLOW,
         group=GroupSettings(
-            args="--pp-size ${NUM_NODES} --nnodes ${NUM_NODES} --node-rank ${RANK} "
-            "--dist-init-addr ${LEADER_HOST}:${LEADER_PORT}",
+            args=f"--pp-size ${{NUM_NODES}} --nnodes ${{NUM_NODES}} --node-rank ${{RANK}} --dist-init-addr {_LEADER}",
             version="sglang version",
         ),
     ),

@@ -18,7 +18,6 @@ from cortex.neuron.text.grammar.request import LeadingReasoning, build_grammar
 from cortex.neuron.text.grammar.trial import GrammarTrial
 from cortex.neuron.text.output import harmony
 from cortex.neuron.text.output.addressed import AddressedSplitter
-from cortex.neuron.text.output.detect import reasoning_markers, tool_syntax
 from cortex.neuron.text.output.harmony import HarmonyParser
 from cortex.neuron.text.output.parser import OutputParser, new_call_id
 from cortex.neuron.text.output.reasoning import (
@@ -30,6 +29,7 @@ from cortex.neuron.text.output.reasoning import (
 )
 from cortex.neuron.text.template import template_source
 from cortex.neuron.text.template.chat_template import CHATML, ChatTemplate
+from cortex.neuron.text.template.detect import reasoning_markers, tool_syntax
 from cortex.neuron.text.template.fill_in import fill_in_prompt, has_markers, markers
 from cortex.neuron.text.template.literal_content import LiteralContent
 from cortex.neuron.text.template.pictures import images_in

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from cortex.neuron.text.errors import TextFileMalformed
+from cortex.neuron.text.local import read_text
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import prepare
 from cortex.neuron.text.template.prompt import PromptRules, check_size
 from cortex.neuron.text.tokenizer.encoder import TextsToEncode
-from cortex.neuron.text.tokenizer.local import read_text
 from cortex.neuron.tokenizer_process.protocol import (
     Described,
     FilesUnreadable,

@@ -94,6 +94,11 @@ class ContextSizes(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             full_bytes=least_bytes + cache_bytes,
         )
 
+    def wanting(self, tokens: int) -> ContextSizes:
+        """With evictions for a context of at least `tokens`, as far as empty devices hold it."""
+        wanted_tokens = max(self.wanted_tokens, min(tokens, self.full_tokens, self.empty_tokens))
+        return msgspec.structs.replace(self, wanted_tokens=wanted_tokens)
+
     def part_of(self, whole: int, part: int = 1) -> ContextSizes:
         """The bytes of `part` of `whole` equal parts of the model. A `part` above `whole`: of several such models."""
         return msgspec.structs.replace(

@@ -79,6 +79,19 @@ class FilesRequest(NodeValue, frozen=True):
     """False: a pull takes the files as the neighbours have them, and nothing from the hub."""
 
 
+class AssembleRequest(NodeValue, frozen=True, kw_only=True):
+    """`POST /files/assemble`: make a repository of the cache of uploaded files (`POST /api/blobs/sha256:…`)."""
+
+    repository: ModelName
+    files: dict[str, Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]]
+    """The SHA-256 of each, by its path in the repository."""
+
+
+class AssembledFiles(NodeValue, frozen=True):
+    repository: str
+    num_bytes: int
+
+
 class ForgetBlocksRequest(NodeValue, frozen=True):
     """`POST /kv/forget`: delete KV of prompts, on the devices, in host memory and on disk, as far as everything given
     applies. Requests that run keep theirs."""

@@ -368,6 +368,8 @@ class Health(NodeValue, frozen=True):
     """Models that are neither in `models` nor in `gone` are as this revision reported them. None: `models` are all."""
     gone: tuple[str, ...] = ()
     """Models that the node has not listed any more since then."""
+    num_reloads: int = 0
+    """Reloads of the node's configuration: with another number than before, `/discovery` may be another one, too."""
     ceiling_bytes: int | None = None
     """The most that models may hold over all devices, as configured; absent: no ceiling."""
     activation: Activation = Activation()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -67,6 +68,53 @@ async def test_model_with_more_context_or_of_the_hub_is_one_of_its_own(
     assert (catalogue.spec("long").source, catalogue.spec("long").context_tokens) == ("a", 8192)
     assert catalogue.spec("file").source == "/models/x.gguf"
     assert (catalogue.spec("hub").source, catalogue.spec("hub").quant) == ("org/name", "Q4_K_M")
+
+
+async def test_model_of_uploaded_files_is_listed_once_renamed_and_deleted_with_them(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    beast = await neurons("beast", sizes={})
+    client = await start_gateway(beast)
+    digest = f"sha256:{hashlib.sha256(b'weights').hexdigest()}"
+    body = {"model": "own", "files": {"x.gguf": digest}, "stream": False}
+    status, reply = await client.post("/api/create", body)
+    assert (status, "No node has all these files" in reply["error"]) == (400, True)
+    for expected in (404, 200):
+        async with client.session.head(f"{client.url}/api/blobs/{digest}") as response:
+            assert response.status == expected
+        async with client.session.post(f"{client.url}/api/blobs/{digest}", data=b"weights") as response:
+            assert response.status == 201
+    status, reply = await client.post("/api/create", body)
+    assert status == 200, reply
+    repository = reply["using"]
+    fleet = client.gateway.dispatcher
+    await until(lambda: repository in fleet.fleet.live_models())
+    async with client.session.get(client.url + "/api/tags") as response:
+        assert [each["name"] for each in (await response.json())["models"]] == ["own"]
+    async with client.session.post(
+        client.url + "/api/copy", json={"source": "own", "destination": "renamed"}
+    ) as response:
+        assert response.status == 200
+    for name, deleted in (("own", []), ("renamed", [repository])):
+        async with client.session.delete(client.url + "/api/delete", json={"model": name}) as response:
+            assert response.status == 200
+        assert [each.model_id for each in beast.delete_requests] == deleted
+        if name == "own":
+            assert fleet.catalogue.spec("renamed").source == repository
+    assert not fleet.catalogue.ids
+
+
+async def test_template_that_the_files_do_not_have_leaves_nothing(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    beast = await neurons("beast", sizes={})
+    client = await start_gateway(beast)
+    digest = f"sha256:{hashlib.sha256(b'weights').hexdigest()}"
+    async with client.session.post(f"{client.url}/api/blobs/{digest}", data=b"weights") as response:
+        assert response.status == 201
+    body = {"model": "own", "files": {"x.gguf": digest}, "template": "<|other|>{{ .Prompt }}"}
+    assert (await client.post("/api/create", body))[0] == 400
+    assert (len(beast.delete_requests), client.gateway.dispatcher.catalogue.ids) == (1, frozenset())
 
 
 async def test_created_model_that_is_created_from_itself_keeps_its_files(

@@ -117,9 +117,8 @@ async def test_root_and_absent_routes(client: Client) -> None:
         assert response.content_type == "application/json"
     async with client.session.head(client.url + "/api/tags") as response:
         assert response.status == 200
-    for path in ("/api/push", "/api/blobs/sha256:0"):
-        status, reply = await client.post(path, {})
-        assert (status, reply["code"]) == (501, "not_implemented")
+    status, reply = await client.post("/api/push", {})
+    assert (status, reply["code"]) == (501, "not_implemented")
     assert (await client.post("/api/other", {}))[0] == 404
     assert (await client.post("/api/tags", {}))[0] == 405
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
+from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.gateway.dispatch.nodes.poller import pause_after
 from cortex.wire.node.protocol import ModelState
 
@@ -45,3 +46,13 @@ async def test_poller_goes_on_after_an_unexpected_failure(
 )
 def test_time_of_a_failed_poll_counts_towards_the_interval(took_s: float, responded: bool, pause_s: float) -> None:
     assert pause_after(1.0, took_s, responded=responded) == pause_s
+
+
+async def test_servers_of_a_reloaded_node_are_known_at_once(neurons: StartNeuron, start_gateway: StartGateway) -> None:
+    beast = await neurons("beast", sizes={"a": GB})
+    catalogue = Catalogue(models=(ModelSpec(id="a", harness="fresh"),))
+    client = await start_gateway(beast, catalogue=catalogue)
+    assert (await client.chat("a"))[0] == 507
+    beast.harnesses, beast.num_reloads = ("torch", "fresh"), 1
+    await until(lambda: "fresh" in client.gateway.dispatcher.fleet.nodes[0].harnesses)
+    assert (await client.chat("a"))[0] == 200

@@ -10,8 +10,8 @@ import pytest
 
 from cortex.neuron.picture_process.client import Pictures
 from cortex.neuron.picture_process.limits import PictureLimits
+from cortex.neuron.text.local import read_text
 from cortex.neuron.text.model import TextModel
-from cortex.neuron.text.tokenizer.local import read_text
 
 from ....picture_files import animated, base64_of, data_url, picture, png_of_size, with_scans
 from ..conftest import Api, ScriptedNode, add_pictures, write_text_files

@@ -169,11 +169,21 @@ async def test_failed_pull_ends_with_an_error(api: Api) -> None:
         assert json.loads((await response.content.readline()).strip())["error"] == reason
 
 
-@pytest.mark.parametrize("path", ["/api/create", "/api/copy", "/api/push", "/api/blobs/sha256:00"])
+@pytest.mark.parametrize("path", ["/api/create", "/api/copy", "/api/push"])
 async def test_routes_without_a_meaning_say_why(api: Api, path: str) -> None:
     status, reply, _ = await api.post(path, b"binary")
     assert status == 501
     assert "is not implemented: " in reply["error"]
+
+
+async def test_upload_is_kept_whatever_its_size(api: Api) -> None:
+    path, content = f"{api.url}/api/blobs/sha256:{'0' * 64}", b"x" * (3 << 20)
+    for expected in (404, 200):
+        async with api.client.head(path) as response:
+            assert response.status == expected
+        async with api.client.post(path, data=content) as response:
+            assert response.status == 201
+    assert api.node.files.uploads == {"0" * 64: content}
 
 
 async def test_delete_is_never_of_a_model_in_memory(api: Api) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -17,6 +17,8 @@ from cortex.neuron.engine import engine as engines
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.host_pages import tier
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
+from cortex.neuron.engine.host_pages.store import ChosenBlocks
+from cortex.neuron.engine.kv.pages import ROOT, page_digests
 from cortex.neuron.engine.loading.loading import build_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 
@@ -40,7 +42,7 @@ FEW = hypothesis.settings(
     max_examples=max(3, hypothesis.settings().max_examples // 10), phases=(hypothesis.Phase.generate,)
 )
 """A history takes most of a second: one that fails is reported as it is, rather than made shorter for minutes."""
-DISK_EVENTS = (*["ask"] * 8, "sleep", "idle", "limit", "restart", "restart", "kill", "damage")
+DISK_EVENTS = (*["ask"] * 8, "sleep", "idle", "limit", "restart", "restart", "kill", "damage", "forget")
 DISK_HISTORIES = st.lists(st.tuples(st.sampled_from(DISK_EVENTS), st.integers(0, 1 << 30)), min_size=8, max_size=20)
 HISTORIES = st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 1 << 30)), min_size=8, max_size=20)
 
@@ -96,9 +98,14 @@ def random_budget() -> int:
 
 
 def run(
-    engine: Engine, prompts: dict[str, tuple[int, ...]], cancelled: str = "", after: int = 0
+    engine: Engine,
+    prompts: dict[str, tuple[int, ...]],
+    cancelled: str = "",
+    after: int = 0,
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> dict[str, list[int]]:
-    """The greedy responses to concurrent requests; `cancelled` is cancelled after some steps."""
+    """The greedy responses to concurrent requests; `cancelled` is cancelled after some steps, when `meanwhile` is
+    called, too."""
     responses: dict[str, list[int]] = {name: [] for name in prompts}
     greedy = SamplingParams(temperature=0.0)
     for name, prompt in prompts.items():
@@ -107,6 +114,7 @@ def run(
     while engine.has_work:
         if steps == after:
             engine.cancel(cancelled)
+            meanwhile()
         steps += 1
         for output in engine.step():
             responses[output.request_id] += output.tokens
@@ -168,6 +176,8 @@ class History:
                     data = bytearray(path.read_bytes())
                     data[random.randrange(len(data))] ^= 1
                     path.write_bytes(data[: random.choice((len(data), random.randrange(len(data))))])
+            case "forget":
+                self._forget(random)
             case "shrink":
                 self.host.store.shrink(random.randrange(self.host.store.num_bytes + 1))
         self.host.store.check_integrity()
@@ -180,7 +190,11 @@ class History:
         numbers = random.sample(range(NUM_CONVERSATIONS), random.randint(1, 3))
         prompts = {f"request-{number}": self._talks.prompts[number] for number in numbers}
         cancelled = random.choice([*prompts, "", ""])
-        responses = run(self.engine, prompts, cancelled, random.randint(0, 4))
+        asked = random.choice(self._talks.prompts)
+        meanwhile = [lambda: None, lambda: self._offer(asked)]
+        if self._folder is not None:
+            meanwhile.append(lambda: self._forget(random))
+        responses = run(self.engine, prompts, cancelled, random.randint(0, 4), random.choice(meanwhile))
         for number, (name, prompt) in zip(numbers, prompts.items(), strict=True):
             expected = self._talks.plain.response(prompt)
             if name == cancelled:
@@ -188,6 +202,24 @@ class History:
             else:
                 assert responses[name] == expected
                 self._talks.grow(number, random)
+
+    def _offer(self, prompt: tuple[int, ...]) -> None:
+        """Another node asks for what was computed of a prompt."""
+        digests, tier = page_digests(ROOT, prompt, 32), self.engine.tier
+        assert tier is not None
+        assert 0 <= tier.num_pages(digests) <= len(digests)
+        tier.copy_these(digests, float("inf"))
+        if self._folder is not None:
+            self.host.save_these(bytes.fromhex(self.engine.info.kv_name), digests)
+
+    def _forget(self, random: Random) -> None:
+        some = {random.randrange(256) for _ in range(100)}
+        self.engine.forget_pages(lambda digest: digest[-1] in some)
+        self.engine.check_integrity()
+        if random.randint(0, 1):
+            self.engine.forget_pages(lambda _: True)
+            self.host.forget(ChosenBlocks(), float("inf"))
+            assert len(self.host.store) == 0
 
     def _unload(self, engine: Engine) -> None:
         self.num_fetched_tokens += engine.stats().fetched_tokens

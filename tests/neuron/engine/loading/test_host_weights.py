@@ -13,6 +13,7 @@ import torch
 
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.errors import LoadError, NoRoomError
+from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
 from cortex.neuron.engine.loading.loading import LoadedModel, build_model, load_model
 from cortex.neuron.engine.memory import host_weights
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
@@ -202,3 +203,32 @@ def test_sleeping_model_wakes_with_its_experts_in_host_memory() -> None:
     engine.wake(lambda *_: None)
     assert response_to(engine, request)[0] == before
     engine.close()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3"])
+def test_speculation_prefix_cache_and_kept_pages_give_the_tokens_of_a_model_that_fits(family: str) -> None:
+    whole, spec = _built(family)
+    request = EngineRequest("r", PROMPT * 12, 6, SamplingParams(temperature=0.0))
+    engine = Engine(whole, spec)
+    expected = response_to(engine, request)[0]
+    small_bytes = _small_bytes(whole)
+    engine.close()
+    small, _ = _built(family, memory_bytes=small_bytes, host_weight_bytes=1 << 30)
+    assert small.host is not None
+    engine = Engine(small, replace(spec, speculation="lookup"), moves_weights=True)
+    pages = DeviceHostMemory.on(CPU)
+    pages.store.limit(1 << 24)
+    engine.keep_pages(pages)
+    try:
+        assert response_to(engine, request) == (expected, 0)
+        found, cached = response_to(engine, request)
+        assert found == expected
+        assert cached >= 64
+        engine.sleep()
+        engine.wake(lambda *_: None)  # the device has no page of the prompt now, and host memory has
+        found, cached = response_to(engine, request)
+        assert found == expected
+        assert cached >= 64
+        assert engine.stats().drafted_tokens
+    finally:
+        engine.close()

@@ -19,7 +19,7 @@ from cortex.cli import warmup as command
 from cortex.neuron.engine.errors import LoadCancelled, LoadError
 from cortex.neuron.engine.execution.runner import Runner
 from cortex.neuron.engine.loading import kernel_pass, meta_shapes, warmup
-from cortex.neuron.engine.loading.kernel_pass import KernelPass, PassedModel
+from cortex.neuron.engine.loading.kernel_pass import KernelPass, ModelToCompile
 from cortex.neuron.engine.loading.meta_shapes import light_shapes
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.kernels import compilation
@@ -62,8 +62,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     return names
 
 
-def passed(config: dict[str, Any], **packing: Any) -> PassedModel:
-    return PassedModel(read_architecture(config), packing, torch.bfloat16, torch.bfloat16, WHOLE, 16, 128)
+def passed(config: dict[str, Any], **packing: Any) -> ModelToCompile:
+    return ModelToCompile(read_architecture(config), packing, torch.bfloat16, torch.bfloat16, WHOLE, 16, 128)
 
 
 @pytest.mark.parametrize(

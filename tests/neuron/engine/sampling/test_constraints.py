@@ -18,7 +18,7 @@ from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.errors import RequestError, StepBlamed
 from cortex.neuron.engine.loading.loading import load_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
-from cortex.neuron.engine.sampling.constraints import Constraints
+from cortex.neuron.engine.sampling.constraints import Constraint, Constraints
 from cortex.neuron.engine.sampling.sampler import Drawn, Sampler
 from cortex.neuron.kernels.sampling.rows import MASKED_BY, Draws, number
 from cortex.neuron.models.decoder import Decoder
@@ -233,7 +233,7 @@ def test_grammar_that_fails_among_others_ends_only_its_own_request(
 
     def fill_all(states: Any, rows: torch.Tensor) -> None:
         fill_masks(states, rows)
-        if failing[1] in states:
+        if any(state is failing[1] for state, _ in states):
             raise OverflowError("out of range")
 
     monkeypatch.setattr(Constraints, "compile", compiled)
@@ -310,3 +310,43 @@ def test_step_is_computed_before_the_grammar_knows_the_last_token(
     assert tokens == expected
     assert events[:4] == ["compute", "mask"] * 2
     late.check_integrity()
+
+
+def bits(row: torch.Tensor) -> set[int]:
+    flags = np.unpackbits(row.numpy().view(np.uint8), bitorder="little")
+    return {int(token) for token in np.flatnonzero(flags)}
+
+
+def test_masks_of_several_sequences_with_drafts_equal_those_one_by_one(model: tuple[Path, Tokenizer]) -> None:
+    constraints = Constraints(model[0], 258, torch.device("cpu"))
+    letters = model[1].get_vocab()
+    drafts = [[letters[letter] for letter in text] for text in ("", "abc", "a", "")]
+    bound = [constraints.compile(r"start: /[a-z]{2,9}!/") for _ in drafts]
+    bound[0].is_complete_after(letters["z"])
+    drawing = [(bound[0], drafts[0]), (None, [5, 6]), *zip(bound[1:], drafts[1:], strict=True)]
+    for _ in range(2):  # drafts leave the states as they were
+        mask = constraints.mask(drawing)
+        assert mask is not None
+        assert mask.rows.tolist() == [0, -1, -1, -1, 1, 2, 3, 4, 5, 6, 7]
+        for first, each, drafted in zip((0, 1, 5, 7), bound, drafts, strict=True):
+            expected = torch.full((1 + len(drafted), mask.words.shape[1]), -1, dtype=torch.int32)
+            each.fill_masks(expected, drafted)
+            for got, want in zip(mask.words[first : first + len(expected)], expected, strict=True):
+                assert bits(got) == bits(want)
+                assert letters["a"] in bits(got)
+                assert END not in bits(got)
+    assert all(each.failure is None for each in bound)
+
+
+def test_tokens_of_several_sequences_are_matched_as_one_by_one(model: tuple[Path, Tokenizer]) -> None:
+    constraints, letters = Constraints(model[0], 258, torch.device("cpu")), model[1].get_vocab()
+    texts = ("ab", "az", "ab")
+    bound = [constraints.compile('start: "a" "b"', allowed_token_ids=allowed) for allowed in ((), (), (letters["a"],))]
+    for place, ended in ((0, [False] * 3), (1, [True] * 3)):
+        drawn = [(each, letters[text[place]]) for each, text in zip(bound, texts, strict=True)]
+        Constraint.accept_all(drawn)
+        assert [each.is_complete_after(token) for each, token in drawn] == ended
+    assert bound[0].failure is None
+    assert bound[1].failure is not None
+    assert "does not fit the grammar" in bound[1].failure
+    assert bound[2].is_contradiction

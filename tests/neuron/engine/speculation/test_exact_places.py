@@ -37,8 +37,8 @@ def load(path: Path, **changes: Any) -> Engine:
     return Engine.load(LoadSpec(str(path), **(OPTIONS | changes)), CPU, lambda *_: None, lambda: False)
 
 
-def test_preempted_sequences_continue_as_without_drafts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cortex.neuron.engine.engine.RESERVED_TOKENS", 0)  # so that more sequences start than fit
+def test_preempted_sequences_continue_as_without_drafts(folder: Path) -> None:
+    """Nothing is reserved, so that more sequences start than fit."""
     requests = [replace(each, prompt=counted(each.prompt), max_tokens=40) for each in some_requests(5)[:6]]
     requests = [replace(each, stop_token_ids=(), prediction=expected_after(each.prompt)) for each in requests]
     found = []
@@ -46,7 +46,7 @@ def test_preempted_sequences_continue_as_without_drafts(folder: Path, monkeypatc
         spec = LoadSpec(str(folder), **(OPTIONS | options))
         loaded = build_model(HYBRID, spec, CPU, counting)
         loaded.memory.num_pages = dict.fromkeys(loaded.memory.num_pages, 6)
-        engine = Engine(loaded, spec, width_rule=lambda _: AnyWidths(random.Random(5)))
+        engine = Engine(loaded, spec, width_rule=lambda _: AnyWidths(random.Random(5)), reserved_tokens=0)
         found.append(responses(engine, requests))
         stats = engine.stats()
         engine.close()

@@ -9,8 +9,8 @@ from cortex.neuron.kernels.dense.expert_rows import (
     expand_rows,
     expand_rows_reference,
 )
+from cortex.neuron.kernels.expert_pairs import ExpertChoice
 from cortex.neuron.kernels.matrix import Prologue
-from cortex.neuron.kernels.moe.pairs import ExpertChoice
 
 
 def random_choice(rows: int, experts: int, slots: int, device: torch.device) -> ExpertChoice:

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from cortex.neuron.kernels.activations import activate_reference
+from cortex.neuron.kernels.expert_pairs import PairLists
 from cortex.neuron.kernels.float8.codes import empty_float8_codes, widened
 from cortex.neuron.kernels.float8.experts import float8_grouped_product
 from cortex.neuron.kernels.float8.layout import FLOAT8_BLOCKS, FLOAT8_ROWS, Float8Layout
 from cortex.neuron.kernels.float8.rows import float8_rows
 from cortex.neuron.kernels.float8.support import has_float8_products
 from cortex.neuron.kernels.jit import INTERPRETED
-from cortex.neuron.kernels.moe.pairs import PairLists
 from cortex.neuron.kernels.products.grouped import expert_load, tiling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

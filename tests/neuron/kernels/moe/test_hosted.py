@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,24 +16,26 @@ from cortex.neuron.kernels.layouts import DeviceLayout
 from cortex.neuron.kernels.matrix import ExpertMatrix
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.host_exchange import exchange_of
-from cortex.neuron.kernels.moe.host_layers import HostExperts
+from cortex.neuron.kernels.moe.host_layers import MAX_ROWS, HostBlock, HostExperts
 from cortex.neuron.kernels.moe.host_memory import HostMatrix, processors_of_one_node
 from cortex.neuron.kernels.moe.host_team import HostRates, HostTeam
-from cortex.neuron.kernels.moe.hosted import hosted_mixture
+from cortex.neuron.kernels.moe.hosted import hosted_block, hosted_mixture
 from cortex.neuron.kernels.moe.mixture import mixture
-from cortex.neuron.kernels.quantised.layout import FP4, IQ4, Q2, Q3, Q4, Q5, Q6, Q8, Layout
+from cortex.neuron.kernels.quantised.layout import FP4, INT4, INT8, IQ4, Q2, Q3, Q4, Q5, Q6, Q8, Layout
 from cortex.neuron.kernels.storages import empty_device_matrix
 
 _CPU = torch.device("cpu")
 _EXPERTS, _HOSTED, _TOP_K = 6, 4, 2
 _LAYOUTS: dict[str, DeviceLayout | torch.dtype] = {
-    "Q2": Q2, "Q3": Q3, "Q4": Q4, "Q5": Q5, "Q6": Q6, "Q8": Q8, "IQ4": IQ4, "FP4": FP4,
+    "Q2": Q2, "Q3": Q3, "Q4": Q4, "Q5": Q5, "Q6": Q6, "Q8": Q8, "IQ4": IQ4, "FP4": FP4, "INT4": INT4, "INT8": INT8,
     "FP8 blocks": FLOAT8_BLOCKS, "FP8 rows": FLOAT8_ROWS, "bfloat16": torch.bfloat16, "float32": torch.float32,
 }  # fmt: skip
+_BLOCK_LAYOUTS = ("Q2", "Q3", "Q4", "Q5", "Q6", "Q8", "FP4", "FP8 rows", "float32")
+"""Those whose products take rows in float32."""
 
 
 def _allocate(num_bytes: int) -> Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8)
+    return torch.zeros(num_bytes, dtype=torch.uint8)
 
 
 def _matrix(kind: DeviceLayout | torch.dtype, outputs: int, inputs: int, device: torch.device = _CPU) -> ExpertMatrix:
@@ -66,11 +69,37 @@ def _matrices(
     return whole, some, hosted
 
 
+def _hosted(kind: DeviceLayout | torch.dtype, values: Tensor) -> HostMatrix:
+    """One place, with the values as a matrix of the device has them."""
+    inputs = values.shape[1]
+    matrix = HostMatrix(
+        lambda outputs, device: _matrix(kind, outputs, inputs, device), len(values), 1, inputs, _CPU, _allocate
+    )
+    for own, part in zip(matrix.tensors, _filled(kind, values).tensors, strict=True):
+        own.copy_(part)
+    return matrix
+
+
+def _filled(kind: DeviceLayout | torch.dtype, values: Tensor) -> ExpertMatrix:
+    """Codebooks have no rounding of values: theirs are random."""
+    matrix = _matrix(kind, *values.shape)
+    if isinstance(kind, Layout) and kind.codebook:
+        assert kind.zero is not None
+        torch.manual_seed(len(values))
+        codes = (torch.tensor(kind.codebook)[torch.randint(0, 16, values.shape)] + kind.zero).to(torch.uint8)
+        scales = torch.rand(len(values), values.shape[1] // 32) / 100
+        matrix.put_codes(0, codes, scales, -kind.zero * scales)
+    else:
+        matrix.put_values(0, values)
+    return matrix
+
+
 class _Layer:
     """The same experts whole, and divided."""
 
     def __init__(self, kind: DeviceLayout | torch.dtype, hidden: int, inner: int, *, gated: bool, biased: bool) -> None:
         torch.manual_seed(1)
+        self._kind = kind
         rows = (1 + gated) * inner
         self.team = HostTeam(_CPU, torch.float32, _allocate, buffer_experts=3, processors=processors_of_one_node())
         (gate_up, held_gate_up, hosted_gate_up) = _matrices(kind, rows, hidden)
@@ -102,12 +131,68 @@ class _Layer:
         self.norm = torch.rand(hidden) + 0.5
         self.team.prepare()
 
+    def empty(self, matrix: ExpertMatrix, rows: int) -> ExpertMatrix:
+        return _matrix(self._kind, rows, matrix.inputs)
+
+    def empty_hosted(self, matrix: ExpertMatrix, rows: int, places: int) -> HostMatrix:
+        def make(outputs: int, device: torch.device) -> ExpertMatrix:
+            return _matrix(self._kind, outputs, matrix.inputs, device)
+
+        return HostMatrix(make, rows, places, matrix.inputs, _CPU, _allocate)
+
+    def part(self, held: range) -> _Part:
+        return _Part(self, held)
+
     def check(self, rows: int, hidden: int) -> None:
         x = torch.randn(rows, hidden)
         expected = mixture(x, self.norm, 1e-6, self.whole)
         found = hosted_mixture(x, self.norm, 1e-6, self.divided, self.host, self.team)
         error = float((found - expected).norm() / (expected - x).norm())
         assert error < (1e-2 if INTERPRETED else 1e-3), error  # kernels of GPUs round to bfloat16
+
+
+class _Part:
+    """What a rank has of a layer: one of its experts on the device."""
+
+    def __init__(self, layer: _Layer, held: range) -> None:
+        whole, num_held = layer.whole, len(held)
+        self.team = HostTeam(_CPU, torch.float32, _allocate, buffer_experts=2, processors=processors_of_one_node())
+        matrices, hosted = [], []
+        for matrix in (whole.gate_up, whole.down):
+            rows = matrix.outputs // _EXPERTS
+            own, others = layer.empty(matrix, rows), layer.empty_hosted(matrix, rows, num_held)
+            for place, expert in enumerate(held):
+                parts = [part[len(part) * expert // _EXPERTS :][: len(part) // _EXPERTS] for part in matrix.tensors]
+                targets = own.tensors if not place else others.places(place - 1, 1)
+                for target, part in zip(targets, parts, strict=True):
+                    target.copy_(part)
+            matrices.append(own)
+            hosted.append(others)
+        self.host = HostExperts(
+            *(hosted[0], hosted[1], (matrices[0], matrices[1]), torch.float32),
+            stream_places=2,
+            num_experts=_EXPERTS,
+            slots=_TOP_K,
+            gated=True,
+            activation="silu",
+            first=held.start,
+            num_held=num_held,
+        )
+        gate_up_bias, down_bias = (
+            None if part is None else part.view(_EXPERTS, -1)[held.start : held.stop].flatten()
+            for part in layer.host.biases
+        )
+        self.host.biases = (gate_up_bias, down_bias)
+        self.team.layers.append(self.host)
+        self.team.prepare()
+        self.divided = replace(
+            whole,
+            gate_up=matrices[0],
+            down=matrices[1],
+            first=held.start,
+            slot_of=self.host.slot_of,
+            expert_on=self.host.experts_on,
+        )
 
 
 @pytest.mark.parametrize("name", ("Q4", "float32") if INTERPRETED else tuple(_LAYOUTS))  # interpreted, each takes long
@@ -140,6 +225,70 @@ def test_experts_that_changed_places_give_the_same_results(streams: bool) -> Non
         assert layer.team.num_exchanges >= before
         layer.check(4, 256)
     assert layer.team.num_exchanges > 1
+
+
+@pytest.mark.parametrize("name", ["FP4", "float32"])
+@pytest.mark.parametrize("streams", [False, True])
+def test_ranks_together_give_the_results_of_a_whole_mixture(name: str, streams: bool) -> None:
+    """Each has half of the experts, and all but one of those in host memory."""
+    whole = _Layer(_LAYOUTS[name], 256, 128, gated=True, biased=True)
+    x = torch.randn(3, 256)
+    expected = mixture(x, whole.norm, 1e-6, whole.whole, torch.zeros_like(x))
+    total = torch.zeros_like(x)
+    for rank in range(2):
+        part = whole.part(range(rank * _EXPERTS // 2, (rank + 1) * _EXPERTS // 2))
+        part.team.rates = HostRates(1.0, 1e9) if streams else HostRates(1e9, 1.0)
+        total += hosted_mixture(x, whole.norm, 1e-6, part.divided, part.host, part.team, torch.zeros_like(x))
+    assert float((total - expected).norm() / expected.norm()) < (1e-2 if INTERPRETED else 1e-3)
+
+
+@pytest.mark.parametrize("name", ("Q4", "float32") if INTERPRETED else _BLOCK_LAYOUTS)
+@pytest.mark.parametrize(("rows", "gated"), [(1, True), (7, False), (MAX_ROWS + 1, True)])
+def test_block_in_host_memory_gives_the_results_of_its_matrices(name: str, rows: int, gated: bool) -> None:
+    torch.manual_seed(2)
+    kind, hidden, inner = _LAYOUTS[name], 256, 128
+    team = HostTeam(_CPU, torch.float32, _allocate, buffer_experts=0, processors=processors_of_one_node())
+    outputs = (1 + gated) * inner
+    up_values, down_values = torch.randn(outputs, hidden) / 16, torch.randn(hidden, inner) / 12
+    matrices = _hosted(kind, up_values), _hosted(kind, down_values)
+    host = HostBlock(*matrices, torch.float32, gated=gated, activation="silu")
+    bias = torch.randn(outputs)
+    host.biases = (bias, None)
+    team.layers.append(host)
+    team.prepare()
+    team.rates = HostRates(1e9, 1.0)
+    x, residual = torch.randn(rows, hidden), torch.randn(rows, hidden)
+    up, down = (_filled(kind, values).values().float() for values in (up_values, down_values))
+    wide = x @ up.t() + bias
+    mid = torch.nn.functional.silu(wide[:, :inner]) * wide[:, inner:] if gated else wide.relu().square()
+    expected = mid @ down.t()
+    found = hosted_block(x, host, team, residual.clone()) - residual
+    assert float((found - expected).norm() / expected.norm()) < (1e-2 if INTERPRETED else 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "count", "expected"),
+    [
+        ([], 1, [[0, 1, 2, 3]]),
+        (["0-3"], 2, [[0, 1], [2, 3]]),
+        (["0-1", "2-3"], 1, [[0, 1]]),
+        (["0-1", "2-3"], 2, [[0, 1], [2, 3]]),
+        (["0-1", "2-3"], 3, [[0], [2, 3], [1]]),
+        (["0", "1-3"], 2, [[1, 2, 3], [0]]),
+        (["0-3"], 8, [[0], [0], [1], [1], [2], [2], [3], [3]]),
+        (["0-15"], 1, [[0, 1, 2, 3]]),
+        (["damaged"], 1, [[0, 1, 2, 3]]),
+    ],
+)
+def test_ranks_share_processors_of_memory_nodes(
+    nodes: list[str], count: int, expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
+    for number, text in enumerate(nodes):
+        folder = tmp_path / f"sys/devices/system/node/node{number}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(text)
+    assert [processors_of_one_node(number, count, tmp_path) for number in range(count)] == expected
 
 
 def test_exchange_pays_only_for_experts_that_are_used_far_more_often() -> None:

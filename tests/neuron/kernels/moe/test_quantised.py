@@ -10,6 +10,7 @@ import torch
 from tests.neuron.kernels.moe.test_mixture import with_biases
 
 from cortex.neuron.kernels.dense.matrix import DenseMatrix
+from cortex.neuron.kernels.expert_pairs import ExpertChoice
 from cortex.neuron.kernels.float8.layout import FLOAT8_BLOCKS, FLOAT8_ROWS
 from cortex.neuron.kernels.float8.matrix import Float8Matrix
 from cortex.neuron.kernels.float8.support import has_float8_products
@@ -18,7 +19,6 @@ from cortex.neuron.kernels.layouts import DeviceLayout
 from cortex.neuron.kernels.matrix import ExpertMatrix
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.mixture import mixture, mixture_grouped, mixture_of_rows, mixture_reference
-from cortex.neuron.kernels.moe.pairs import ExpertChoice
 from cortex.neuron.kernels.quantised import experts as packed_experts
 from cortex.neuron.kernels.quantised import layout as layouts
 from cortex.neuron.kernels.quantised.experts import PackedExpertTiles
@@ -82,6 +82,7 @@ BOTH = ((mixture_of_rows, 2), (mixture_grouped, 2), *GROUPED)
         (layouts.Q4, layouts.Q6, 160, 32, BOTH),
         (layouts.Q8, layouts.Q4, 160, 32, ONE_ROW),
         (layouts.IQ4, layouts.IQ4, 160, 32, ONE_ROW),
+        (layouts.INT4, layouts.INT4, 160, 32, BOTH),
         (FLOAT8_BLOCKS, FLOAT8_BLOCKS, 128, 128, BOTH),
         (FLOAT8_ROWS, FLOAT8_ROWS, 128, 128, ONE_ROW),
         (FLOAT8_ROWS, layouts.Q8, 128, 32, GROUPED),
@@ -112,6 +113,7 @@ def test_mixture_agrees_with_dense_experts(
         (layouts.Q3, 2, 128),
         (layouts.Q5, 3, 256),
         (layouts.Q8, 3, 256),
+        (layouts.INT8, 2, 256),
         (layouts.FP4, 2, 288),
         (layouts.Q4, 5, 1664),  # more than a program takes at once
     ],

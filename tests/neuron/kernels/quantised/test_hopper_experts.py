@@ -11,7 +11,7 @@ from tests.neuron.kernels.moe.test_quantised import EPS, dense, random_experts
 
 from cortex.neuron.kernels.moe.mixture import mixture_grouped, mixture_reference
 from cortex.neuron.kernels.quantised import hopper_experts
-from cortex.neuron.kernels.quantised.layout import FP4, IQ4, Q4, Q6, Layout
+from cortex.neuron.kernels.quantised.layout import FP4, INT4, IQ4, Q4, Q6, Layout
 from cortex.neuron.kernels.quantised.unpack import small_floats_by_half
 
 ON_HOPPER = pytest.mark.skipif(
@@ -22,7 +22,7 @@ CUDA = torch.device("cuda")
 
 @pytest.mark.gpu
 @ON_HOPPER
-@pytest.mark.parametrize("layout", [FP4, Q4, IQ4], ids=["FP4", "Q4", "IQ4"])
+@pytest.mark.parametrize("layout", [FP4, Q4, IQ4, INT4], ids=["FP4", "Q4", "IQ4", "INT4"])
 @pytest.mark.parametrize(("hidden", "inner"), [(128, 64), (192, 416), (2880, 768)])
 def test_rows_match_the_reference(layout: Layout, hidden: int, inner: int) -> None:
     plain = random_experts(layout, layout, hidden, inner)

@@ -22,11 +22,18 @@ needs_kernels = pytest.mark.skipif(
     not (INTERPRETED or DEVICE.type == "cuda"), reason="needs a GPU or TRITON_INTERPRET=1"
 )
 KIND = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32  # the interpreter multiplies no bfloat16
-LAYOUTS = [layouts.Q2, layouts.Q3, layouts.Q4, layouts.Q5, layouts.Q6, layouts.Q8, layouts.IQ4, layouts.FP4]
+LAYOUTS = [
+    layouts.Q2, layouts.Q3, layouts.Q4, layouts.Q5, layouts.Q6, layouts.Q8, layouts.IQ4, layouts.FP4, layouts.INT4,
+    layouts.INT8,
+]  # fmt: skip
 
 
 def layout_name(layout: Layout) -> str:
-    return f"{layout.bits}bit" + (f"-codebook-to-{max(layout.codebook)}" if layout.codebook else "")
+    return (
+        f"{layout.bits}bit"
+        + "-zeros" * layout.has_zeros
+        + (f"-codebook-to-{max(layout.codebook)}" if layout.codebook else "")
+    )
 
 
 class Codes(NamedTuple):
@@ -43,6 +50,9 @@ def random_codes(layout: Layout, rows: int, columns: int) -> Codes:
     if layout.codebook:
         code = torch.tensor(layout.codebook, device=DEVICE)[code.int()].add(layout.zero or 0).to(torch.uint8)
     minimum = (torch.randn(rows, groups, device=DEVICE)).bfloat16().float()
+    if layout.has_zeros:
+        scale = (torch.rand(rows, groups, device=DEVICE) / largest).half().float()
+        return Codes(code, scale, -torch.randint(0, 1 << layout.bits, (rows, groups), device=DEVICE) * scale)
     if layout.zero is not None:
         minimum = -layout.zero * scale
     return Codes(code, scale, minimum)
@@ -95,7 +105,8 @@ def test_dequantised_rows_equal_the_reference(layout: Layout, outputs: int, inpu
     [
         *((layout, 3, 72, 160) for layout in LAYOUTS),
         *((layouts.Q4, rows, 72, 160) for rows in (1, 17, 70)),
-        *((layout, 9, 72, 160) for layout in (layouts.Q5, layouts.Q6, layouts.Q8)),
+        *((layout, 9, 72, 160) for layout in (layouts.Q5, layouts.Q6, layouts.Q8, layouts.INT8)),
+        (layouts.INT4, 70, 40, 160),
         (layouts.Q8, 8, 40, 1184),
         (layouts.Q4, 10, 130, 1024),
         (layouts.Q6, 70, 40, 160),

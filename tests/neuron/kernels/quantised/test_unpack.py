@@ -61,6 +61,9 @@ def run(lines: list[str], registers: dict[str, int]) -> None:
             value = operands[0] & operands[1] | operands[2]
         elif name == "fma":
             value = multiply_add(*operands)
+        elif name == "sub":
+            first, second = (struct.unpack("<f", struct.pack("<I", bits))[0] for bits in operands)
+            value = struct.unpack("<I", struct.pack("<f", first - second))[0]
         elif name == "prmt":
             value = permute(*operands)
         else:
@@ -87,6 +90,15 @@ def expected(layout: Layout, slot: int, low: int, high: int, scales: tuple[int, 
         return (code - layout.zero) * Fraction(number(scales[0] >> (16 * (j // 2)) & 0xFFFF))
     word = scales[j // 2] if layout.scale_words == 2 else scales[0]
     return code * Fraction(number(word & 0xFFFF)) + Fraction(number(word >> 16))
+
+
+def distance(layout: Layout, slot: int, low: int, high: int, scale: int) -> Fraction:
+    """As `expected`, of a layout whose groups have zeros."""
+    j = slot % 4
+    wide = (low, high)[j % 2] >> (j // 2 * 8 + slot // 4 * 16) & 0xFF
+    code = wide if layout.low_bits == 8 else low >> (4 * slot) & 15
+    kept: float = struct.unpack("<f", struct.pack("<I", scale & 0xFFFFFF00))[0]
+    return (code - (scale & 0xFF)) * Fraction(kept)
 
 
 def scale_word(source: random.Random) -> int:
@@ -121,3 +133,21 @@ def test_unpacked_weights_are_rounded_once(layout: Layout) -> None:
             weight = Fraction(number(registers[f"${place}"])) * restore
             exact = expected(layout, slot, low, high, scales)
             assert weight == Fraction(number(rounded(exact))), (slot, float(exact), float(weight))
+
+
+@pytest.mark.parametrize("layout", [layouts.INT4, layouts.INT8], ids=["int4", "int8"])
+def test_weights_with_a_zero_are_rounded_as_those_of_the_exact_scale(layout: Layout) -> None:
+    lines = [line.strip() for line in unpack_ptx(layout).split("\n") if line.endswith(";") and ".reg" not in line]
+    source = random.Random(0)
+    restore, ties = Fraction(getattr(RESTORE, "value", RESTORE)), 0
+    for _ in range(100):
+        kept = source.choice((1.0, -1.0)) * 2.0 ** source.uniform(-24, 17)
+        scale = struct.unpack("<I", struct.pack("<f", kept))[0] & 0xFFFFFF00 | source.randrange(1 << layout.bits)
+        low, high = source.getrandbits(32), source.getrandbits(32)
+        registers = {"$8": low, "$9": high, "$10": scale, "$11": scale}
+        run(lines, registers)
+        for place, slot in enumerate((0, 4, 1, 5, 2, 6, 3, 7)):
+            weight, exact = Fraction(number(registers[f"${place}"])) * restore, distance(layout, slot, low, high, scale)
+            assert abs(weight - exact) <= abs(exact) * Fraction(259, 1 << 16), (slot, float(exact), float(weight))
+            ties += weight != Fraction(number(rounded(exact)))
+    assert ties < 20  # of 800: where the exact weight is almost between two

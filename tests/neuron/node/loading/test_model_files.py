@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from faulty_models import running_node, write_model
 
 from cortex.neuron.node.loading.files import fetch, find_local
 from cortex.neuron.node.node import Node
-from cortex.wire.errors import LoadFailed, ModelInUse, ModelNotFound
-from cortex.wire.node.orders import FilesRequest, LoadRequest, UnloadRequest
+from cortex.wire.errors import InvalidValue, LoadFailed, ModelInUse, ModelNotFound
+from cortex.wire.node.orders import AssembleRequest, FilesRequest, LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import ModelState
 
 from ....waiting import WAIT_S
@@ -103,6 +105,35 @@ async def test_cancelled_pull_keeps_what_it_has_and_the_next_one_continues(real_
         hub.release.set()
         node.files.pull(REQUEST)
         assert await ended(node) == "done"
+
+
+async def test_model_of_uploaded_files_is_listed_loads_and_is_deleted(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "original", bytes=1 << 20)
+    order = AssembleRequest(repository="uploaded/own", files={})
+    async with running_node(tmp_path, fetch=fetch, find_local=find_local) as node:
+        for path in folder.iterdir():
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            await node.files.upload(digest, path.read_bytes())
+            order.files[path.name] = digest
+        with pytest.raises(InvalidValue, match="No model can be made"):
+            await node.files.assemble(msgspec.structs.replace(order, files={"config.json": order.files["config.json"]}))
+        with pytest.raises(ModelNotFound):
+            node.model("uploaded/own")
+        await node.files.assemble(order)
+        assert node.model("uploaded/own").disk_bytes == sum(path.stat().st_size for path in folder.iterdir())
+        assert (await node.load(LoadRequest(model_id="mine", source="uploaded/own"), wait=True)).state == "ready"
+        with pytest.raises(ModelInUse):
+            await node.files.delete(FilesRequest(model_id="uploaded/own"))
+        assert await node.files.has_upload(digest)
+        await node.unload(UnloadRequest(model_id="mine"))
+        await node.files.delete(FilesRequest(model_id="uploaded/own"))
+        assert not await node.files.has_upload(digest)
+
+
+async def test_damaged_upload_is_rejected(tmp_path: Path) -> None:
+    async with running_node(tmp_path, fetch=fetch, find_local=find_local) as node:
+        with pytest.raises(InvalidValue, match="SHA-256"):
+            await node.files.upload("0" * 64, b"x")
 
 
 async def test_failed_pull_reports_the_reason(real_files: Any, tmp_path: Path) -> None:

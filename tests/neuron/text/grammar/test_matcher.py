@@ -210,3 +210,32 @@ def _allowed(matcher: Matcher, grammar: str) -> list[int]:
     row = numpy.zeros(matcher.mask_words, dtype=numpy.int32)
     matcher.compile(grammar).fill_mask(row)
     return allowed(row)
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        r"start: /[a-z ]{40,90}/",
+        r"start: /([A-Z][a-z]{1,12} ){1,20}/",
+        r"start: /\w{3,50}(\n\w{2,9})*/",
+        'start: %json {"type": "array", "items": {"type": "string", "pattern": "^[a-z0-9_]{3,40}$"}}',
+    ],
+)
+def test_classes_of_tokens_make_no_difference_to_masks(
+    grammar: str, demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matcher = Matcher(demo_model, 49152)
+    state = matcher.compile(grammar)
+    monkeypatch.setattr("cortex.neuron.text.grammar.matcher._SLICES", ())
+    plain = Matcher(demo_model, 49152).compile(grammar)
+    row, expected = (numpy.zeros(matcher.mask_words, dtype=numpy.int32) for _ in range(2))
+    for step in range(12):
+        state.fill_mask(row)
+        plain.fill_mask(expected)
+        assert (row == expected).all()
+        tokens = sorted(allowed(row))
+        token = tokens[(step + 1) * 7919 % len(tokens)]
+        state.accept(token)
+        plain.accept(token)
+        if state.is_finished:
+            break

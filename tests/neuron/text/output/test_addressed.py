@@ -8,9 +8,9 @@ import pytest
 
 from cortex.neuron.families.family import ADDRESSED
 from cortex.neuron.text.output.addressed import AddressedSplitter
-from cortex.neuron.text.output.detect import reasoning_markers
 from cortex.neuron.text.output.parser import OutputEvent, OutputParser
 from cortex.neuron.text.template.chat_template import ChatTemplate
+from cortex.neuron.text.template.detect import reasoning_markers
 from cortex.neuron.text.tools.scanner import CallScanner
 from cortex.neuron.text.tools.syntaxes import call_syntax
 from cortex.wire.events import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart

@@ -11,8 +11,8 @@ import pytest
 from cortex.neuron.families.tool_calls import ToolSyntax
 from cortex.neuron.text.errors import TokenizerUnsupported
 from cortex.neuron.text.model import TextModel
-from cortex.neuron.text.output.detect import reasoning_markers, tool_syntax
 from cortex.neuron.text.template.chat_template import ChatTemplate
+from cortex.neuron.text.template.detect import reasoning_markers, tool_syntax
 from cortex.neuron.text.template.template_source import from_directory, mistral_template
 from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.requests import GenerateRequest

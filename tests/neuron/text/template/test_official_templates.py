@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from cortex.neuron.families.registry import BY_TYPE
 from cortex.neuron.text.model import TextModel
-from cortex.neuron.text.output.detect import reasoning_markers, tool_syntax
 from cortex.neuron.text.template.chat_template import ChatTemplate
+from cortex.neuron.text.template.detect import reasoning_markers, tool_syntax
 from cortex.neuron.text.template.prompt import Rendered
 from cortex.wire.events import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
 from cortex.wire.node.load_options import SamplingDefaults

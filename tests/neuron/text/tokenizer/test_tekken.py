@@ -12,10 +12,10 @@ from tokenizers import Tokenizer
 
 from cortex.neuron.text.errors import TextFileMalformed
 from cortex.neuron.text.files import token_search
+from cortex.neuron.text.local import read_text
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.tokenizer.encoder import NoEncoder
 from cortex.neuron.text.tokenizer.library import LibraryTokenizer
-from cortex.neuron.text.tokenizer.local import read_text
 from cortex.neuron.text.tokenizer.tokenizer import Tokenizer as TextTokenizer
 from cortex.wire.requests import GenerateRequest, Message, Text
 

@@ -21,7 +21,7 @@ FILE = '''
 FROM qwen3:8b
 PARAMETER temperature 0.3
 PARAMETER stop "<|end|>"
-parameter stop AI:
+parameter\tstop   AI:
 PARAMETER num_predict 64
 PARAMETER repeat_penalty 1.2
 PARAMETER num_ctx 8192
@@ -88,12 +88,13 @@ def test_bad_modelfiles_are_rejected_with_their_line(text: str, problem: str) ->
     ("fields", "problem"),
     [
         ({"adapters": {"a": "b"}}, "ADAPTER is not supported"),
-        ({"files": {"a": "sha256:x"}}, "path there as 'from'"),
+        ({"from": "", "files": {"a": "sha256:x"}}, "has no digest"),
         ({"parameters": {"mirostat": 1}}, "'mirostat' is not supported"),
         ({"parameters": {"temperature": "hot"}}, "give a number, not hot"),
         ({"parameters": {"num_ctx": 1}}, "at least 2"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "role"),
-        ({"from": ""}, "Give 'from'"),
+        ({"from": ""}, "Give either 'from'"),
+        ({"files": {"a": f"sha256:{'0' * 64}"}}, "Give either 'from'"),
         ({"model": ""}, "Give 'model'"),
     ],
 )

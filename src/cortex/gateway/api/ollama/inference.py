@@ -1,5 +1,6 @@
 """Ollama's chat and generate: `keep_alive: 0` unloads the model after the response, or instead of one; other values
-keep it for a while, if the operator permits that."""
+keep it for a while, if the operator permits that. `num_ctx` loads a model that is idle with more context, if there is
+memory for it."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from functools import partial
 
 from cortex.fleet.topology import ModelOnNode
 from cortex.gateway.dispatch.operator.commands import OperatorCommands
+from cortex.gateway.ledger.keys import KeySection, may_use
 from cortex.gateway.proxy.admission import ReceivedRequest
 from cortex.gateway.proxy.inference import Inference
 from cortex.gateway.proxy.routes import JSON_HEADERS, InferenceRoute
@@ -41,6 +43,8 @@ class OllamaInference:
         if facts.unloads and facts.loads_only:
             self._unload_only(received)
             return
+        if facts.context_tokens:
+            self._ask_for_context(received.key, facts.model, facts.context_tokens)
         keeper: _AfterResponse | None = None
         if facts.unloads:
             try:
@@ -51,6 +55,17 @@ class OllamaInference:
         elif facts.keep_alive_s and self._inference.services.dispatcher.fleet.rules.max_keep_alive_s:
             keeper = _AfterResponse(partial(self._keep, facts.model, facts.keep_alive_s))
         self._inference.serve(received, keeper)
+
+    def _ask_for_context(self, key: KeySection | None, name: str, tokens: int) -> None:
+        """Unload the model where its next load, which the request then waits for, has that context."""
+        dispatcher = self._inference.services.dispatcher
+        try:
+            model = dispatcher.resolve(name).model_id
+        except ModelNotFound:
+            return  # its own error follows
+        place = dispatcher.ask_for_context(model, tokens) if may_use(key, model) else None
+        if place is not None:
+            self._operator.unload(place.model, place.node)
 
     def _keep(self, name: str, keep_alive_s: float) -> None:
         """Keep the model after a response, within the operator's limit."""
@@ -101,7 +116,7 @@ class OllamaInference:
 
 
 class _AfterResponse:
-    """A `ResponseKeeper` that keeps nothing."""
+    """A `ResponseKeeper` that keeps nothing; `then` follows a response without an error."""
 
     kept: KeptResponse | None = None
     headers: Headers = ()
@@ -111,4 +126,5 @@ class _AfterResponse:
         self._then = then
 
     def ended(self, status: int, outcome: Outcome) -> None:  # noqa: ARG002
-        self._then()
+        if status == 200:
+            self._then()

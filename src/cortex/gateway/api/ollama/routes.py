@@ -1,4 +1,4 @@
-"""Ollama's routes besides inference: version, listings, pull, create, copy and delete."""
+"""Ollama's routes besides inference: version, listings, pull and delete."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import msgspec
 
-from cortex.fleet.catalogue import Alias, ModelSpec, Resolution
+from cortex.fleet.catalogue import Alias, Resolution
 from cortex.gateway.api.files import FileRoutes
 from cortex.gateway.api.jobs import Job
 from cortex.gateway.api.ollama import listing
+from cortex.gateway.api.ollama.creation import PREFIX, CreationRoutes, chat_template
 from cortex.gateway.api.parts import ApiRoute, DeferredResponses, listing_key
-from cortex.gateway.created_models import CreatedModels
 from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.gateway.dispatch.view import DispatchView
 from cortex.gateway.ledger import keys
@@ -30,29 +30,21 @@ from cortex.http.request import Request
 from cortex.http.routing import Route, path_of
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
-from cortex.http.upstream.faults import UpstreamFault
-from cortex.wire.dialects.ollama import lines, modelfile, models
+from cortex.wire.dialects.ollama import lines, models
 from cortex.wire.errors import (
     CortexError,
     Family,
-    InvalidValue,
     LoadFailed,
     ModelNotFound,
     NotImplementedHere,
     shorten,
 )
 from cortex.wire.fields import body as wire_body
-from cortex.wire.fields.body import MAX_MODEL_NAME
-from cortex.wire.model_names import check_name, plain_name, split_quant
-from cortex.wire.node.load_options import is_path
-from cortex.wire.node.orders import FilesRequest
+from cortex.wire.model_names import split_quant
 from cortex.wire.preset import Preset
 
 log = logging.getLogger(__name__)
 
-Change = Callable[[str, ModelSpec | Alias | None], Awaitable[None]]
-
-PREFIX = "/api/"
 POLL_S = 0.25
 
 
@@ -67,12 +59,10 @@ class OllamaRoutes:
         metering: Metering,
         deferred: DeferredResponses,
         open_paths: Sequence[bytes],
-        created: CreatedModels,
-        change: Change,
+        creations: CreationRoutes,
     ) -> None:
-        """`open_paths` need no key. `change` makes an entry of the catalogue, or removes one, and puts it in force."""
-        self._created_models = created
-        self._change = change
+        """`open_paths` need no key."""
+        self._creations = creations
         self._open_paths = open_paths
         self._dispatcher = dispatcher
         self._nodes = nodes
@@ -88,10 +78,7 @@ class OllamaRoutes:
             Route("POST", f"{PREFIX}show", self._show_model),
             Route("POST", f"{PREFIX}pull", self._begin_pull),
             Route("DELETE", f"{PREFIX}delete", self._begin_delete),
-            Route("POST", f"{PREFIX}create", self._begin_create),
-            Route("POST", f"{PREFIX}copy", self._begin_copy),
             *(Route("", f"{PREFIX}{name}", _reject) for name in models.ABSENT),
-            Route("", models.BLOBS, _reject),
         ]
 
     def _key(self, request: Request) -> KeySection | None:
@@ -127,7 +114,7 @@ class OllamaRoutes:
 
     async def _show(self, resolution: Resolution, name: str) -> Response:
         spec = resolution.spec
-        template = await self._template(spec.id)
+        template = await chat_template(self._dispatcher.fleet, self._nodes, spec.id)
         described = listing.described(self._dispatcher.fleet, spec, self._created, self._dispatcher.now, name)
         alias = self._dispatcher.catalogue.aliases.get(resolution.alias or "")
         license = alias.license if isinstance(alias, Alias) else None
@@ -140,94 +127,9 @@ class OllamaRoutes:
         )
         return json_response(models.show(described))
 
-    def _begin_create(self, exchange: Exchange) -> None:
-        self._metering.meter.authenticate_operator(exchange.request)
-        creation = modelfile.read_creation(exchange.request.body)
-        streams = wire_body.parse(exchange.request.body).flag("stream") is not False
-        self._deferred.respond(exchange, self._create(creation, streams=streams))
-
-    def _begin_copy(self, exchange: Exchange) -> None:
-        self._metering.meter.authenticate_operator(exchange.request)
-        fields = wire_body.parse(exchange.request.body)
-        source, name = (plain_name(fields.text(key) or "") for key in ("source", "destination"))
-        if not source or not name or len(name) > MAX_MODEL_NAME:
-            raise InvalidValue("Give 'source' and 'destination', the names of a model and of its copy.")
-        check_name(name, "destination")
-        self._dispatcher.resolve(source)
-        self._deferred.respond(exchange, self._copy(modelfile.Creation(name=name, source=source)))
-
-    async def _copy(self, creation: modelfile.Creation) -> Response:
-        await self._make(creation)
-        return Response(200, (), b"")
-
-    async def _create(self, creation: modelfile.Creation, *, streams: bool) -> Response:
-        chosen = await self._make(creation)
-        statuses = [*creation.notes, f"using {chosen}", "success"]
-        if not streams:
-            return json_response({"status": "success", "using": chosen, "notes": creation.notes})
-        body = b"".join(msgspec.json.encode({"status": status}) + b"\n" for status in statuses)
-        return Response(200, stream_headers(lines.CONTENT_TYPE), body)
-
-    async def _make(self, creation: modelfile.Creation) -> str:
-        """Make an entry of the catalogue; returns what its source stands for."""
-        name, catalogue = creation.name, self._dispatcher.catalogue
-        if not {*"*?["}.isdisjoint(name):
-            raise InvalidValue(f"{shorten(name)} is a pattern; give a name without *, ? and [.", param="model")
-        own = self._created_models.read()
-        is_configured = name in (*catalogue.ids, *catalogue.aliases) and name not in (*own.ids, *own.aliases)
-        if is_configured or (name in self._dispatcher.fleet.live_models() and name not in own.ids):
-            raise InvalidValue(f"There is a model {shorten(name)} already; choose another name.", param="model")
-        base, context_tokens = None, None
-        if not is_path(creation.source):
-            try:
-                base = self._dispatcher.resolve(creation.source)
-            except ModelNotFound:
-                pass
-            else:
-                described = listing.described(self._dispatcher.fleet, base.spec, 0.0, self._dispatcher.now)
-                named = None if described.is_loaded else base.spec.context_tokens
-                context_tokens = min(filter(None, (described.context_tokens, named)), default=None)
-                await self._check_template(creation, base.model_id)
-        is_absent = base is None and not is_path(creation.source)
-        files = self._files.source_of(plain_name(creation.source)) if is_absent else None
-        if creation.template and base is None:
-            raise InvalidValue(
-                f"No node has {shorten(creation.source)}, so TEMPLATE cannot be compared with that of its files, which "
-                "is used: pull it first, or leave the template out.",
-                param="template",
-            )
-        entry = created_entry(creation, base, files, context_tokens)
-        await self._change(name, entry)
-        return entry.model if isinstance(entry, Alias) else entry.source or entry.id
-
-    async def _check_template(self, creation: modelfile.Creation, model: str) -> None:
-        """Raises InvalidValue for a template of another shape than that of the model's files, which is used."""
-        if not creation.template:
-            return
-        markers = modelfile.foreign_markers(creation.template, await self._template(model))
-        if markers is None or markers:
-            what = f"writes {', '.join(markers)}, which it does not" if markers else "marks no turns"
-            raise InvalidValue(
-                f"{model} is prompted with the template of its files, and this TEMPLATE {what}: leave it out.",
-                param="template",
-            )
-
-    async def _template(self, model: str) -> str:
-        """The chat template, from the first node that knows it; empty where none does: only a server knows it, or the
-        files are not there."""
-        for node in self._dispatcher.fleet.listing(model):
-            if node.healthy and node.takes_orders:
-                try:
-                    return await self._nodes[node.name].chat_template(model)
-                except (UpstreamFault, CortexError) as problem:
-                    log.debug("%s has no chat template of %s: %s", node.name, model, problem)
-        return ""
-
     async def _delete(self, name: str) -> Response:
         """Deletes the files of a model, or the quantisation that `name` has, from every node that has them."""
-        created = self._created_models.read()
-        if name in created.ids or name in created.aliases:  # files that it shares with others stay
-            await self._change(name, None)
+        if await self._creations.delete(name):
             return Response(200, (), b"")
         resolution = self._dispatcher.resolve(name)
         if resolution.alias is not None:
@@ -261,29 +163,6 @@ class OllamaRoutes:
         task = asyncio.create_task(following, name=f"follow {job.id}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def created_entry(
-    creation: modelfile.Creation, base: Resolution | None, files: FilesRequest | None, context_tokens: int | None
-) -> ModelSpec | Alias:
-    """The entry of the catalogue: another name for a model that is here, or a model of its own where it is not, or is
-    loaded in another way. `base`: the model that is here, with `context_tokens`. `files`: those of the hub."""
-    preset = creation.preset if base is None or base.preset is None else creation.preset.over(base.preset)
-    wanted = creation.context_tokens
-    is_longer = wanted is not None and (context_tokens is None or wanted > context_tokens)
-    is_itself = base is not None and base.model_id == creation.name
-    if base is not None and not creation.quant and not is_longer and not is_itself:
-        fields = {name: getattr(preset, name) for name in Preset.__struct_fields__}
-        return Alias(model=base.model_id, license=creation.license, **fields)
-    options: dict[str, Any] = {"source": creation.source}
-    if files is not None:
-        options = {"source": files.source or files.model_id, "quant": files.quant}
-    elif base is not None:
-        options = base.spec.shared_with(ModelSpec.__struct_fields__)
-        options["source"] = base.spec.source or base.model_id
-    options |= {"quant": creation.quant} if creation.quant else {}
-    options |= {"context_tokens": wanted} if wanted is not None else {}
-    return ModelSpec(id=creation.name, preset=preset, license=creation.license, **options)
 
 
 async def _wait_for(exchange: Exchange, job: Job) -> None:
@@ -322,5 +201,5 @@ def _error(job: Job) -> CortexError | None:
     return job.error or LoadFailed(f"The download was {job.state}.")
 
 
-def _reject(exchange: Exchange, digest: str = "") -> Response | None:  # noqa: ARG001 - the path has it
+def _reject(exchange: Exchange) -> Response | None:
     raise NotImplementedHere(models.absence(path_of(exchange.request)))

@@ -16,12 +16,14 @@ from urllib.parse import quote
 import msgspec
 
 from cortex.gateway.config import Config, NeuronSection
+from cortex.http.composed_body import Body
 from cortex.http.limits import UpstreamLimits
 from cortex.http.request import Headers
 from cortex.http.ticker import Ticker
 from cortex.http.tls import client_context
 from cortex.http.upstream.pool import Pool
 from cortex.system import open_files
+from cortex.wire.dialects.ollama.models import BLOBS_PREFIX
 from cortex.wire.error_encoding import from_code
 from cortex.wire.errors import CortexError, LoadFailed, ModelNotFound, UpstreamUnavailable
 from cortex.wire.events import Usage
@@ -30,6 +32,8 @@ from cortex.wire.node.groups import PreparedMember, PrepareMember
 from cortex.wire.node.model_log import ModelLog
 from cortex.wire.node.neighbours import Neighbour, key_hash, new_ticket
 from cortex.wire.node.orders import (
+    AssembledFiles,
+    AssembleRequest,
     DeletedFiles,
     FilesRequest,
     ForgetBlocksRequest,
@@ -54,9 +58,10 @@ LOAD_CALL_TIMEOUT_S = 3600.0
 CONTROL_TIMEOUT_S = 30.0
 DELETE_TIMEOUT_S = 120.0
 """Deleting hundreds of gigabytes takes a slow disk a while."""
+UPLOAD_TIMEOUT_S = 3600.0
 HUB_TIMEOUT_S = 60.0
 """A node tries several times to reach the hub."""
-PREPARE_TIMEOUT_S = 150.0
+PREPARE_TIMEOUT_S = 300.0
 """A server may take long to print its version."""
 SURVEY_TIMEOUT_S = 300.0
 """The headers of a large model on a slow disk take a while."""
@@ -124,6 +129,10 @@ def error_from(node: str, status: int, body: bytes) -> CortexError:
     if isinstance(error.code, str):
         return from_code(error.code, error.message)
     return UpstreamUnavailable(f"Node {node} responded {status}: {error.message}")
+
+
+def _blob(digest: str) -> bytes:
+    return f"{BLOBS_PREFIX}sha256:{digest}".encode()
 
 
 def num_kept(num_files: int, num_nodes: int) -> int:
@@ -298,6 +307,20 @@ class NodeClient:
 
     async def delete_files(self, request: FilesRequest) -> DeletedFiles:
         return await self._post(b"/files/delete", request, DeletedFiles, DELETE_TIMEOUT_S)
+
+    async def has_upload(self, digest: str) -> bool:
+        response = await self.pool.fetch(b"GET", _blob(digest), self.headers, timeout_s=CONTROL_TIMEOUT_S)
+        return response.status == 200
+
+    async def upload(self, digest: str, body: Body) -> None:
+        """Have the node keep a file for `assemble`."""
+        response = await self.pool.fetch(b"POST", _blob(digest), self.headers, body, timeout_s=UPLOAD_TIMEOUT_S)
+        if response.status >= 400:
+            raise error_from(self.name, response.status, response.body)
+
+    async def assemble(self, request: AssembleRequest) -> AssembledFiles:
+        """Have the node make a repository of uploaded files."""
+        return await self._post(b"/files/assemble", request, AssembledFiles, SURVEY_TIMEOUT_S)
 
     async def hub_repository(self, source: str) -> HubRepository:
         """What a repository of the hub offers, as the node sees it."""

@@ -115,8 +115,8 @@ class Poller:
         if health is None:  # a revision that was not asked for: the node is at fault, so ask for everything
             health = await self._client.health()
         self._report = health
-        restarted = health.uptime_s < self._uptime_s
-        if self._discovery is None or restarted or self._num_polls % REDISCOVER_EVERY == 0:
+        is_another = health.uptime_s < self._uptime_s or (last is not None and health.num_reloads != last.num_reloads)
+        if self._discovery is None or is_another or self._num_polls % REDISCOVER_EVERY == 0:
             self._discovery = await self._client.discovery()
         self._uptime_s = health.uptime_s
         self._num_polls += 1

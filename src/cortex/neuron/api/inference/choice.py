@@ -9,7 +9,7 @@ from itertools import chain
 
 from cortex.neuron.engine.request import StepOutput, TokenLogprobs
 from cortex.neuron.text.model import TextModel
-from cortex.neuron.text.output.stops import StopScanner
+from cortex.neuron.text.stops import StopScanner
 from cortex.neuron.text.template.prompt import Rendered
 from cortex.wire.errors import GenerationFailed, InvalidValue, Overloaded
 from cortex.wire.events import (

@@ -14,7 +14,7 @@ from cortex.neuron.api.calls import ApiCall, Route
 from cortex.neuron.api.inference.opaque_relay import OpaqueRelay
 from cortex.neuron.api.inference.routes import Inference
 from cortex.neuron.api.inference.tracing import traced
-from cortex.neuron.api.routes.metrics import RequestWatch
+from cortex.neuron.api.metrics import RequestWatch
 from cortex.neuron.node.harness.upstream import Upstream
 from cortex.wire.errors import UnsupportedModality
 from cortex.wire.opaque.health_checks import HEALTH_CHECKS

@@ -19,7 +19,7 @@ from cortex.neuron.api.calls import ApiCall
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.inference.server_slot import NoSlot, ServerSlot
 from cortex.neuron.api.inference.session import ready
-from cortex.neuron.api.routes.metrics import RequestWatch
+from cortex.neuron.api.metrics import RequestWatch
 from cortex.neuron.node.harness.upstream import Upstream
 from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import CortexError, MethodNotAllowed, UpstreamInterrupted

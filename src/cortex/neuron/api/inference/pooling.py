@@ -20,7 +20,7 @@ from cortex.neuron.api.inference.routes import Inference
 from cortex.neuron.api.inference.session import ready
 from cortex.neuron.api.inference.tasks import check_task
 from cortex.neuron.api.inference.tracing import traced
-from cortex.neuron.api.routes.metrics import RequestWatch
+from cortex.neuron.api.metrics import RequestWatch
 from cortex.neuron.engine.request import EngineRequest, PooledTexts, StepOutput
 from cortex.neuron.models.pooling.config import NormalizeStep, PoolingConfig
 from cortex.neuron.text.tokenizer.encoder import TextsToEncode

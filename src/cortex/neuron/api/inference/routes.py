@@ -24,7 +24,7 @@ from cortex.neuron.api.inference.tasks import check_pictures, check_task
 from cortex.neuron.api.inference.tracing import traced
 from cortex.neuron.api.inference.usage import MeteredEncoder, UsageRecords
 from cortex.neuron.api.log_context import stream_failure
-from cortex.neuron.api.routes.metrics import Metrics, RequestWatch
+from cortex.neuron.api.metrics import Metrics, RequestWatch
 from cortex.neuron.api.stream import EventStream
 from cortex.parsing.parser import BodyParser
 from cortex.telemetry.spans import Tracer

@@ -24,7 +24,15 @@ from cortex.wire.errors import InvalidValue, RouteNotFound, shorten
 from cortex.wire.model_names import check_name
 from cortex.wire.node.bench import BenchRequest
 from cortex.wire.node.groups import PrepareMember
-from cortex.wire.node.orders import FilesRequest, ForgetSizeRequest, LoadRequest, Recycled, Suspended, UnloadRequest
+from cortex.wire.node.orders import (
+    AssembleRequest,
+    FilesRequest,
+    ForgetSizeRequest,
+    LoadRequest,
+    Recycled,
+    Suspended,
+    UnloadRequest,
+)
 from cortex.wire.node.protocol import Endpoint, ModelList, ModelState
 
 
@@ -60,6 +68,7 @@ class Control:
             Route("GET", "/files/pulls/(?P<id>.+)", self.pull_status),
             Route("POST", "/files/cancel", self.cancel_pull),
             Route("POST", "/files/delete", self.delete_files),
+            Route("POST", "/files/assemble", self.assemble_files),
             Route("POST", "/bench", self.bench),
             Route("POST", "/bench/cancel", self.cancel_bench),
             Route("GET", "/bench/(?P<id>.+)", self.bench_status),
@@ -171,6 +180,10 @@ class Control:
     async def delete_files(self, call: ApiCall) -> Response:
         """Deletes a model's files from the cache, never while the model is in memory."""
         return responses.json(await self.backend.files.delete(decode(call.request.body, FilesRequest)))
+
+    async def assemble_files(self, call: ApiCall) -> Response:
+        """Makes a model of files that were uploaded."""
+        return responses.json(await self.backend.files.assemble(decode(call.request.body, AssembleRequest)))
 
     async def bench(self, call: ApiCall) -> Response:
         """Starts to measure a model that is ready, and responds at once; `/bench/{model}` shows the progress."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import aclosing
 from typing import Final
 
 from cortex.http.server.exchange import ClientPace, Exchange
@@ -13,12 +14,13 @@ from cortex.neuron.api import responses
 from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.bodies import decode
 from cortex.neuron.api.calls import ApiCall, Route
+from cortex.neuron.api.file_chunks import file_chunks
 from cortex.neuron.engine.host_pages.block_files import Piece
 from cortex.neuron.engine.host_pages.store import ChosenBlocks
 from cortex.wire.node.kv_blocks import PAGES, PATH, BlocksRequest
 from cortex.wire.node.orders import ForgetBlocksRequest, ForgottenBlocks
 
-_CHUNK_BYTES: Final = 4 << 20
+_CHUNK_BYTES: Final = 8 << 20
 _MAX_TRANSFERS: Final = 4
 """At once; others wait."""
 
@@ -57,14 +59,10 @@ class KvBlocks:
             return
         descriptor = os.open(piece.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            for start in range(0, piece.num_bytes, _CHUNK_BYTES):
-                count = min(_CHUNK_BYTES, piece.num_bytes - start)
-                reading = asyncio.create_task(asyncio.to_thread(os.pread, descriptor, count, piece.first_byte + start))
-                try:
-                    chunk = await asyncio.shield(reading)
-                finally:
-                    await asyncio.wait({reading})  # the descriptor is closed next
-                exchange.write(chunk)
-                await client.has_room()
+            end = piece.first_byte + piece.num_bytes
+            async with aclosing(file_chunks(descriptor, piece.first_byte, end, _CHUNK_BYTES)) as chunks:
+                async for chunk in chunks:
+                    exchange.write(chunk)
+                    await client.has_room()
         finally:
             os.close(descriptor)

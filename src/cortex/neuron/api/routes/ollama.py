@@ -24,7 +24,7 @@ from cortex.neuron.api.stream import EventStream
 from cortex.parsing.parser import BodyParser
 from cortex.wire.dialects.ollama import embeddings, lines, models
 from cortex.wire.error_encoding import from_code
-from cortex.wire.errors import CortexError, LoadFailed, NotImplementedHere
+from cortex.wire.errors import CortexError, LoadFailed, ModelNotFound, NotImplementedHere
 from cortex.wire.fields import body as wire_body
 from cortex.wire.model_names import split_quant
 from cortex.wire.node.orders import FilesRequest
@@ -59,7 +59,8 @@ class OllamaRoutes:
             Route("POST", embeddings.PATH, self.embed),
             Route("POST", embeddings.OLD_PATH, self.embed),
             *(Route("POST", f"/api/{name}", self.absent) for name in (*models.CREATING, *models.ABSENT)),
-            *(Route(method, models.BLOBS, self.absent) for method in ("GET", "POST")),
+            Route("GET", models.BLOBS, self.find_upload),
+            Route("POST", models.BLOBS, self.upload),
         ]
 
     async def version(self, _: ApiCall) -> Response:
@@ -81,6 +82,17 @@ class OllamaRoutes:
 
     async def absent(self, call: ApiCall) -> Response:
         raise NotImplementedHere(models.absence(call.request.path.decode("latin-1")))
+
+    async def find_upload(self, call: ApiCall) -> Response:
+        if not await self.backend.files.has_upload(call.values["digest"]):
+            raise ModelNotFound("This node has no such upload.")
+        return Response(200, (), b"")
+
+    async def upload(self, call: ApiCall) -> Response:
+        """Keeps a file for a model that a gateway makes of it."""
+        with self.drain_gate.enter():
+            await self.backend.files.upload(call.values["digest"], call.request.upload or call.request.body)
+        return Response(201, (), b"")
 
     async def delete(self, call: ApiCall) -> Response:
         name = models.read_name(call.request.body)

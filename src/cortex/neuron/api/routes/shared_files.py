@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from contextlib import aclosing
 from typing import Final
 
 from cortex.http.server.exchange import ClientPace, Exchange
@@ -15,6 +15,7 @@ from cortex.http.server.server import Response
 from cortex.neuron.api import responses
 from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.calls import ApiCall, Route
+from cortex.neuron.api.file_chunks import file_chunks
 from cortex.wire.errors import InvalidValue, ModelNotFound
 from cortex.wire.node.neighbours import PATH
 
@@ -44,14 +45,11 @@ class SharedFiles:
     async def send(self, call: ApiCall) -> None:
         self._check_shares()
         offset = call.query("offset") or "0"
-        descriptor = self._backend.files.open_shared(call.values["repository"], call.values["digest"])
-        try:
+        with self._backend.files.shared_file(call.values["repository"], call.values["digest"]) as descriptor:
             num_bytes = os.fstat(descriptor).st_size
             if not (offset.isascii() and offset.isdigit() and int(offset) <= num_bytes):
                 raise InvalidValue(f"Invalid value for 'offset': the file has {num_bytes} bytes.", param="offset")
             await self._send(call.exchange, descriptor, int(offset), num_bytes)
-        finally:
-            os.close(descriptor)
 
     def _check_shares(self) -> None:
         if self._mb_per_s == 0:
@@ -61,18 +59,12 @@ class SharedFiles:
         """A file that shrinks meanwhile ends the connection, which the client notices."""
         client = ClientPace(exchange)
         exchange.start(200, _OCTETS, num_bytes - position)
-        reading = _Reading(descriptor)
-        try:
-            reading.begin(position)
-            while position < num_bytes and (chunk := await reading.end()):
-                position += len(chunk)
-                reading.begin(position)
+        async with aclosing(file_chunks(descriptor, position, num_bytes, _CHUNK_BYTES)) as chunks:
+            async for chunk in chunks:
                 await self._turn(len(chunk))
                 exchange.write(chunk)
                 await client.has_room()
-            exchange.finish()
-        finally:
-            await reading.stop()
+        exchange.finish()
 
     async def _turn(self, num_bytes: int) -> None:
         """Returns when the node may send that many bytes."""
@@ -83,24 +75,3 @@ class SharedFiles:
         wait_s = self._free_s - now_s
         self._free_s += num_bytes / (self._mb_per_s * 1e6)
         await asyncio.sleep(wait_s)
-
-
-class _Reading:
-    """Reads the next chunk of a file while the last one is sent. The descriptor may be closed after `stop`."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._task: asyncio.Future[bytes] | None = None
-
-    def begin(self, position: int) -> None:
-        read: Callable[[], bytes] = lambda: os.pread(self._descriptor, _CHUNK_BYTES, position)  # noqa: E731
-        self._task = asyncio.get_running_loop().run_in_executor(None, read)
-
-    async def end(self) -> bytes:
-        assert self._task is not None
-        return await asyncio.shield(self._task)
-
-    async def stop(self) -> None:
-        if self._task is not None:
-            await asyncio.wait({self._task})
-            self._task.exception()

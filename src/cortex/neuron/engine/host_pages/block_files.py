@@ -17,6 +17,7 @@ import struct
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -305,27 +306,42 @@ def receive(
     that were asked for. Raises DamagedFile for others and for altered ones, and what `read_into` raises; complete files
     stay."""
     total = 0
-    while fixed := _exactly(read_into, _FIXED.size, may_end=True):
-        magic, length, checksum = _FIXED.unpack(fixed)
-        if magic != _MAGIC or length > _MAX_HEADER_BYTES:
-            raise DamagedFile("no blocks")
-        rest = _exactly(read_into, -(-(_FIXED.size + length) // _ALIGNMENT) * _ALIGNMENT - _FIXED.size)[:length]
-        if zlib.crc32(rest) != checksum:
-            raise DamagedFile("a header")
-        kind, _, digests, checksums = _facts(rest)
-        if kind.model != model or not all(digest in wanted for digest in digests):
-            raise DamagedFile("blocks that were not asked for")
-        if len(digests) > max(1, SLAB_BYTES // kind.num_bytes):
-            raise DamagedFile("more blocks than a file has")
-        blocks = []
-        for each in checksums:
-            block = memoryview(_exactly(read_into, kind.num_bytes))
-            if zlib.crc32(block) != each:
-                raise DamagedFile("a block")
-            blocks.append(block)
-            total += kind.num_bytes
-        write_file(root, kind, model_id, digests, blocks, checksums)
+    with ThreadPoolExecutor(1, "kv-file") as writer:
+        writing: Future[None] | None = None
+        while fixed := _exactly(read_into, _FIXED.size, may_end=True):
+            magic, length, checksum = _FIXED.unpack(fixed)
+            if magic != _MAGIC or length > _MAX_HEADER_BYTES:
+                raise DamagedFile("no blocks")
+            rest = _exactly(read_into, -(-(_FIXED.size + length) // _ALIGNMENT) * _ALIGNMENT - _FIXED.size)[:length]
+            if zlib.crc32(rest) != checksum:
+                raise DamagedFile("a header")
+            kind, _, digests, checksums = _facts(rest)
+            if kind.model != model or not all(digest in wanted for digest in digests):
+                raise DamagedFile("blocks that were not asked for")
+            if len(digests) > max(1, SLAB_BYTES // kind.num_bytes):
+                raise DamagedFile("more blocks than a file has")
+            blocks = [memoryview(_exactly(read_into, kind.num_bytes)) for _ in digests]
+            total += len(blocks) * kind.num_bytes
+            if writing is not None:
+                writing.result()  # at most one file is in memory while the next one arrives
+            writing = writer.submit(_write_checked, root, kind, model_id, digests, blocks, checksums)
+        if writing is not None:
+            writing.result()
     return total
+
+
+def _write_checked(
+    root: Path,
+    kind: BlockKind,
+    model_id: str,
+    digests: Sequence[Digest],
+    blocks: Sequence[memoryview],
+    checksums: Sequence[int],
+) -> None:
+    """Raises DamagedFile, or OSError."""
+    if any(zlib.crc32(block) != checksum for block, checksum in zip(blocks, checksums, strict=True)):
+        raise DamagedFile("a block")
+    write_file(root, kind, model_id, digests, blocks, checksums)
 
 
 def _exactly(read_into: Callable[[memoryview], int], num_bytes: int, *, may_end: bool = False) -> bytearray:

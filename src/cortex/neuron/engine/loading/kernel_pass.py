@@ -45,7 +45,7 @@ _SLOTS = 1
 
 
 @dataclass(frozen=True, slots=True)
-class PassedModel:
+class ModelToCompile:
     """A model as far as its kernels depend on it."""
 
     architecture: Architecture
@@ -141,7 +141,7 @@ class KernelPass:
     """Compiles the kernels of one model in threads of its own. `ready` returns when those of a short response are
     compiled; the others follow."""
 
-    def __init__(self, model: PassedModel, facts: DeviceFacts) -> None:
+    def __init__(self, model: ModelToCompile, facts: DeviceFacts) -> None:
         """`facts`: of the card, the only one of this process that kernels are compiled for."""
         pretend(facts)
         self._model = model
@@ -224,7 +224,7 @@ class KernelPass:
         self._compiler.close()
 
 
-def kernel_pass(model: PassedModel, device: torch.device) -> KernelPass | None:
+def kernel_pass(model: ModelToCompile, device: torch.device) -> KernelPass | None:
     """The pass of a model that is about to be loaded, begun; None on a device without kernels, where Triton cannot
     compile ahead, or for a model of another library or a stage, whose steps are not captured."""
     architecture = model.architecture

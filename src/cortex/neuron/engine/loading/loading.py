@@ -15,7 +15,7 @@ from cortex.formats.units import gib
 from cortex.neuron.engine.errors import LoadCancelled, LoadError, NoRoomError, UnsupportedError
 from cortex.neuron.engine.loading.draft_files import DraftFiles
 from cortex.neuron.engine.loading.filling import Progress, fill_from
-from cortex.neuron.engine.loading.kernel_pass import KernelPass, PassedModel, kernel_pass
+from cortex.neuron.engine.loading.kernel_pass import KernelPass, ModelToCompile, kernel_pass
 from cortex.neuron.engine.memory.device import compute_dtype, device_memory
 from cortex.neuron.engine.memory.dtypes import dtype_name
 from cortex.neuron.engine.memory.host import read_host_memory
@@ -292,7 +292,7 @@ def build_model(
     if group is not None:
         plan = _agreed(plan, sizes, group, is_recurrent=architecture.is_recurrent)
     sequences = (plan.slots.rows, plan.context_tokens, spec.deterministic, spec.speculation != "off")
-    passed = PassedModel(passed_architecture, packing, dtype, kv_dtype, within_layers.shard, *sequences)
+    passed = ModelToCompile(passed_architecture, packing, dtype, kv_dtype, within_layers.shard, *sequences)
     compiling = kernel_pass(passed, device)
     with contextlib.ExitStack() as failing:
         if compiling is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from cortex.neuron.engine.errors import LoadError
-from cortex.neuron.engine.loading.kernel_pass import META, KernelPass, PassedModel
+from cortex.neuron.engine.loading.kernel_pass import META, KernelPass, ModelToCompile
 from cortex.neuron.engine.loading.loading import matrix_layouts
 from cortex.neuron.engine.memory.device import compute_dtype
 from cortex.neuron.engine.request import LoadSpec
@@ -51,7 +51,7 @@ def warm_kernels(
         raise LoadError(str(error)) from error
     dtype = compute_dtype(spec.dtype, _GPU)
     kv_dtype = dtype if spec.kv_dtype == "auto" else torch.float8_e4m3fn
-    passed = PassedModel(
+    passed = ModelToCompile(
         architecture,
         matrix_layouts(tensors, spec, _GPU),
         dtype,

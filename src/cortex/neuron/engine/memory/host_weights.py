@@ -136,7 +136,7 @@ class HostBuffers:
         return self.num_bytes if self._pinned else 0
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """[bytes] uint8. Raises NoRoomError."""
+        """[bytes] uint8, zeros. Raises NoRoomError."""
         try:
             buffer = HostBuffer(num_bytes, pinned=self._pinned)
         except SleepError as error:

@@ -25,7 +25,9 @@ class Constraint:
     def __init__(self, state: MatchState, allowed: Tensor | None = None) -> None:
         """`allowed`: the only tokens that the request allows, as bits. [words] int32, on the host"""
         self.state = state
-        self._allowed = allowed
+        self.allowed = allowed
+        self.accepted: bool | None = None
+        """Whether the grammar allowed the token that is asked about next, if it has been matched already."""
         self.failure: str | None = None
         """Why the grammar cannot be matched any further; ignore tokens drawn after that."""
         self.is_contradiction = False
@@ -41,16 +43,27 @@ class Constraint:
             self.check_allowed(row)
 
     @staticmethod
-    def fill_all(constraints: Sequence[Constraint], rows: Tensor) -> None:
-        """As `fill_mask`, of several sequences at once. rows: [constraints, words]"""
+    def fill_all(bound: Sequence[tuple[Constraint, Sequence[int]]], rows: Tensor) -> None:
+        """As `fill_masks`, of several sequences at once. rows: [sequences + drafted, words]"""
+        # A draft that fails is no reason for its output to: it may never get there.
+        states = [(each.state.copy() if drafted else each.state, drafted) for each, drafted in bound]
         try:
-            MatchState.fill_masks([constraint.state for constraint in constraints], rows)
-            for constraint, row in zip(constraints, rows, strict=True):
-                constraint.state.check()
-                constraint.check_allowed(row)
+            MatchState.fill_masks(states, rows)
         except Exception:  # noqa: BLE001 - which of them is at fault shows one by one
-            for constraint, row in zip(constraints, rows.fill_(-1), strict=True):
-                constraint.fill_mask(row)
+            Constraint._fill_each(bound, rows)
+            return
+        index = 0
+        for each, drafted in bound:
+            if each.allowed is not None:
+                each.check_allowed(rows[index])
+            index += 1 + len(drafted)
+
+    @staticmethod
+    def _fill_each(bound: Sequence[tuple[Constraint, Sequence[int]]], rows: Tensor) -> None:
+        index = 0
+        for each, drafted in bound:
+            each.fill_masks(rows[index : index + 1 + len(drafted)].fill_(-1), drafted)
+            index += 1 + len(drafted)
 
     def forced_tokens(self) -> tuple[int, ...]:
         """Tokens that the grammar asks for next. Others that spell the same text may be allowed too."""
@@ -61,31 +74,44 @@ class Constraint:
 
     def num_allowed(self, tokens: Sequence[int]) -> int:
         """How many of `tokens` the grammar allows one after the other, without one that ends the output."""
-        ahead = Constraint(self.state.copy(), self._allowed) if tokens else self
+        ahead = Constraint(self.state.copy(), self.allowed) if tokens else self
         return next((count for count, token in enumerate(tokens) if ahead.is_complete_after(token)), len(tokens))
 
     def fill_masks(self, rows: Tensor, drafted: Sequence[int]) -> None:
         """As `fill_mask`, for the next token and after each of `drafted`, which `num_allowed` has counted.
         rows: [1 + drafted, words]"""
         self.fill_mask(rows[0])
-        ahead = Constraint(self.state.copy(), self._allowed) if drafted else self
+        ahead = Constraint(self.state.copy(), self.allowed) if drafted else self
         for index, token in enumerate(drafted, start=1):
             if not ahead.is_complete_after(token):
                 ahead.fill_mask(rows[index])
         # If that failed, the output fails in the same way once it gets there.
 
+    @staticmethod
+    def accept_all(drawn: Sequence[tuple[Constraint, int]]) -> None:
+        """Matches a token of each of several sequences at once, which `is_complete_after` is asked about next."""
+        matched = [(each, token) for each, token in drawn if each.failure is None and each.allowed is None]
+        if len(matched) > 1:  # for one, to wake the library's threads takes longer
+            accepted = MatchState.accept_all([(each.state, token) for each, token in matched])
+            for (each, _), is_accepted in zip(matched, accepted, strict=True):
+                each.accepted = is_accepted
+
     def is_complete_after(self, token: int) -> bool:
         """Accepts `token`; true if no token may follow it."""
         if self.failure is not None:
             return True  # drawn without a mask
-        if self._allowed is not None and not self._allowed[token // 32] >> token % 32 & 1:
+        if self.allowed is not None and not self.allowed[token // 32] >> token % 32 & 1:
             self._contradict()  # drawn with drafts, after which nothing was allowed
             return True
+        is_accepted, self.accepted = self.accepted, None
         try:
-            self.state.accept(token)
+            if is_accepted is None:
+                self.state.accept(token)
+            else:
+                self.state.check_accepted(token, is_accepted)
             return self.state.is_finished
         except Exception as error:  # noqa: BLE001 - as above
-            if self._allowed is not None and isinstance(error, GrammarRejected):
+            if self.allowed is not None and isinstance(error, GrammarRejected):
                 self._contradict()
             else:
                 self._fail(error)
@@ -93,7 +119,7 @@ class Constraint:
 
     def check_allowed(self, row: Tensor) -> None:
         """Fails if the request allows none of the tokens that the grammar does. row: [words] int32"""
-        if self._allowed is not None and not (row & self._allowed).any():
+        if self.allowed is not None and not (row & self.allowed).any():
             self._contradict()
 
     def _contradict(self) -> None:
@@ -145,22 +171,22 @@ class Constraints:
     def mask(self, drawing: Sequence[tuple[Constraint | None, Sequence[int]]]) -> GrammarMask | None:
         """The tokens that each draw may draw; None if no row has a constraint. `drawing`: the constraint of each row,
         and the draft tokens that it checks."""
-        counts = [0 if constraint is None else 1 + len(drafted) for constraint, drafted in drawing]
-        if not any(counts):
-            return None
-        words = torch.full((sum(counts), self._matcher.mask_words), -1, dtype=torch.int32, pin_memory=self._is_gpu)
-        rows = np.full(sum(1 + len(drafted) for _, drafted in drawing), -1)
-        first = masked = 0
-        parts: list[tuple[Constraint, Sequence[int], Tensor]] = []
-        for count, (constraint, drafted) in zip(counts, drawing, strict=True):
-            if constraint is not None:
-                parts.append((constraint, drafted, words[masked : masked + count]))
-                rows[first : first + count] = np.arange(masked, masked + count)
+        rows: list[int] = []
+        bound: list[tuple[Constraint, Sequence[int]]] = []
+        masked = 0
+        for constraint, drafted in drawing:
+            count = 1 + len(drafted)
+            if constraint is None:
+                rows += [-1] * count
+            else:
+                rows += range(masked, masked + count)
                 masked += count
-            first += 1 + len(drafted)
-        if len(parts) == masked > 1:  # none checks drafts
-            Constraint.fill_all([constraint for constraint, _, _ in parts], words)
-        else:
-            for constraint, drafted, own in parts:
-                constraint.fill_masks(own, drafted)
-        return GrammarMask(words.to(self._device, non_blocking=True), rows)
+                bound.append((constraint, drafted))
+        if not bound:
+            return None
+        words = torch.empty((masked, self._matcher.mask_words), dtype=torch.int32, pin_memory=self._is_gpu)
+        if masked > 1:
+            Constraint.fill_all(bound, words)
+        else:  # without waking the library's threads
+            bound[0][0].fill_mask(words[0].fill_(-1))
+        return GrammarMask(words.to(self._device, non_blocking=True), np.array(rows))

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cortex.neuron.kernels.activations import activate_reference, activated, activation_number
+from cortex.neuron.kernels.expert_pairs import ExpertChoice
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, tl, triton
 from cortex.neuron.kernels.matrix import Prologue
-from cortex.neuron.kernels.moe.pairs import ExpertChoice
 from cortex.neuron.kernels.norm import rms_norm_reference
 
 

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cortex.neuron.kernels.activations import activate_reference
+from cortex.neuron.kernels.expert_pairs import PairLists
 from cortex.neuron.kernels.jit import jit, num_processors, tl, triton
-from cortex.neuron.kernels.moe.pairs import PairLists
 from cortex.neuron.kernels.products.grouped import Tiling, launch_grouped, own_pairs, store_pairs
 from cortex.neuron.kernels.shared_memory import shared_memory
 

@@ -15,9 +15,9 @@ from cortex.neuron.kernels.dense.expert_rows import contract_rows, expand_rows
 from cortex.neuron.kernels.dense.experts import dense_grouped_product
 from cortex.neuron.kernels.dense.product import small_product
 from cortex.neuron.kernels.dense.wide_experts import takes_wide_tiles, wide_grouped_product
+from cortex.neuron.kernels.expert_pairs import ExpertChoice, PairLists
 from cortex.neuron.kernels.jit import has_kernels, num_processors
 from cortex.neuron.kernels.matrix import Epilogue, ExpertMatrix, Prologue
-from cortex.neuron.kernels.moe.pairs import ExpertChoice, PairLists
 from cortex.neuron.kernels.products.grouped import tiling
 from cortex.neuron.kernels.products.small_batch import COUNTED_ROWS
 from cortex.neuron.kernels.shared_memory import shared_memory

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from cortex.neuron.kernels.expert_pairs import PairLists
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, tl
-from cortex.neuron.kernels.moe.pairs import PairLists
 from cortex.neuron.kernels.products.grouped import launch_grouped, own_tile, pairs_from, store_pairs
 from cortex.neuron.kernels.shared_memory import SharedMemory
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cortex.neuron.kernels.expert_pairs import PairLists
 from cortex.neuron.kernels.float8.codes import Float8Codes
 from cortex.neuron.kernels.float8.layout import GROUP
 from cortex.neuron.kernels.float8.one_row import wide
 from cortex.neuron.kernels.jit import jit, tl
-from cortex.neuron.kernels.moe.pairs import PairLists
 from cortex.neuron.kernels.products.grouped import MAX_STAGES, Tiling, launch_grouped, own_pairs, store_pairs
 from cortex.neuron.kernels.shared_memory import loop_over_columns, shared_memory
 

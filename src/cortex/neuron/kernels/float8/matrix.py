@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from cortex.neuron.kernels.expert_pairs import ExpertChoice, ExpertPairs, PairLists
 from cortex.neuron.kernels.float8.codes import empty_float8_codes, widened
 from cortex.neuron.kernels.float8.experts import float8_grouped_product
 from cortex.neuron.kernels.float8.layout import Float8Layout
@@ -16,7 +17,6 @@ from cortex.neuron.kernels.float8.rows import float8_rows
 from cortex.neuron.kernels.float8.support import has_float8_products
 from cortex.neuron.kernels.jit import has_kernels
 from cortex.neuron.kernels.matrix import PLAIN, Epilogue, ExpertMatrix, KeptForm, Prologue
-from cortex.neuron.kernels.moe.pairs import ExpertChoice, ExpertPairs, PairLists
 from cortex.neuron.kernels.products.grouped import combine, tiling
 
 

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cortex.neuron.kernels.activations import activate_reference
+from cortex.neuron.kernels.expert_pairs import ExpertPairs
 from cortex.neuron.kernels.float8.codes import Float8Codes, widened
 from cortex.neuron.kernels.float8.support import has_float8_products
 from cortex.neuron.kernels.jit import constant, gdc_launch_dependents, gdc_wait, jit, tl, triton
 from cortex.neuron.kernels.matrix import Epilogue, Prologue
-from cortex.neuron.kernels.moe.pairs import ExpertPairs
 from cortex.neuron.kernels.norm import rms_norm_reference
 from cortex.neuron.kernels.products.one_row import OneRowTiles, added_to_row, launch_one_row, store_row
 

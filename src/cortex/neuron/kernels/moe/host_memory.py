@@ -21,7 +21,7 @@ from cortex.neuron.kernels.quantised.matrix import PackedMatrix
 _PACKED, _BFLOAT16, _FLOAT32, _FLOAT8 = range(4)
 
 Allocate = Callable[[int], Tensor]
-"""Host memory of this many bytes, [bytes] uint8; page-locked where the device is a GPU."""
+"""Host memory of this many bytes, [bytes] uint8, zeros; page-locked where the device is a GPU."""
 MakeMatrix = Callable[[int, torch.device], ExpertMatrix]
 """Memory for a matrix of this many rows."""
 
@@ -133,7 +133,7 @@ class HostMatrix:
             layout, high = self._kind.codes.layout, self.tensors[1]
             made.form, made.high = _PACKED, high.data_ptr() if high.numel() else low.data_ptr()
             made.low_bits, made.high_bits, made.group = layout.low_bits, layout.high_bits, layout.group
-            made.zero = -1 if layout.zero is None else layout.zero
+            made.zero = layout.zero_option
             if layout.codebook:
                 self._table = bytes((layout.zero or 0) + value for value in layout.codebook)
                 made.table = ctypes.cast(ctypes.c_char_p(self._table), ctypes.c_void_p).value
@@ -202,7 +202,7 @@ def processors_of_one_node(number: int = 0, count: int = 1, root: Path = Path("/
     node = nodes[number % len(nodes)]
     ranks = range(number % len(nodes), count, len(nodes))
     place, size = ranks.index(number), len(ranks)
-    return node[len(node) * place // size : len(node) * (place + 1) // size] or [node[place % len(node)]]
+    return node[len(node) * place // size : len(node) * (place + 1) // size] or [node[len(node) * place // size]]
 
 
 def _cpu_list(text: str) -> set[int]:

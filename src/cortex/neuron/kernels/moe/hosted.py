@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from cortex.neuron.kernels.activations import relu_squared_
+from cortex.neuron.kernels.expert_pairs import ExpertChoice, PairLists
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, has_kernels, jit, launch_options, tl, triton
 from cortex.neuron.kernels.matrix import PLAIN, Epilogue, ExpertMatrix
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.host_layers import HostBlock, HostExperts
 from cortex.neuron.kernels.moe.host_team import HostTeam
 from cortex.neuron.kernels.moe.mixture import expand_and_contract, mixture, mixture_reference
-from cortex.neuron.kernels.moe.pairs import ExpertChoice, PairLists
 from cortex.neuron.kernels.moe.routing import choose_rows, choose_rows_reference, list_pairs, router_scores
 from cortex.neuron.kernels.norm import rms_norm
 from cortex.neuron.kernels.products.grouped import combine, expert_load

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cortex.neuron.kernels.activations import activate_reference, relu_squared_, relu_squared_reference_
+from cortex.neuron.kernels.expert_pairs import ExpertChoice, PairLists
 from cortex.neuron.kernels.jit import has_kernels
 from cortex.neuron.kernels.matrix import ExpertMatrix, Prologue
 from cortex.neuron.kernels.moe.experts import Experts
-from cortex.neuron.kernels.moe.pairs import ExpertChoice, PairLists
 from cortex.neuron.kernels.moe.routing import (
     choose_rows,
     choose_rows_reference,

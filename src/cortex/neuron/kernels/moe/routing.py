@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cortex.neuron.kernels.expert_pairs import ExpertChoice, PairLists
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, has_kernels, jit, launch_options, tl, triton
 from cortex.neuron.kernels.moe.choice import choice_constants, chosen_experts
 from cortex.neuron.kernels.moe.experts import Experts
-from cortex.neuron.kernels.moe.pairs import ExpertChoice, PairLists
 from cortex.neuron.kernels.norm import rms_norm_reference
 
 MAX_ROWS = 1024

@@ -15,6 +15,7 @@
 
 enum { CHUNK = 128, UNITS = 16, VECTOR = 64, PARTS = VECTOR / WIDTH, MOST_ROWS = 4, BLOCK = 16, LARGEST = 127 * 256 };
 enum { PACKED, BFLOAT16, FLOAT32, FLOAT8 };
+enum { OWN_ZERO = -2 };
 enum { POOL_SPINS = 20000 };  // some hundred microseconds to a millisecond: a decode step has pauses of that length
 
 typedef uint8_t Bytes __attribute__((vector_size(WIDTH)));
@@ -22,7 +23,8 @@ typedef uint16_t Shorts __attribute__((vector_size(WIDTH / 2)));
 typedef uint8_t Quarters __attribute__((vector_size(WIDTH / 4)));
 typedef uint32_t Words __attribute__((vector_size(WIDTH)));
 
-// A matrix of equally many rows of each place, one place below the other. `zero` < 0: groups have minimums.
+// A matrix of equally many rows of each place, one place below the other. `zero` < 0: groups have minimums, or if
+// it is OWN_ZERO, zeros.
 typedef struct {
     const uint8_t *low, *high, *scales, *table;
     int64_t rows, columns;
@@ -197,7 +199,8 @@ INLINE Floats repeated_four(Four bits) {
 }
 
 // The scales of a chunk's four groups, or of the halves of all groups, and their minimums.
-INLINE void scales_of_chunk(const uint8_t *from, int group, int has_minimums, int is_book, Floats *scale, Floats *minimum) {
+INLINE void scales_of_chunk(const uint8_t *from, int group, int has_minimums, int is_book, int has_zeros, Floats *scale,
+                            Floats *minimum) {
     typedef uint16_t FourShorts __attribute__((vector_size(8)));
     Four words, others;
     if (is_book) {
@@ -207,6 +210,14 @@ INLINE void scales_of_chunk(const uint8_t *from, int group, int has_minimums, in
         return;
     }
     memcpy(&words, from, sizeof words);
+    if (has_zeros) {
+        typedef int32_t FourInts __attribute__((vector_size(16)));
+        typedef float FourFloats __attribute__((vector_size(16)));
+        const FourFloats kept = (FourFloats)(words & 0xffffff00u);
+        scale[0] = repeated_four((Four)kept);
+        minimum[0] = repeated_four((Four)(-__builtin_convertvector((FourInts)(words & 255), FourFloats) * kept));
+        return;
+    }
     if (group == 16 && has_minimums) {  // of both halves of a group, one after the other
         memcpy(&others, from + sizeof words, sizeof others);
         const Four first = {words[0], words[2], others[0], others[2]}, second = {words[1], words[3], others[1], others[3]};
@@ -254,7 +265,7 @@ INLINE void packed_row(const Store *s, int64_t row, const uint8_t *const *inputs
     for (int64_t c = 0; c < chunks; c++, low += low_bytes, high += high_bytes, scales += scale_bytes) {
         __builtin_prefetch(low + 4096);
         Floats scale[2], minimum[2];
-        scales_of_chunk(scales, group, has_minimums, is_book, scale, minimum);
+        scales_of_chunk(scales, group, has_minimums, is_book, s->zero == OWN_ZERO, scale, minimum);
         Bytes codes[2][PARTS], others[2][PARTS];
 #pragma GCC unroll 2
         for (int vector = 0; vector < 2; vector++)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from cortex.neuron.kernels.activations import activated, activation_number
+from cortex.neuron.kernels.expert_pairs import PairLists
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, tl, triton
-from cortex.neuron.kernels.moe.pairs import PairLists
 from cortex.neuron.kernels.shared_memory import SharedMemory, loop_over_columns
 
 MAX_STAGES = 4

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from cortex.neuron.kernels.activations import activated, activation_number
+from cortex.neuron.kernels.expert_pairs import ExpertPairs
 from cortex.neuron.kernels.jit import jit, launch_options, num_processors, tl, triton
 from cortex.neuron.kernels.matrix import Epilogue
-from cortex.neuron.kernels.moe.pairs import ExpertPairs
 
 
 class OneRowTiles(NamedTuple):

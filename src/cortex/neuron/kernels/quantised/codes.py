@@ -12,13 +12,14 @@ from torch import Tensor
 
 from cortex.neuron.kernels.jit import constant, has_kernels, jit, tl, triton
 from cortex.neuron.kernels.products.small_batch import COUNTED_ROWS
-from cortex.neuron.kernels.quantised.layout import SCALED_COLUMNS, UNIT, Layout, padded
-from cortex.neuron.kernels.quantised.quantise import FITTED_BITS, TINY, extra_steps, quantised
+from cortex.neuron.kernels.quantised.layout import OWN_ZERO, SCALED_COLUMNS, UNIT, Layout, padded
+from cortex.neuron.kernels.quantised.quantise import FITTED_BITS, TINY, extra_steps, kept_scale, quantised, zeros_of
 
 _BLOCKS = 64
 """Blocks of 32 columns that a program takes."""
 _COLUMNS = constant(SCALED_COLUMNS)
 _TINY = constant(TINY)
+_OWN_ZERO = constant(OWN_ZERO)
 _TO_INTEGER = constant(float(1 << 23))
 """A float32 in its neighbourhood has no fraction: adding it rounds to the nearest integer, halves to the even one."""
 
@@ -59,7 +60,7 @@ def _launch(
         LOW_BITS=layout.low_bits,
         HIGH_BITS=layout.high_bits,
         GROUP=layout.group,
-        ZERO=-1 if layout.zero is None else layout.zero,
+        ZERO=layout.zero_option,
         CODEBOOK=bool(layout.codebook),
         BLOCKS=_BLOCKS,
         **options,
@@ -207,6 +208,13 @@ def _bfloat16_bits(number):
 
 
 @jit
+def _kept_bits(scale):
+    """The bits of a scale rounded to 24 bits, in the upper ones of 32. NaN stays NaN."""
+    bits = scale.to(tl.int32, bitcast=True)
+    return tl.where(scale == scale, (bits + 0x7F + ((bits >> 8) & 1)) & -256, 0x7FC00000)
+
+
+@jit
 def _store_codes(
     low_plane,
     high_plane,
@@ -251,6 +259,12 @@ def _store_scales(scales, scale, minimum, block, has_source, total, GROUP: tl.co
     """scale, minimum: [blocks, groups]"""
     groups: tl.constexpr = _COLUMNS // GROUP
     group = tl.arange(0, groups)[None, :]
+    if ZERO == _OWN_ZERO:
+        zero = tl.div_rn(-minimum, tl.where(scale == 0, 1.0, scale))
+        zero = (tl.minimum(tl.maximum(zero, 0.0), 255.0) + _TO_INTEGER - _TO_INTEGER).to(tl.int32)
+        word = tl.where(has_source[:, None], _kept_bits(scale) | zero, 0)
+        tl.store(scales + block[:, None] + group, word, mask=(block < total)[:, None])
+        return
     scale = tl.where(has_source[:, None], _bfloat16_bits(scale), 0)
     if ZERO >= 0:
         word = tl.sum(tl.where(group == 0, (scale >> 16) & 0xFFFF, scale), 1)
@@ -276,7 +290,8 @@ class PackedCodes:
     high: Tensor
     """[outputs, units]; empty where the layout has one plane"""
     scales: Tensor
-    """[outputs, columns / 32 · scale words]: two bfloat16 values in an int32, or one in an int16"""
+    """[outputs, columns / 32 · scale words]: two bfloat16 values in an int32, one in an int16, or the upper 24 bits of
+    a float32 and a zero in an int32"""
     counters: Tensor
     """[blocks of COUNTED_ROWS rows] int32, all 0 between products: how many parts of a sum are done"""
 
@@ -289,7 +304,8 @@ class PackedCodes:
         """Fill rows from `first_row` on with `scale · code + minimum`.
 
         code: [rows, inputs] uint8; scale and minimum: [rows, inputs / group] float32. Where the layout has a zero, the
-        minimum must be `-zero · scale`: it is not stored. With a codebook, every code must be `zero` plus one of
+        minimum must be `-zero · scale`: it is not stored. Where groups have zeros, it must be that of an integer from 0
+        to 255. With a codebook, every code must be `zero` plus one of
         them.
         """
         rows = self._rows(first_row, len(code))
@@ -303,10 +319,10 @@ class PackedCodes:
     def put_values(self, first_row: int, values: Tensor) -> None:
         """Quantise dense rows and fill rows from `first_row` on with them. values: [rows, inputs]"""
         rows = self._rows(first_row, len(values))
-        if has_kernels(values):
+        if has_kernels(values) and not self.layout.has_zeros:
             pack_values(values, self.layout, *rows)
         else:
-            pack_codes_reference(*quantised(values, self.layout), self.layout, *rows)
+            self.put_codes(first_row, *quantised(values, self.layout))
 
     def _rows(self, first_row: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Views of the planes and scales."""
@@ -330,6 +346,10 @@ def pack_codes_reference(
         if layout.high_bits:
             high.copy_(_plane(units >> layout.low_bits, layout.high_bits))
     groups = columns // layout.group
+    if layout.has_zeros:
+        zero = zeros_of(scale, minimum).int()
+        scales.copy_(_pad(kept_scale(scale).view(torch.int32) | zero, groups))
+        return
     scale, minimum = _pad(scale, groups).bfloat16(), _pad(minimum, groups).bfloat16()
     stored = scale if layout.zero is not None else torch.stack((scale, minimum), -1).flatten(1)
     scales.copy_(stored.contiguous().view(scales.dtype))
@@ -370,7 +390,12 @@ def unpacked(matrix: PackedCodes, rows: Tensor | slice = slice(None)) -> Tensor:
         code = _columns(_slots(low, layout.low_bits))
         if layout.high_bits:
             code |= _columns(_slots(high, layout.high_bits)) << layout.low_bits
-    scales = matrix.scales[rows].contiguous().view(torch.bfloat16).float()
+    words = matrix.scales[rows].contiguous()
+    if layout.has_zeros:
+        grouped = code.view(len(code), -1, layout.group).float() - (words & 0xFF)[..., None]
+        weights = grouped * (words & ~0xFF).view(torch.float32)[..., None]
+        return weights.view(len(code), -1)[:, : matrix.inputs]
+    scales = words.view(torch.bfloat16).float()
     if layout.codebook:
         values = torch.tensor(layout.codebook, dtype=torch.float32, device=code.device)[code.int()]
     else:

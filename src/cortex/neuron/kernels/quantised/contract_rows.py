@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cortex.neuron.kernels.expert_pairs import ExpertChoice
 from cortex.neuron.kernels.jit import INTERPRETED, gdc_launch_dependents, gdc_wait, jit, launch_options, tl, triton
-from cortex.neuron.kernels.moe.pairs import ExpertChoice
 from cortex.neuron.kernels.quantised.codes import PackedCodes
 from cortex.neuron.kernels.quantised.unpack import high_half, layout_options, low_half
 from cortex.neuron.kernels.quantised.vector import as_integers, by_slot, times_vector

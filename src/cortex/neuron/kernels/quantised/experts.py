@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from cortex.neuron.kernels.expert_pairs import PairLists
 from cortex.neuron.kernels.jit import jit, num_processors, tl
-from cortex.neuron.kernels.moe.pairs import PairLists
 from cortex.neuron.kernels.products.grouped import launch_grouped, own_pairs, store_pairs
 from cortex.neuron.kernels.quantised.codes import PackedCodes
 from cortex.neuron.kernels.quantised.layout import Layout

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from cortex.neuron.kernels.activations import activation_number
 from cortex.neuron.kernels.device_facts import facts_of
+from cortex.neuron.kernels.expert_pairs import PairLists
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, num_processors, tl, triton
-from cortex.neuron.kernels.moe.pairs import PairLists
 from cortex.neuron.kernels.products.grouped import max_tiles, own_tile, pairs_from
 from cortex.neuron.kernels.quantised.codes import PackedCodes, empty_codes, unpacked
 from cortex.neuron.kernels.quantised.layout import CHUNK, FP4, UNIT, Layout
@@ -78,7 +78,7 @@ def _check(device: torch.device, layout: Layout) -> None:
     codes = empty_codes(layout, 2 * outputs, inputs, device)
     code = torch.arange(2 * outputs * inputs, device=device).view(2 * outputs, inputs).remainder(11).remainder(8)
     scale = torch.rand(2 * outputs, inputs // 32, generator=torch.Generator().manual_seed(0)).to(device)
-    zero = layout.zero or 0
+    zero = 3 if layout.has_zeros else layout.zero or 0
     if layout.codebook:
         code = zero + torch.tensor(layout.codebook, device=device)[code]
     codes.put_codes(0, code.to(torch.uint8), scale, -zero * scale)

@@ -2,7 +2,8 @@
 
 Every format becomes one of a few layouts: unsigned codes in one or two bit planes, and bfloat16 scales per group of
 columns. A weight is `scale · code + minimum`, or `scale · (code - zero)` where a group has no minimum of its own, or
-`scale · codebook[code]` where the layout has a codebook.
+`scale · codebook[code]` where the layout has a codebook. Published integers have a zero per group, and their scales
+keep the upper 24 bits of a float32: all that float16 and bfloat16 have.
 
 The unit is eight columns of one row: 32 bits of a 4-bit plane, 16 bits of a 2-bit plane, 8 bits of a 1-bit plane. Codes
 of eight bits take two planes of 32 bits. A chunk is 128 columns, sixteen units. Which columns share a unit follows from
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 from typing import Final
 
 UNIT: Final = 8
+OWN_ZERO: Final = -2
+"""`Layout.zero_option` of groups that have zeros."""
 CHUNK: Final = 128
 SCALED_COLUMNS: Final = 32
 """Columns that one word of scales serves."""
@@ -35,6 +38,9 @@ class Layout:
     """Columns that share a scale: 32 or 16."""
     zero: int | None = None
     """The code that stands for 0; None: each group has a minimum. Only with groups of 16, or a codebook."""
+    has_zeros: bool = False
+    """Each group has the code that stands for 0, below 256, in the low 8 bits of the word of its scale. Only with
+    groups of 32."""
     codebook: tuple[int, ...] = ()
     """Sixteen signed bytes that codes of four bits stand for; empty: codes are the values themselves. Only with groups
     of 32. Codes arrive as `zero + value`."""
@@ -49,8 +55,15 @@ class Layout:
         return self.low_bits + self.high_bits
 
     @property
+    def zero_option(self) -> int:
+        """The zero as kernels take it; below 0: groups have minimums, or zeros of their own."""
+        if self.has_zeros:
+            return OWN_ZERO
+        return -1 if self.zero is None else self.zero
+
+    @property
     def scale_words(self) -> int:
-        """Words of scales per 32 columns: scale and minimum, or two scales, or two of the former, or one scale."""
+        """Words of scales per 32 columns: scale and minimum or zero, two scales, two of the former, or one scale."""
         return 2 if self.group == 16 and self.zero is None else 1
 
     @property
@@ -75,6 +88,8 @@ Q4 = Layout(4)
 Q5 = Layout(4, 1)
 Q6 = Layout(4, 2, group=16, zero=32)
 Q8 = Layout(8)
+INT4 = Layout(4, has_zeros=True)
+INT8 = Layout(8, has_zeros=True)
 IQ4 = Layout(4, zero=128, codebook=(-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
 FP4 = Layout(4, zero=12, codebook=(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12))
 
@@ -95,7 +110,7 @@ GGML_LAYOUTS: Final = {
 }
 """The layout of each quantised type of a GGUF file."""
 
-PUBLISHED_LAYOUTS: Final = {"FP8": Q8, "INT8": Q8, "INT4": Q4, "INT_ORDERED": Q8, "MXFP4": FP4}
+PUBLISHED_LAYOUTS: Final = {"FP8": Q8, "INT8": INT8, "INT4": INT4, "INT_ORDERED": Q8, "MXFP4": FP4}
 """The layout of each quantised type of a published checkpoint in safetensors.
 
 FP8 without a layout of its own (`float8/layout.py`) and integers whose columns were quantised in another order have no

@@ -7,9 +7,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from cortex.neuron.kernels.expert_pairs import ExpertChoice, ExpertPairs, PairLists
 from cortex.neuron.kernels.jit import has_kernels, num_processors
 from cortex.neuron.kernels.matrix import PLAIN, Epilogue, ExpertMatrix, KeptForm, Prologue
-from cortex.neuron.kernels.moe.pairs import ExpertChoice, ExpertPairs, PairLists
 from cortex.neuron.kernels.products.grouped import combine
 from cortex.neuron.kernels.quantised.codes import empty_codes, unpacked
 from cortex.neuron.kernels.quantised.contract_rows import MAX_CHUNKS, contract_rows_product

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cortex.neuron.kernels.expert_pairs import ExpertPairs
 from cortex.neuron.kernels.jit import (
     INTERPRETED,
     gdc_launch_dependents,
@@ -23,7 +24,6 @@ from cortex.neuron.kernels.jit import (
     triton,
 )
 from cortex.neuron.kernels.matrix import Epilogue, Prologue
-from cortex.neuron.kernels.moe.pairs import ExpertPairs
 from cortex.neuron.kernels.products.one_row import OneRowTiles, added_to_row, launch_one_row, store_row
 from cortex.neuron.kernels.quantised.codes import PackedCodes
 from cortex.neuron.kernels.quantised.layout import Layout

@@ -28,7 +28,7 @@ def extra_steps(layout: Layout) -> int:
 def quantised(values: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
     """values: [rows, columns], whole groups → code [rows, columns] uint8; scale, minimum [rows, groups] float32
 
-    Scales are rounded to bfloat16 before codes are chosen, so that the codes make up for it.
+    Scales are rounded as the layout keeps them before codes are chosen, so that the codes make up for it.
     """
     groups = values.float().view(len(values), -1, layout.group)
     low, high, total = groups.amin(-1), groups.amax(-1), groups.sum(-1)
@@ -54,9 +54,25 @@ def _fit(
 
 def _stored(layout: Layout, scale: Tensor, minimum: Tensor) -> tuple[Tensor, Tensor]:
     """Scales and minimums as they are stored."""
+    if layout.has_zeros:
+        scale = kept_scale(scale)
+        scale = torch.where(scale.abs() < TINY, 1.0, scale)
+        return scale, -zeros_of(scale, minimum) * scale
     scale = scale.bfloat16().float()
     scale = torch.where(scale.abs() < TINY, 1.0, scale)
     return scale, minimum.bfloat16().float() if layout.zero is None else scale * -layout.zero
+
+
+def kept_scale(scale: Tensor) -> Tensor:
+    """Scales rounded to the 24 bits that a layout with zeros keeps: sixteen of the fraction with its first one."""
+    bits = scale.float().view(torch.int32)
+    rounded = ((bits + 0x7F + ((bits >> 8) & 1)) & -256).view(torch.float32)
+    return torch.where(scale.isnan(), torch.nan, rounded)
+
+
+def zeros_of(scale: Tensor, minimum: Tensor) -> Tensor:
+    """The zeros of groups, of which the minimum is `-zero · scale`."""
+    return (-minimum / torch.where(scale == 0, 1.0, scale)).nan_to_num(0).round().clamp(0, 255)
 
 
 def _codes(groups: Tensor, layout: Layout, scale: Tensor, minimum: Tensor) -> Tensor:

@@ -5,6 +5,9 @@ So a code needs no conversion, and one multiply-add, for two columns at a time, 
 as much larger. It rounds once. A code may even stay a few bits further up, with a scale that is as much smaller. What
 comes out is RESTORE times too small, which is made up for once, after the product. Scales from 2¹⁸ on do not fit.
 
+A scale of 24 bits is the sum of two of bfloat16. The distance of a code from its zero is exact in bfloat16; its
+products with both are added, so that a weight is rounded as the exact one would be, but for those next to a tie.
+
 Triton has no operation for this, so it is written in PTX; under the interpreter the same arithmetic runs in Triton's
 own operations. Products of pairs are multiply-adds, because cards before Hopper have no other instruction for pairs of
 bfloat16.
@@ -24,12 +27,14 @@ from cortex.neuron.kernels.quantised.codebook import (
     select_lines,
     table_words,
 )
-from cortex.neuron.kernels.quantised.layout import FP4, Layout
+from cortex.neuron.kernels.quantised.layout import FP4, OWN_ZERO, Layout
 
 _RESTORE_BITS = 23
 _SCALE_BITS = 133 - _RESTORE_BITS
 RESTORE = constant(2.0**_RESTORE_BITS)
 _SHRINK = constant(2.0**-_RESTORE_BITS)
+_OWN_ZERO = constant(OWN_ZERO)
+_TO_INTEGER = constant(float(1 << 23))
 
 
 def bfloat16_pair(low: float, high: float) -> int:
@@ -52,7 +57,7 @@ def unpack_ptx(layout: Layout) -> str:
         lines = _levels(layout)
     else:
         positions, lines = _codes(layout)
-        lines += _scaled(layout, positions)
+        lines += _scaled_distances(positions) if layout.has_zeros else _scaled(layout, positions)
     return _assembled(lines)
 
 
@@ -62,7 +67,7 @@ def layout_options(layout: Layout) -> dict[str, object]:
         "LOW_BITS": layout.low_bits,
         "HIGH_BITS": layout.high_bits,
         "GROUP": layout.group,
-        "ZERO": -1 if layout.zero is None else layout.zero,
+        "ZERO": layout.zero_option,
         "CODEBOOK": codebook_option(layout),
         "SCALE_WORDS": layout.scale_words,
         "PTX": "" if INTERPRETED else unpack_ptx(layout),
@@ -175,6 +180,30 @@ def _scaled(layout: Layout, positions: list[int]) -> list[str]:
             lines += _times("s", word, scale, scale) + _doubled(f"s{j}", "s", j // 2)
             lines += _times("m", word, -layout.zero * shrink, -layout.zero * shrink) + _doubled(f"m{j}", "m", j // 2)
         lines.append(f"fma.rn.bf16x2 p{j}, p{j}, s{j}, m{j};")
+    return lines
+
+
+def _scaled_distances(positions: list[int]) -> list[str]:
+    """p_j becomes the weights: the distances of codes from their zero times both parts of the scale."""
+    away = -(2.0**_SCALE_BITS)
+    lines = [
+        "prmt.b32 m, $10, 0, 0x4040;",
+        f"mov.b32 s, {bfloat16_pair(away, away):#x};",
+        "fma.rn.bf16x2 m, m, s, none;",
+        "and.b32 high, $10, 0xFFFF0000;",
+        "and.b32 moved, $10, 0xFFFFFF00;",
+        "sub.rn.f32 moved, moved, high;",
+        *_doubled("s0", "high", 1),
+        *_doubled("s1", "moved", 1),
+    ]
+    for j, position in enumerate(positions):
+        unit = 2.0 ** (_SCALE_BITS - position)
+        lines += [
+            f"mov.b32 s, {bfloat16_pair(unit, unit):#x};",
+            f"fma.rn.bf16x2 p{j}, p{j}, s, m;",
+            f"fma.rn.bf16x2 m{j}, p{j}, s1, none;",
+            f"fma.rn.bf16x2 p{j}, p{j}, s0, m{j};",
+        ]
     return lines
 
 
@@ -327,6 +356,9 @@ def _slots(
     if CODEBOOK:
         a = code_a.to(tl.float32) * low_half(scale_0)
         b = code_b.to(tl.float32) * low_half(scale_0)
+    elif ZERO == _OWN_ZERO:
+        a = (code_a.to(tl.float32) - group_zero(scale_0)) * group_scale(scale_0)
+        b = (code_b.to(tl.float32) - group_zero(scale_0)) * group_scale(scale_0)
     elif ZERO >= 0:
         scale = low_half(scale_0) if J < 2 else high_half(scale_0)
         a = (code_a - ZERO).to(tl.float32) * scale
@@ -336,6 +368,18 @@ def _slots(
         a = code_a.to(tl.float32) * low_half(words) + high_half(words)
         b = code_b.to(tl.float32) * low_half(words) + high_half(words)
     return (a * _SHRINK).to(tl.bfloat16), (b * _SHRINK).to(tl.bfloat16)
+
+
+@jit
+def group_scale(words):
+    """The scale in the upper 24 bits of each word, as float32."""
+    return (words & -256).to(tl.float32, bitcast=True)
+
+
+@jit
+def group_zero(words):
+    """The zero in the low 8 bits of each word, as float32."""
+    return ((words & 0xFF) | 0x4B000000).to(tl.float32, bitcast=True) - _TO_INTEGER
 
 
 @jit

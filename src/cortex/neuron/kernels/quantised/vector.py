@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from cortex.neuron.kernels.jit import constant, jit, tl
 from cortex.neuron.kernels.quantised.codebook import codebook_bytes
-from cortex.neuron.kernels.quantised.unpack import high_half, low_half
+from cortex.neuron.kernels.quantised.layout import OWN_ZERO
+from cortex.neuron.kernels.quantised.unpack import group_scale, group_zero, high_half, low_half
 
 EXACT = constant(12582912.0)
 """1.5 · 2²³, 0x4B400000"""
+_OWN_ZERO = constant(OWN_ZERO)
 _WIDE_OFFSET = constant(256.0 * 12582912.0 + 8388608.0)
 _SIGNED_OFFSET = constant(256.0 * 12582912.0 + 12582912.0)
 
@@ -326,7 +328,10 @@ def times_vector(
             dot = wide_code_dot(even, odd, high_0, low_0, high_1, low_1, PTX) * step
         else:
             dot = code_dot(even, odd, high_0, low_0, high_1, low_1, PTX) * step - offset_0
-        product = low_half(scale_0) * dot + high_half(scale_0) * sum_0
+        if ZERO == _OWN_ZERO:
+            product = group_scale(scale_0) * (dot - group_zero(scale_0) * sum_0)
+        else:
+            product = low_half(scale_0) * dot + high_half(scale_0) * sum_0
     else:
         codes_0, codes_1 = _half_code_bytes(word, above, LOW_BITS, HIGH_BITS, PTX)
         dot_0 = half_code_dot(codes_0, high_0, low_0, PTX) * step - offset_0

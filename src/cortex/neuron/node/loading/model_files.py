@@ -7,31 +7,51 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from cortex.formats.quant_names import plain
 from cortex.formats.units import gib
+from cortex.http.composed_body import Body
 from cortex.neuron.hub_process.resolver import OfferRequest
 from cortex.neuron.node.loading.library import KnownModel, Library
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.progress import LoadProgressTracker
 from cortex.neuron.weights.errors import CheckpointError, FilesMissing, HubError, NotOnHub
-from cortex.neuron.weights.hub import disk
+from cortex.neuron.weights.hub import disk, uploads
 from cortex.neuron.weights.hub.cache import RepositoryCache
 from cortex.neuron.weights.hub.source import HubSource, is_hub_id, parse_source
-from cortex.wire.errors import CortexError, HubUnavailable, LoadFailed, ModelInUse, ModelNotFound, shorten
+from cortex.wire.errors import (
+    CortexError,
+    HubUnavailable,
+    InvalidValue,
+    LoadFailed,
+    ModelInUse,
+    ModelNotFound,
+    shorten,
+)
 from cortex.wire.node.neighbours import SharedFile, SharedRepository
-from cortex.wire.node.orders import DeletedFiles, FilesRequest, HubRepository, HubVariant, LoadRequest
+from cortex.wire.node.orders import (
+    AssembledFiles,
+    AssembleRequest,
+    DeletedFiles,
+    FilesRequest,
+    HubRepository,
+    HubVariant,
+    LoadRequest,
+)
 from cortex.wire.node.protocol import DiskUse, PullState, PullStatus
 from cortex.wire.words import about, os_error_in_words
 
 log = logging.getLogger(__name__)
 
 MAX_ENDED_PULLS = 32
+_CHUNK_BYTES = 1 << 22
 
 InUse = Callable[[], Iterable[tuple[str, Path | None]]]
 """The models that are in memory or on their way there, and the paths of their files as far as they are known."""
@@ -73,6 +93,8 @@ class ModelFiles:
         """Repositories."""
         self.disk: DiskUse | None = None
         """As of the last scan."""
+        self.num_shared = 0
+        """Files that other nodes are reading."""
 
     @property
     def pulls(self) -> tuple[PullStatus, ...]:
@@ -153,6 +175,45 @@ class ModelFiles:
         log.info("%s: files deleted, %s are free again", model.id, gib(num_bytes))
         return DeletedFiles(model_id=model.id, freed_bytes=num_bytes)
 
+    async def has_upload(self, digest: str) -> bool:
+        return await asyncio.to_thread(uploads.find, self._library.cache, digest) is not None
+
+    async def upload(self, digest: str, body: Body) -> None:
+        """Keep a file of a client for a model that is made of it. Raises InvalidValue or LoadFailed."""
+        try:
+            await asyncio.to_thread(uploads.store, self._library.cache, digest, _chunks(body))
+        except CheckpointError as error:
+            raise InvalidValue(f"The upload is damaged: {error}; send it again.", param="digest") from error
+        except OSError as error:
+            raise LoadFailed(f"the upload could not be stored: {os_error_in_words(error)}") from error
+
+    async def assemble(self, request: AssembleRequest) -> AssembledFiles:
+        """Make a repository of uploaded files, which must be a model. Raises InvalidValue or LoadFailed."""
+        model = self._library.adopt(LoadRequest(model_id=request.repository))
+        arguments = (self._library.cache, request.repository, request.files)
+        try:
+            num_bytes = await asyncio.to_thread(uploads.assemble, *arguments)
+        except (CheckpointError, ValueError) as error:
+            self._library.forget(model.id)
+            raise InvalidValue(f"No model can be made of these files: {error}.", param="files") from error
+        except OSError as error:
+            raise LoadFailed(f"the files could not be stored: {os_error_in_words(error)}") from error
+        await self.scan()
+        try:
+            path = await self._loader.find_local(model)
+            if path is None:
+                raise InvalidValue(
+                    "No model can be made of these files: send one GGUF file, or config.json with safetensors files "
+                    "and the tokenizer's.",
+                    param="files",
+                )
+            await self._loader.survey(model, path)
+        except CortexError:
+            await self.delete(FilesRequest(model_id=model.id))
+            raise
+        await asyncio.to_thread(uploads.drop, self._library.cache, request.files.values())
+        return AssembledFiles(repository=request.repository, num_bytes=num_bytes)
+
     async def shared(self, repository: str, revision: str) -> SharedRepository:
         """What this node has of a repository. Raises ModelNotFound."""
         found = await asyncio.to_thread(self._shared_cache(repository).listing, revision)
@@ -161,12 +222,19 @@ class ModelFiles:
         files = [SharedFile(path=f.path, num_bytes=f.num_bytes, digest=f.digest) for f in found.files.values()]
         return SharedRepository(commit=found.commit, files=tuple(files))
 
-    def open_shared(self, repository: str, digest: str) -> int:
+    @contextmanager
+    def shared_file(self, repository: str, digest: str) -> Iterator[int]:
         """A descriptor of a complete file of a repository. Raises ModelNotFound, or OSError."""
         try:
-            return self._shared_cache(repository).open_blob(digest)
+            descriptor = self._shared_cache(repository).open_blob(digest)
         except FileNotFoundError:
             raise ModelNotFound(f"this node has no file {shorten(digest)} of {repository}") from None
+        self.num_shared += 1
+        try:
+            yield descriptor
+        finally:
+            self.num_shared -= 1
+            os.close(descriptor)
 
     def _shared_cache(self, repository: str) -> RepositoryCache:
         """Raises ModelNotFound for what is no repository of a model of this node."""
@@ -282,6 +350,10 @@ class ModelFiles:
         self._library.remember_quant(model.id, model.quant)
         log.info("%s: files are complete", model.id)
         return "done", None, None
+
+
+def _chunks(body: Body) -> Iterator[bytes]:
+    return (body[start : start + _CHUNK_BYTES] for start in range(0, len(body), _CHUNK_BYTES))
 
 
 def _hub_source(text: str) -> HubSource | None:

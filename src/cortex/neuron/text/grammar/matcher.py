@@ -27,6 +27,17 @@ if TYPE_CHECKING:
 _MAX_KEPT = 32
 _MAX_KEPT_CHARACTERS = 2 << 20
 """The length of all kept grammars: two of the largest accepted ones. Compiled, a character takes about 45 bytes."""
+_SLICES: Final = (
+    r"[\x20\x0A\x0D\x09]+",
+    r"[a-z ]{1,30}",
+    r"[a-zA-Z ]{1,30}",
+    r"[a-zA-Z0-9_]{1,30}",
+    r"""[^"\\\x00-\x1F\x7F]{1,10}""",
+    r"""[^"\\\x00-\x1F\x7F]{1,30}""",
+    r"""[^"\\\x00-\x1F\x7F]+""",
+)
+"""Classes of tokens that a state may allow all of, so that it looks at none of them. The library's own ones are for
+strings in JSON; with those of words, a mask of a regular expression takes a tenth of the time. Masks are the same."""
 _APART: Final = "\ufdd0"
 """A noncharacter: no vocabulary has a token of it."""
 _MAX_TOKEN_BYTES: Final = 1024
@@ -97,7 +108,7 @@ class Matcher:
                 "constrained output needs a tokenizer that belongs to the model"
             )
         tokens = cast("llguidance.TokenizerWrapper", _Tokens(tokenizer, self.vocab_size))
-        return llguidance.LLTokenizer(tokens, eos_token=_ends(tokenizer) or None)
+        return llguidance.LLTokenizer(tokens, eos_token=_ends(tokenizer) or None, slices=list(_SLICES))
 
 
 class MatchState:
@@ -131,11 +142,26 @@ class MatchState:
         self.check()
 
     @staticmethod
-    def fill_masks(states: Sequence[MatchState], rows: torch.Tensor) -> None:
-        """As `fill_mask`, of several states at once, in threads of the library and without the GIL; what goes wrong
-        shows in the state. rows: [states, words] int32, contiguous"""
-        matchers = [(state.matcher, index) for index, state in enumerate(states)]
-        _executor().unsafe_compute_mask_ptr(matchers, rows.data_ptr(), rows.shape[1] * 4, len(states))
+    def fill_masks(states: Sequence[tuple[MatchState, Sequence[int]]], rows: torch.Tensor) -> None:
+        """The allowed next tokens of several states, and after each of the draft tokens of a state, which it must allow
+        without an end. In threads of the library and without the GIL. Raises GrammarRejected if one of them failed.
+
+        rows: [states + draft tokens, words] int32, contiguous; those of a state that failed are undefined.
+        """
+        single, drafting, index = [], [], 0
+        for state, drafted in states:
+            if drafted:
+                drafting.append((state.matcher, index, list(drafted)))
+            else:
+                single.append((state.matcher, index))
+            index += 1 + len(drafted)
+        address, row_bytes = rows.data_ptr(), rows.shape[1] * 4
+        if single:
+            _executor().unsafe_compute_mask_ptr(single, address, row_bytes, len(rows))
+        if drafting:
+            _executor().unsafe_compute_mask_ptr_with_draft_token(drafting, address, row_bytes, len(rows))
+        for state, _ in states:
+            state.check()
 
     def check(self) -> None:
         """Raises GrammarRejected if the last mask could not be computed, GrammarUnspellable if it would be empty."""
@@ -157,7 +183,15 @@ class MatchState:
 
     def accept(self, token: int) -> None:
         """Accepts `token`; raises GrammarRejected if the mask did not allow it."""
-        if not self.matcher.consume_token(token):
+        self.check_accepted(token, self.matcher.consume_token(token))
+
+    @staticmethod
+    def accept_all(tokens: Sequence[tuple[MatchState, int]]) -> list[bool]:
+        """As `accept`, of several states at once, in threads of the library. False: the mask did not allow a token."""
+        return list(_executor().consume_token_par([(state.matcher, token) for state, token in tokens]))
+
+    def check_accepted(self, token: int, is_accepted: bool) -> None:
+        if not is_accepted:
             raise GrammarRejected(f"the drawn token {token} does not fit the grammar; send the request again")
 
 

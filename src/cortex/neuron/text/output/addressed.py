@@ -13,7 +13,7 @@ from typing import Final
 
 from cortex.neuron.families.family import ADDRESSED
 from cortex.neuron.text.output.reasoning import OutputPiece
-from cortex.neuron.text.output.stops import held_suffix
+from cortex.neuron.text.stops import held_suffix
 
 MESSAGE: Final = "<|message|>"
 START: Final = "<|start|>"

@@ -17,7 +17,7 @@ from enum import Enum, auto
 from typing import Final
 
 from cortex.neuron.text.output.parser import OutputEvent
-from cortex.neuron.text.output.stops import held_suffix
+from cortex.neuron.text.stops import held_suffix
 from cortex.neuron.text.tools.call import NotACall, tool_name
 from cortex.neuron.text.tools.json_call import ObjectScanner
 from cortex.wire.events import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart, ToolCallStop

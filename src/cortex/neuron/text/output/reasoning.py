@@ -10,7 +10,7 @@ from enum import Enum, auto
 from typing import Final, NamedTuple, Protocol
 
 from cortex.neuron.families.family import ReasoningMarkers
-from cortex.neuron.text.output.stops import held_suffix
+from cortex.neuron.text.stops import held_suffix
 from cortex.neuron.text.tokenizer.detokenizer import Detokenizer
 
 

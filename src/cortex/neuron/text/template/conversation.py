@@ -20,8 +20,8 @@ from functools import lru_cache
 from typing import Any, Final
 
 from cortex.neuron.families.tool_calls import HARMONY, HERMES_JSON, NAME_LINE, ToolSyntax
-from cortex.neuron.text.output.detect import tool_syntax
 from cortex.neuron.text.template.chat_template import ChatTemplate
+from cortex.neuron.text.template.detect import tool_syntax
 from cortex.neuron.text.template.pictures import as_list, content_of, with_shown_pictures
 from cortex.neuron.text.tools.call import json_text
 from cortex.neuron.text.tools.write import SpelledText, Written, written_calls

@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any, Final
 
 from cortex.neuron.families.family import ReasoningMarkers
-from cortex.neuron.text.output.detect import tool_syntax
 from cortex.neuron.text.output.reasoning import opens_reasoning
 from cortex.neuron.text.template import conversation
 from cortex.neuron.text.template.chat_template import ChatTemplate
+from cortex.neuron.text.template.detect import tool_syntax
 from cortex.neuron.text.template.literal_content import LiteralContent
 from cortex.neuron.text.template.pictures import (
     Surrounded,

@@ -16,7 +16,7 @@ from enum import Enum, auto
 from typing import Any, Final, NamedTuple
 
 from cortex.neuron.families.tool_calls import PYTHON_TAG, CallFrame, NamedForm
-from cortex.neuron.text.output.stops import held_suffix
+from cortex.neuron.text.stops import held_suffix
 from cortex.neuron.text.tools.call import NOTHING_YET, CallProgress, CallReader, NotACall, call_from_json, tool_name
 from cortex.neuron.text.tools.pythonic import PythonCallReader
 

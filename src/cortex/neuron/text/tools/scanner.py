@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from cortex.neuron.text.output.stops import held_suffix
+from cortex.neuron.text.stops import held_suffix
 from cortex.neuron.text.tools.call import CallProgress, CallReader, CallSyntax, NotACall
 from cortex.wire.events import TextDelta, ToolCallDelta, ToolCallStart, ToolCallStop
 

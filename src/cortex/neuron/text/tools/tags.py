@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 from cortex.neuron.families.tool_calls import TagForm
-from cortex.neuron.text.output.stops import held_suffix
+from cortex.neuron.text.stops import held_suffix
 from cortex.neuron.text.tools.call import NOTHING_YET, CallProgress, CallReader, NotACall, json_text, tool_name
 
 _NAME_END: Final = re.compile(r"[>\n<]")

@@ -67,12 +67,11 @@ def groups_of(stored: StoredTensor, scales: ScaleTensors, raw: Tensor, first_row
         scale = _block_scales(stored, scales, rows)[:, ::GROUP]
         zero = torch.full_like(scale, 128.0)
         if scales.zero is not None:
-            zero += _spread(_read(scales.zero).float(), stored, scales, rows)[:, ::GROUP]
+            zero = _spread(_zeros(stored, scales, 128.0), stored, scales, rows)[:, ::GROUP]
     else:
         scale, zero = (part[rows] for part in _group_scales(stored, scales, raw.device))
         repeats = scales.columns // GROUP
         scale, zero = scale.repeat_interleave(repeats, 1), zero.repeat_interleave(repeats, 1)
-    scale = scale.bfloat16().float()  # rounded first, so that the code of zero stays exactly zero
     return _groups(stored, codes, scale, -zero * scale)
 
 
@@ -122,18 +121,18 @@ def _group_scales(stored: StoredTensor, scales: ScaleTensors, device: torch.devi
     if scales.kind == "packed":
         if scales.zero is None:
             return scale, torch.full_like(scale, middle)
-        packed = _read(scales.zero).to(device)
-        if packed.dtype == torch.int32 and packed.shape != scale.shape:  # words along the outputs
+        if scales.zero.format == "I32" and scales.zero.shape != scale.shape:  # words along the outputs
+            packed = _read(scales.zero).to(device)
             packed = _unpacked(packed.t().contiguous(), scales.bits).flatten(1).t()[: len(scale)]
             return scale, packed.float()
-        return scale, packed.float() + middle
+        return scale, _zeros(stored, scales, middle).to(device)
     scale = scale.t()
     assert scales.zero is not None
     zero = _unpacked(_read(scales.zero).to(device), scales.bits)
     if scales.kind == "awq":
         zero = zero[..., _AWQ_ORDER]
     zero = zero.flatten(1).t().float()
-    return scale, zero + 1 if scales.kind == "gptq" else zero
+    return scale, (zero + 1) % 256 if scales.kind == "gptq" else zero  # stored one lower, in as many bits as codes
 
 
 def _block_scales(stored: StoredTensor, scales: ScaleTensors, rows: Tensor) -> Tensor:
@@ -172,6 +171,15 @@ def _read(stored: StoredTensor) -> Tensor:
     if dtype is None:
         raise Malformed(f"{stored.file.path}: scales in {stored.format} are not known; download it again")
     return (raw.clone() if stored.offset % dtype.itemsize else raw).view(dtype).view(stored.shape)
+
+
+def _zeros(stored: StoredTensor, scales: ScaleTensors, middle: float) -> Tensor:
+    """The codes that stand for 0, of zeros that are stored as their distance from the middle one."""
+    assert scales.zero is not None
+    zero = _read(scales.zero).float() + middle
+    if not bool(((zero >= 0) & (zero < 256) & (zero == zero.round())).all()):
+        raise Malformed(f"{stored.file.path}: {scales.name} has zeros that are not codes; download it again")
+    return zero
 
 
 def _finite(stored: StoredTensor, scales: ScaleTensors, scale: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ _OPTIONS = (
     honoured("options.presence_penalty", 0.5),
     honoured("options.frequency_penalty", 0.5),
     honoured("options.speculation", "off", "one token per step; the response is the same"),
-    honoured("options.num_ctx", 512, "a cap: longer prompts are rejected; it never loads the model again"),
+    honoured("options.num_ctx", 512, "a cap; a gateway loads an idle model again that has less, if memory allows"),
     tolerated("options.num_keep", 4, "nothing is truncated in silence"),
     tolerated("options.num_batch", 512, "the engine decides"),
     tolerated("options.num_gpu", 99, "placement decides"),

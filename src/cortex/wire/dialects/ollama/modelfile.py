@@ -32,6 +32,7 @@ _HERE: Final = frozenset(
 _INTEGERS: Final = frozenset({"top_k", "seed", "num_predict", "repeat_last_n", "num_ctx"})
 _MARKER: Final = re.compile(r"<[|｜]?[^<>\s]{1,40}[|｜]?>|\[/?[A-Z_]{2,20}\]")
 _ACTION: Final = re.compile(r"\{\{.*?\}\}", re.DOTALL)
+_DIGEST: Final = re.compile(r"sha256[:-]([0-9a-f]{64})")
 _MAX_BODY_BYTES: Final = 4 << 20
 
 
@@ -40,7 +41,9 @@ class Creation(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     source: str
-    """A model here, one of the hub, or a path on a node."""
+    """A model here, one of the hub, or a path on a node; empty: it is made of `files`."""
+    files: dict[str, str] = {}
+    """The SHA-256 of each uploaded file, by its path."""
     preset: Preset = Preset()
     context_tokens: int | None = None
     quant: str | None = None
@@ -55,7 +58,8 @@ class ModelfileProblem(ValueError):
 
 
 def as_request(text: str) -> dict[str, Any]:
-    """The Modelfile as the body of `/api/create`, without a name. Raises ModelfileProblem."""
+    """The Modelfile as the body of `/api/create`, without a name; `projector` is a second FROM, the file of a vision
+    tower. Raises ModelfileProblem."""
     found: dict[str, Any] = {}
     parameters: dict[str, Any] = {}
     for line, word, value in _instructions(text):
@@ -67,17 +71,20 @@ def as_request(text: str) -> dict[str, Any]:
             raise ModelfileProblem(f"line {line}: {word} has no value")
         match word:
             case "PARAMETER":
-                name, _, given = value.partition(" ")
-                given = _unquoted(given.strip())
+                name, given = _divided(value)
                 if name == "stop":
                     parameters.setdefault("stop", []).append(given)
                 else:
                     parameters[name] = given
             case "MESSAGE":
-                role, _, content = value.partition(" ")
-                found.setdefault("messages", []).append({"role": role, "content": _unquoted(content.strip())})
+                role, content = _divided(value)
+                found.setdefault("messages", []).append({"role": role, "content": content})
             case "LICENSE":
                 found.setdefault("license", []).append(value)
+            case "FROM":
+                if "projector" in found:
+                    raise ModelfileProblem(f"line {line}: there are more than two FROM; give weights and projector")
+                found["projector" if "from" in found else "from"] = value
             case "ADAPTER":
                 found["adapters"] = {value: ""}
             case _:
@@ -97,7 +104,7 @@ def _instructions(text: str) -> list[tuple[int, str, str]]:
         number += 1
         if not line or line.startswith("#"):
             continue
-        word, _, value = line.partition(" ")
+        word, value = (*line.split(maxsplit=1), "")[:2]
         before, quotes, rest = value.partition('"""')
         if quotes:
             parts = [rest]
@@ -116,6 +123,12 @@ def _instructions(text: str) -> list[tuple[int, str, str]]:
     return found
 
 
+def _divided(value: str) -> tuple[str, str]:
+    """The first word, and what follows it."""
+    name, rest = (*value.split(maxsplit=1), "")[:2]
+    return name, _unquoted(rest.strip())
+
+
 def _unquoted(text: str) -> str:
     return text[1:-1] if len(text) >= 2 and text[0] == text[-1] == '"' else text
 
@@ -132,12 +145,10 @@ def read_creation(body: bytes) -> Creation:
     check_name(name, "model")
     if fields.raw("adapters"):
         raise NotImplementedHere("ADAPTER is not supported: name a model that has the adapter merged.")
-    if fields.raw("files"):
-        raise NotImplementedHere(
-            "Files are not uploaded: put them on the node, and give their path there as 'from' (FROM /models/x.gguf)."
-        )
-    if not source:
-        raise InvalidValue("Give 'from': a model, a repository of the hub or a path on the node.", param="from")
+    files = _files(fields.mapping("files") or {})
+    if bool(source) == bool(files):
+        what = "a model, a repository of the hub or a path on the node"
+        raise InvalidValue(f"Give either 'from', {what}, or 'files', which were uploaded.", param="from")
     default_params, context_tokens, notes = _parameters(fields.mapping("parameters") or {})
     license = fields.raw("license")
     try:
@@ -148,6 +159,7 @@ def read_creation(body: bytes) -> Creation:
     return Creation(
         name=name,
         source=source,
+        files=files,
         preset=preset,
         context_tokens=context_tokens,
         quant=fields.text("quantize") or fields.text("quantization") or None,
@@ -155,6 +167,16 @@ def read_creation(body: bytes) -> Creation:
         license="\n".join(map(str, license)) if isinstance(license, list) else str(license) if license else None,
         notes=notes,
     )
+
+
+def _files(given: Mapping[str, Any]) -> dict[str, str]:
+    """The digests without `sha256:`. Raises InvalidValue."""
+    found = {path: _DIGEST.fullmatch(digest) if isinstance(digest, str) else None for path, digest in given.items()}
+    if wrong := [path for path, match in found.items() if match is None]:
+        raise InvalidValue(
+            f"Invalid value for 'files': {shorten(wrong[0])} has no digest such as sha256:….", param="files"
+        )
+    return {path: match[1] for path, match in found.items() if match is not None}
 
 
 def _parameters(given: Mapping[str, Any]) -> tuple[dict[str, Any], int | None, tuple[str, ...]]:

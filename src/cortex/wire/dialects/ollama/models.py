@@ -31,8 +31,10 @@ NEVER = "9999-12-31T23:59:59Z"
 CREATING = ("create", "copy")
 """Routes that make models of others, which only a gateway has."""
 ABSENT = ("push",)
-"""Routes that have no meaning here, with `BLOBS`."""
-BLOBS = "/api/blobs/(?P<digest>.+)"
+"""Routes that have no meaning here."""
+BLOBS_PREFIX = "/api/blobs/"
+BLOBS = BLOBS_PREFIX + "sha256[:-](?P<digest>[0-9a-f]{64})"
+"""The files that models are made of."""
 
 _MAX_BODY_BYTES = 64 * 1024
 _OPTION_NAMES = {
@@ -114,11 +116,12 @@ def read_name(body: bytes) -> str:
 
 def absence(path: str) -> str:
     """Why there is no such route, for an error."""
-    reason = {
-        "/api/create": "a node has no catalogue; send it to a gateway",
-        "/api/copy": "a node has no catalogue; send it to a gateway",
-        "/api/push": "models are not uploaded from here; use the tools of the hub",
-    }.get(path, "files are not uploaded; put them on a node, and create a model from their path there")
+    has_meaning = path != "/api/push"
+    reason = (
+        "a node has no catalogue; send it to a gateway"
+        if has_meaning
+        else "models are not uploaded from here; use the tools of the hub"
+    )
     return f"{path} is not implemented: {reason}."
 
 

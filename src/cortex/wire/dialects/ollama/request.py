@@ -37,6 +37,7 @@ def read_facts(fields: Fields, *, loads_only: bool) -> RequestSummary:
         loads_only=loads_only,
         unloads=(keep_alive_s := read_keep_alive(fields)) == 0,
         keep_alive_s=keep_alive_s,
+        context_tokens=_context_tokens(options),
     )
 
 
@@ -52,7 +53,7 @@ def read_request(fields: Fields, facts: RequestSummary) -> GenerateRequest:
         output=_read_format(fields),
         thinking=_read_think(fields),
         sampling=_read_options(fields, options, facts),
-        most_context_tokens=options.integer("num_ctx", low=0, high=LARGEST_COUNT) or None,
+        most_context_tokens=_context_tokens(options),
         stream=facts.stream,
         include_usage=True,
         keep_alive_s=read_keep_alive(fields),
@@ -60,6 +61,10 @@ def read_request(fields: Fields, facts: RequestSummary) -> GenerateRequest:
         ignored_fields=(*fields.unknown, *unknown),
         tenant=read_tenant(fields),
     )
+
+
+def _context_tokens(options: Fields) -> int | None:
+    return options.integer("num_ctx", low=0, high=LARGEST_COUNT) or None
 
 
 def _read_options(fields: Fields, options: Fields, facts: RequestSummary) -> Sampling:

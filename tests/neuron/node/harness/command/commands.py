@@ -49,12 +49,12 @@ def config(*arguments: str, model: dict[str, Any] | None = None, **entry: Any) -
 
 @asynccontextmanager
 async def through_gateway(
-    node_url: str, tmp_path: Path, *keys: KeySection, models: tuple[ModelSpec, ...] = ()
+    node_url: str, tmp_path: Path, *keys: KeySection, models: tuple[ModelSpec, ...] = (), **others: str
 ) -> AsyncIterator[str]:
-    """The URL of a gateway over one node."""
+    """The URL of a gateway over one node, and `others` by their names."""
     settings = Config(
         gateway=GatewaySection(listen=Listen("127.0.0.1:0"), metrics_listen=None, poll_interval_s=0.05),
-        neurons=(NeuronSection(name="box", endpoint=node_url),),
+        neurons=tuple(NeuronSection(name=name, endpoint=url) for name, url in {"box": node_url, **others}.items()),
         eviction=EvictionRules(min_residency_s=0),
         keys=keys,
     )

@@ -115,6 +115,7 @@ async def test_changed_configuration_is_used_without_a_restart(tmp_path: Path) -
         assert await node.reconfigure(changed) == ("max_body_mb",)
         assert is_running(process), "what is loaded stays as it is"
         assert "other" in node.discovery.harnesses
+        assert node.health().num_reloads == 1, "which has gateways read it"
         await node.unload(UnloadRequest(model_id="m"))
         assert (await load(node)).context_tokens == 700
         assert (await node.load(LoadRequest(model_id="n"), wait=True)).state is ModelState.READY
@@ -382,7 +383,7 @@ async def test_tokens_are_the_servers_affair(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ends_by_itself", [False, True])
-def test_the_servers_group_ends_where_children_are_not_listed(ends_by_itself: bool) -> None:
+def test_the_servers_group_ends_where_children_are_not_listed(ends_by_itself: bool, tmp_path: Path) -> None:
     program = (
         "import sys\n"
         "from cortex.neuron.node.harness.command import guard\n"
@@ -390,15 +391,18 @@ def test_the_servers_group_ends_where_children_are_not_listed(ends_by_itself: bo
         "guard._children = absent\n"
         "sys.exit(guard.main(sys.argv[1:]))\n"
     )
-    script = f"sleep 600 & echo $$ $!; {'exit 3' if ends_by_itself else 'wait'}"
+    script = f"touch $TMPDIR/file; sleep 600 & echo $$ $!; {'exit 3' if ends_by_itself else 'wait'}"
     command = [sys.executable, "-c", program, "0", "/bin/sh", "-c", script]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env) as parent:
         assert parent.stdin is not None
         assert parent.stdout is not None
         processes = [int(process) for process in parent.stdout.readline().split()]
         if not ends_by_itself:
+            assert [file.name for file in tmp_path.glob("cortex-*/*")] == ["file"]
             parent.stdin.close()
         assert parent.wait() == (3 if ends_by_itself else 128 + signal.SIGKILL)
+    assert not list(tmp_path.iterdir()), "temporary files are left"
     while any(is_running(process) for process in processes):
         pass
 
@@ -411,7 +415,7 @@ def test_the_server_dies_with_the_node(tmp_path: Path) -> None:
         "from cortex.neuron.node.harness.command.server_log import ServerLog\n"
         "from cortex.neuron.node.harness.command.server_process import ServerProcess\n"
         "async def main():\n"
-        "    server = await ServerProcess.start('m', sys.argv[1:], {}, ServerLog())\n"
+        f"    server = await ServerProcess.start('m', sys.argv[1:], {{'TMPDIR': '{tmp_path}'}}, ServerLog())\n"
         "    while server.pid is None: await asyncio.sleep(0.01)\n"
         "    print(server.pid, flush=True)\n"
         "    await server.ended()\n"
@@ -426,6 +430,7 @@ def test_the_server_dies_with_the_node(tmp_path: Path) -> None:
         away = int(log.read_text())
         assert is_running(process)
         assert is_running(away)
+        (temporary,) = tmp_path.glob("cortex-*")
         node.kill()
-    while is_running(process) or is_running(away):
+    while is_running(process) or is_running(away) or temporary.exists():
         pass

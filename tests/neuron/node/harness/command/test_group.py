@@ -145,6 +145,37 @@ async def test_ports_are_held_for_one_load_and_not_for_ever(monkeypatch: pytest.
     socket.create_server((host, port)).close()
 
 
+async def test_ports_are_held_while_a_version_is_read_and_while_a_load_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_module, "HOLD_S", 0.01)
+    ports, num_reads = MemberPorts("127.0.0.1"), 0
+
+    async def read() -> str:
+        nonlocal num_reads
+        num_reads += 1
+        await asyncio.sleep(0.05)
+        return "1.2"
+
+    held = ports.hold(SECRET, "m")
+    assert await ports.version(SECRET, read) == await ports.version(SECRET, read) == "1.2"
+    assert num_reads == 1
+    ports.await_load(SECRET)
+    await asyncio.sleep(0.05)
+    assert ports.hold(SECRET, "m") == held
+    ports.close()
+
+
+async def test_ports_are_free_when_the_version_cannot_be_read() -> None:
+    async def read() -> str:
+        raise LoadFailed("no version")
+
+    ports = MemberPorts("127.0.0.1")
+    ports.hold(SECRET, "m")
+    with pytest.raises(LoadFailed, match="no version"):
+        await ports.version(SECRET, read)
+    ports.hold("cd" * 16, "m")
+    ports.close()
+
+
 async def test_ports_of_one_start_of_a_model_reject_another_one_until_they_are_released() -> None:
     ports, other = MemberPorts("127.0.0.1"), "cd" * 16
     ports.hold(SECRET, "m")

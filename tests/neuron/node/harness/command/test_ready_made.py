@@ -172,7 +172,7 @@ async def test_the_log_outlives_the_server(tmp_path: Path) -> None:
         ("vllm", "--nnodes ${NUM_NODES} --node-rank ${RANK} --master-addr ${LEADER_HOST}", "--headless"),
         ("vllm-ray", "--distributed-executor-backend ray", "--address=${LEADER_HOST}:${LEADER_PORT}"),
         ("sglang", "--dist-init-addr ${LEADER_HOST}:${LEADER_PORT}", "--node-rank ${RANK}"),
-        ("llama-server", "--rpc ${MEMBER_ADDRESSES}", "rpc-server --host ${MEMBER_HOST} --port ${MEMBER_PORT}"),
+        ("llama-server", "--rpc ${MEMBER_ADDRESSES}", "--host ${MEMBER_HOST} --port ${MEMBER_PORT}"),
         ("torchrun", "torchrun --nnodes ${NUM_NODES} --node-rank ${RANK}", "--master-port ${LEADER_PORT} serve.py"),
     ],
 )

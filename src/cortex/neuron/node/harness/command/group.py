@@ -17,7 +17,7 @@ import ipaddress
 import logging
 import socket
 import struct
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ SILENCE_S = 12.0
 CONNECT_S = 5.0
 HOLD_S = 120.0
 """How long ports are held for a load that does not come, or for another call that prepares the same member."""
+LOAD_S = 3600.0
+"""How long they are held at most for a load that was ordered."""
 LINGER_S = 10.0
 LEADER_S = 180.0
 """How long a member waits for the leader's node, which loads last; then it ends."""
@@ -89,6 +91,25 @@ class MemberPorts:
         held.expire_after(HOLD_S, lambda: self.release(group))
         return self.address, *held.numbers
 
+    def await_load(self, group: str) -> None:
+        """Its load was ordered, and may wait for the memory that another load takes."""
+        if (held := self._held.get(group)) is not None:
+            held.expire_after(LOAD_S, lambda: self.release(group))
+
+    async def version(self, group: str, read: Callable[[], Awaitable[str]]) -> str:
+        """What `read` returns, which is called once while the ports are held, and may take long."""
+        held = self._held[group]
+        if held.version is None:
+            held.keep()
+            try:
+                held.version = await read()
+            except BaseException:
+                self.release(group)
+                raise
+            if group in self._held:
+                held.expire_after(HOLD_S, lambda: self.release(group))
+        return held.version
+
     def take(self, member: GroupMember) -> MemberLink:
         """Raises LoadFailed if its ports are not held here."""
         held = self._held.pop(member.group, None)
@@ -116,6 +137,8 @@ class _HeldPorts:
     def __init__(self, address: str, model_id: str) -> None:
         """Raises OSError."""
         self.model_id = model_id
+        self.version: str | None = None
+        """Of its server; None: it was not read yet."""
         self._expiry: asyncio.TimerHandle | None = None
         with contextlib.ExitStack() as opened:
             self.server, self.pulse = (opened.enter_context(_listening(address)) for _ in range(2))

@@ -3,8 +3,8 @@
 The node runs this file by its path. Its first argument is the number of those that follow as a command which ends what
 is left of the server elsewhere, such as a container; then comes the server's own command. A byte on stdin asks the
 server to end (SIGTERM to its group); the end of stdin, which also comes when the node is killed, kills everything. When
-the server has ended, so do the processes that it left behind, and this program ends with its status. It imports nothing
-of this package, so that it starts in milliseconds.
+the server has ended, so do the processes that it left behind, its folder for temporary files is removed, and this
+program ends with its status. It imports nothing of this package, so that it starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,7 +32,16 @@ _CLEAN_S = 60.0
 def main(arguments: list[str]) -> int:
     num_cleaning = int(arguments[0])
     cleaning, command = arguments[1 : 1 + num_cleaning], arguments[1 + num_cleaning :]
-    code = _run(command)
+    folder = os.path.join(os.environ.get("TMPDIR") or "/tmp", f"cortex-{os.urandom(6).hex()}")
+    try:
+        os.mkdir(folder, 0o700)
+    except OSError as error:
+        sys.stderr.write(f"cannot make a folder for temporary files in {os.path.dirname(folder)}: {error.strerror}\n")
+        return NOT_STARTED
+    try:
+        code = _run(command, {**os.environ, "TMPDIR": folder})
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     if cleaning and code != NOT_STARTED:
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             nothing = subprocess.DEVNULL
@@ -39,7 +49,7 @@ def main(arguments: list[str]) -> int:
     return code
 
 
-def _run(command: list[str]) -> int:
+def _run(command: list[str], env: dict[str, str]) -> int:
     if _prctl is not None:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what the server leaves behind becomes a child of this process
     child_ended, waker = os.pipe()
@@ -48,7 +58,9 @@ def _run(command: list[str]) -> int:
     for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which the server would inherit
     try:
-        server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_this)
+        server = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, env=env, start_new_session=True, preexec_fn=_die_with_this
+        )
     except OSError as error:
         sys.stderr.write(f"cannot start {command[0]}: {error.strerror}\n")
         return NOT_STARTED

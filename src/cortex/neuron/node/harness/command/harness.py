@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import os
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,11 +39,12 @@ from cortex.wire.node.groups import GroupMember, PreparedMember, PrepareMember
 from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.node.model_log import ModelLog
 from cortex.wire.node.protocol import Capabilities, Device
+from cortex.wire.words import os_error_in_words
 
 CHAT = "/v1/chat/completions"
 _VERSION = re.compile(r"\bversion\b\W*\w*\d", re.IGNORECASE)
-_VERSION_S = 120.0
-"""Some servers import all of torch to print their version."""
+_VERSION_S = 240.0
+"""Some servers import all of torch to print their version, the first time from a slow disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +158,7 @@ class CommandHarness:
         if self._entry.group is None:
             raise LoadFailed(f"the harness {self._entry.name} runs models on one node only: it has no `group`")
         host, port, pulse_port = self._ports.hold(request.group, request.model_id)
-        try:
-            version = await self._version()
-        except BaseException:
-            self._ports.release(request.group)
-            raise
+        version = await self._ports.version(request.group, self._version)
         return PreparedMember(host=host, port=port, pulse_port=pulse_port, version=version)
 
     def member_needs_files(self, rank: int | None) -> bool:
@@ -184,8 +182,13 @@ class CommandHarness:
                 finally:
                     with contextlib.suppress(ProcessLookupError):
                         process.kill()
-        except OSError as error:  # a timeout too
-            raise LoadFailed(f"the version of {self._entry.name} is not known: `{command[0]}`: {error}") from error
+        except OSError as error:
+            late = isinstance(error, TimeoutError)
+            why = (
+                f"has not ended within {_VERSION_S:.0f} s" if late else f"cannot be started: {os_error_in_words(error)}"
+            )
+            text = f"the version of {self._entry.name} is not known: `{shlex.join(command)}` {why}"
+            raise LoadFailed(text) from error
         return version_in(plain_lines(output))
 
     def needs_files(self, model: KnownModel) -> bool:

@@ -80,9 +80,11 @@ const inFlight = (model) => Math.max(model.in_flight, model.load.running);
 
 const sum = (values, of) => values.reduce((total, value) => total + (of(value) ?? 0), 0);
 
-/** What waits for a slot of a model, by class. */
-function byClass(model) {
-  return Object.entries(model.load.waiting_by_class ?? {}).map(([name, number]) => `${number} ${name}`).join(", ");
+/** What waits for a slot of a model, by class where there is another than the default. */
+function waitingFor(model) {
+  const classes = Object.entries(model.load.waiting_by_class ?? {});
+  const named = classes.some(([name]) => name !== "default") ? ` (${classes.map(([name, number]) => `${number} ${name}`).join(", ")})` : "";
+  return `${model.load.waiting} waiting${named}`;
 }
 
 /** Whether a node sleeps, and is woken when it is needed. */
@@ -97,7 +99,7 @@ function NodeCard({ name, onOrder }) {
   const models = all ? here.models : here.models.slice(0, SHOWN_MODELS);
   const status = isReserve(here) ? ["", here.sleep] : !here.up ? ["bad", here.sleep === "lost" ? "lost" : "down"] : here.draining ? ["warn", here.drained ? "drained" : "draining"] : ["good", "up"];
   return html`
-    <article class="card node ${here.up ? "" : "down"}" aria-label=${`Node ${name}`}>
+    <article class="card node ${here.up ? "" : isReserve(here) ? "reserve" : "down"}" aria-label=${`Node ${name}`}>
       <header>
         <h2 title=${name}>${name}</h2>
         <${Badge} kind=${status[0]} title=${here.problem ?? ""}>${status[1]}<//>
@@ -111,7 +113,7 @@ function NodeCard({ name, onOrder }) {
             ${here.cold_models.length > 0 && html`<${MenuItem} onClick=${() => onOrder({ kind: "load", node: name })}>Load a model…<//>`}
           <//>`}
       </header>
-      ${here.problem && html`<p class="problem">${here.problem}</p>`}
+      ${here.problem && html`<p class=${isReserve(here) ? "dim" : "problem"}>${here.problem}</p>`}
       ${here.ceiling_bytes != null && html`<p class="dim">Models may take ${bytes(here.ceiling_bytes)} of this node (memory_mb).</p>`}
       ${here.devices.map((device) => html`<${Device} key=${device.index} device=${device} index=${here.devices.length > 1 ? `${device.index} · ` : ""} here=${here} />`)}
       <${Host} here=${here} />
@@ -153,9 +155,9 @@ function Device({ device, index, here }) {
       <div class="device-head">
         <span class="name" title=${device.name}>${index}${device.name}</span>
         <span class="dim facts">
-          ${device.temperature_c != null && html`<span class=${device.temperature_c >= 85 ? "bad-text" : ""}>${Math.round(device.temperature_c)} °C</span>`}
-          ${device.watts != null && html`<span title="What the device draws">${Math.round(device.watts)} W</span>`}
-          ${device.utilisation != null && html`<span title="Utilisation">${percent(device.utilisation)} busy</span>`}
+          ${here.up && device.temperature_c != null && html`<span class=${device.temperature_c >= 85 ? "bad-text" : ""}>${Math.round(device.temperature_c)} °C</span>`}
+          ${here.up && device.watts != null && html`<span title="What the device draws">${Math.round(device.watts)} W</span>`}
+          ${here.up && device.utilisation != null && html`<span title="Utilisation">${percent(device.utilisation)} busy</span>`}
           ${device.kv_host_bytes > 0 && html`<span title="KV pages in the host's memory: conversations that continue them are not computed again">${bytes(device.kv_host_bytes)} of KV in RAM</span>`}
           ${device.ceiling_bytes != null && html`<span title="Models may take this much of the device (memory_mb)">models ≤ ${bytes(device.ceiling_bytes)}</span>`}
           <span>${bytes(used)} / ${bytes(device.total_bytes)}</span>
@@ -287,7 +289,7 @@ function ModelRow({ here, model, onOrder }) {
       ${active && html`
         <div class="numbers dim">
           <span>${inFlight(model)} in flight</span>
-          ${model.load.waiting > 0 && html`<span class="warn-text" title=${byClass(model)}>${model.load.waiting} waiting</span>`}
+          ${model.load.waiting > 0 && html`<span class="warn-text">${waitingFor(model)}</span>`}
           ${model.kv_bytes > 0 && html`<span>KV ${percent(model.load.kv_used_fraction)} used</span>`}
           <${Rate} node=${here.name} model=${model} />
         </div>`}

@@ -19,9 +19,9 @@ from cortex.wire.events import ReasoningDelta, TextDelta, ToolCallDelta, ToolCal
 from cortex.wire.requests import GenerateRequest, Message, Text, Tool, ToolChoice
 
 from ..conftest import load_text, write_model
-from ..grammar.drawing import draw
 from ..syntax_names import S
 from ..syntax_templates import MENTIONS, template_of
+from .drawing import draw
 
 CONTROL = (
     "[TOOL_CALLS]",

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from cortex.neuron.families.tool_calls import ToolSyntax
-from cortex.neuron.text.output.detect import reasoning_markers, tool_syntax
 from cortex.neuron.text.template.chat_template import ChatTemplate
+from cortex.neuron.text.template.detect import reasoning_markers, tool_syntax
 
 from ..syntax_names import S
 from ..syntax_templates import MENTIONS, template_of

@@ -5,9 +5,9 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cortex.neuron.text.output.stops import StopScanner, held_suffix
+from cortex.neuron.text.stops import StopScanner, held_suffix
 
-from ....examples import MANY
+from ...examples import MANY
 
 LETTERS = st.text(alphabet="ab\n", max_size=30)
 STOPS = st.lists(st.text(alphabet="ab\n", min_size=1, max_size=4), max_size=4)

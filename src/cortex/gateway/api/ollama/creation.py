@@ -1,0 +1,302 @@
+"""Ollama's routes that make models: `/api/create`, `/api/copy`, and the files that a model may be made of
+(`/api/blobs/…`). For operators. What is made is an entry of the catalogue; files go to a node."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from cortex.fleet.catalogue import Alias, Catalogue, ModelSpec, Resolution
+from cortex.fleet.topology import Fleet
+from cortex.gateway.api.files import FileRoutes
+from cortex.gateway.api.ollama import listing
+from cortex.gateway.api.parts import ApiRoute, DeferredResponses
+from cortex.gateway.created_models import CreatedModels
+from cortex.gateway.dispatch.nodes.client import NodeClient
+from cortex.gateway.dispatch.view import DispatchView
+from cortex.gateway.ledger.meter import Metering
+from cortex.gateway.proxy.routes import json_response
+from cortex.http.composed_body import Body
+from cortex.http.head import stream_headers
+from cortex.http.routing import Route
+from cortex.http.server.exchange import Exchange
+from cortex.http.server.server import Response
+from cortex.http.upstream.faults import UpstreamFault
+from cortex.wire.dialects.ollama import lines, modelfile, models
+from cortex.wire.errors import CortexError, InvalidValue, ModelNotFound, UpstreamUnavailable, shorten
+from cortex.wire.fields import body as wire_body
+from cortex.wire.fields.body import MAX_MODEL_NAME
+from cortex.wire.model_names import UPLOADED, check_name, is_uploaded, plain_name
+from cortex.wire.node.load_options import is_path
+from cortex.wire.node.orders import AssembleRequest, FilesRequest
+from cortex.wire.preset import Preset
+
+log = logging.getLogger(__name__)
+
+Change = Callable[[str, ModelSpec | Alias | None], Awaitable[None]]
+
+PREFIX = "/api/"
+
+
+class CreationRoutes:
+    """Stateless, besides the node that gets the next upload."""
+
+    def __init__(
+        self,
+        dispatcher: DispatchView,
+        nodes: Mapping[str, NodeClient],
+        files: FileRoutes,
+        metering: Metering,
+        deferred: DeferredResponses,
+        created: CreatedModels,
+        change: Change,
+    ) -> None:
+        """`change` makes an entry of the catalogue, or removes one, and puts it in force."""
+        self._dispatcher = dispatcher
+        self._nodes = nodes
+        self._files = files
+        self._metering = metering
+        self._deferred = deferred
+        self._created_models = created
+        self._change = change
+        self._upload_node = ""
+
+    def routes(self) -> list[ApiRoute]:
+        return [
+            Route("POST", f"{PREFIX}create", self._begin_create),
+            Route("POST", f"{PREFIX}copy", self._begin_copy),
+            Route("GET", models.BLOBS, self._begin_finding),
+            Route("POST", models.BLOBS, self._begin_upload),
+        ]
+
+    async def delete(self, name: str) -> bool:
+        """Remove a created model, with the files that were uploaded for it alone; what was made of it stays. False:
+        there is none of this name."""
+        created = self._created_models.read()
+        if name not in created.ids and name not in created.aliases:
+            return False
+        spec = next((each for each in created.models if each.id == name), None)
+        heirs = [alias for alias, target in created.alias_targets.items() if target == name]
+        if spec is not None and heirs:
+            await self._change(heirs[0], _renamed(created, spec, heirs[0]))
+            for alias in heirs[1:]:
+                entry = created.aliases[alias]
+                assert isinstance(entry, Alias)
+                await self._change(alias, msgspec.structs.replace(entry, model=heirs[0]))
+        elif spec is not None:
+            await self._delete_uploads(spec, created)
+        await self._change(name, None)
+        return True
+
+    def _begin_finding(self, exchange: Exchange, digest: str) -> None:
+        self._metering.meter.authenticate_operator(exchange.request)
+        self._deferred.respond(exchange, self._find_upload(digest))
+
+    def _begin_upload(self, exchange: Exchange, digest: str) -> None:
+        self._metering.meter.authenticate_operator(exchange.request)
+        self._deferred.respond(exchange, self._upload(digest, exchange.request.upload or exchange.request.body))
+
+    async def _find_upload(self, digest: str) -> Response:
+        if await self._node_with([digest]) is None:
+            raise ModelNotFound("No node has such an upload.")
+        return Response(200, (), b"")
+
+    async def _upload(self, digest: str, body: Body) -> Response:
+        """Have a node keep a file, the same one for all files of a model."""
+        node = self._dispatcher.fleet.node(self._upload_node)
+        if node is None or not (node.healthy and node.takes_orders):
+            self._upload_node = self._files.roomiest_node()
+        client = self._nodes[self._upload_node]
+        try:
+            await client.upload(digest, body)
+        except UpstreamFault as fault:
+            raise UpstreamUnavailable(f"Node {client.name} did not take the upload: {fault}") from fault
+        return Response(201, (), b"")
+
+    async def _node_with(self, digests: list[str]) -> NodeClient | None:
+        """The node that has all these uploads, if there is one."""
+        places = [node.name for node in self._dispatcher.fleet.nodes if node.healthy and node.takes_orders]
+        for name in sorted(places, key=lambda place: place != self._upload_node):
+            try:
+                if all([await self._nodes[name].has_upload(digest) for digest in digests]):
+                    return self._nodes[name]
+            except UpstreamFault as fault:
+                log.debug("%s was not asked for uploads: %s", name, fault)
+        return None
+
+    def _begin_create(self, exchange: Exchange) -> None:
+        self._metering.meter.authenticate_operator(exchange.request)
+        creation = modelfile.read_creation(exchange.request.body)
+        streams = wire_body.parse(exchange.request.body).flag("stream") is not False
+        self._deferred.respond(exchange, self._create(creation, streams=streams))
+
+    def _begin_copy(self, exchange: Exchange) -> None:
+        self._metering.meter.authenticate_operator(exchange.request)
+        fields = wire_body.parse(exchange.request.body)
+        source, name = (plain_name(fields.text(key) or "") for key in ("source", "destination"))
+        if not source or not name or len(name) > MAX_MODEL_NAME:
+            raise InvalidValue("Give 'source' and 'destination', the names of a model and of its copy.")
+        check_name(name, "destination")
+        self._dispatcher.resolve(source)
+        self._deferred.respond(exchange, self._copy(modelfile.Creation(name=name, source=source)))
+
+    async def _copy(self, creation: modelfile.Creation) -> Response:
+        await self._make(creation)
+        return Response(200, (), b"")
+
+    async def _create(self, creation: modelfile.Creation, *, streams: bool) -> Response:
+        chosen = await self._make(creation)
+        statuses = [*creation.notes, f"using {chosen}", "success"]
+        if not streams:
+            return json_response({"status": "success", "using": chosen, "notes": creation.notes})
+        body = b"".join(msgspec.json.encode({"status": status}) + b"\n" for status in statuses)
+        return Response(200, stream_headers(lines.CONTENT_TYPE), body)
+
+    async def _make(self, creation: modelfile.Creation) -> str:
+        """Make an entry of the catalogue; returns what its source stands for."""
+        created = self._created_models.read()
+        self._check_is_free(creation.name, created)
+        entry = await self._entry_of_files(creation) if creation.files else await self._entry_of_source(creation)
+        await self._change(creation.name, entry)
+        before = next((each for each in created.models if each.id == creation.name), None)
+        if before is not None and not (isinstance(entry, ModelSpec) and entry.source == before.source):
+            with suppress(CortexError):  # it is in memory still
+                await self._delete_uploads(before, created)
+        return entry.model if isinstance(entry, Alias) else entry.source or entry.id
+
+    def _check_is_free(self, name: str, created: Catalogue) -> None:
+        """Raises InvalidValue for a name that is a pattern, or that of a model which was not created."""
+        if not {*"*?["}.isdisjoint(name):
+            raise InvalidValue(f"{shorten(name)} is a pattern; give a name without *, ? and [.", param="model")
+        catalogue = self._dispatcher.catalogue
+        is_configured = name in (*catalogue.ids, *catalogue.aliases) and name not in (*created.ids, *created.aliases)
+        if is_configured or (name in self._dispatcher.fleet.live_models() and name not in created.ids):
+            raise InvalidValue(f"There is a model {shorten(name)} already; choose another name.", param="model")
+
+    async def _entry_of_files(self, creation: modelfile.Creation) -> ModelSpec:
+        """A model of uploaded files, which a node makes a repository of."""
+        client = await self._node_with(list(creation.files.values()))
+        if client is None:
+            raise InvalidValue("No node has all these files: send each to /api/blobs/sha256:… first.", param="files")
+        repository = _repository_for(creation)
+        try:
+            await client.assemble(AssembleRequest(repository=repository, files=creation.files))
+            if creation.template:
+                await self._check_uploaded(creation, client, repository)
+        except UpstreamFault as fault:
+            raise UpstreamUnavailable(f"Node {client.name} did not respond: {fault}") from fault
+        files = FilesRequest(model_id=repository, source=repository)
+        entry = created_entry(creation, None, files, None)
+        assert isinstance(entry, ModelSpec)
+        return entry if self._files.are_shared else msgspec.structs.replace(entry, only_on=(client.name,))
+
+    async def _check_uploaded(self, creation: modelfile.Creation, client: NodeClient, repository: str) -> None:
+        """Raises InvalidValue, and deletes the files, where TEMPLATE is not theirs."""
+        try:
+            _check_template(creation.template, creation.name, await client.chat_template(repository))
+        except CortexError:
+            if not any(each.source == repository for each in self._created_models.read().models):
+                await client.delete_files(FilesRequest(model_id=repository))
+            raise
+
+    async def _entry_of_source(self, creation: modelfile.Creation) -> ModelSpec | Alias:
+        """A model of one that is here, of the hub, or of a path on a node."""
+        fleet, source = self._dispatcher.fleet, creation.source
+        try:
+            base = None if is_path(source) else self._dispatcher.resolve(source)
+        except ModelNotFound:
+            base = None
+        if base is not None:
+            described = listing.described(fleet, base.spec, 0.0, self._dispatcher.now)
+            named = None if described.is_loaded else base.spec.context_tokens
+            context_tokens = min(filter(None, (described.context_tokens, named)), default=None)
+            if creation.template:
+                _check_template(
+                    creation.template, base.model_id, await chat_template(fleet, self._nodes, base.model_id)
+                )
+            return created_entry(creation, base, None, context_tokens)
+        if creation.template:
+            raise InvalidValue(
+                f"No node has {shorten(source)}, so TEMPLATE cannot be compared with that of its files, which is used: "
+                "pull it first, or leave the template out.",
+                param="template",
+            )
+        files = None if is_path(source) else self._files.source_of(plain_name(source))
+        return created_entry(creation, None, files, None)
+
+    async def _delete_uploads(self, spec: ModelSpec, created: Catalogue) -> None:
+        """Delete the files that were uploaded for `spec`, unless another model has them. Raises ModelInUse."""
+        source = spec.source or ""
+        if is_uploaded(source) and not any(each.source == source for each in created.models if each != spec):
+            for node in self._dispatcher.fleet.listing(source):
+                await self._files.delete(node.name, source, None)
+
+
+async def chat_template(fleet: Fleet, nodes: Mapping[str, NodeClient], model: str) -> str:
+    """The chat template of a model, from the first node that knows it; empty where none does: only a server knows it,
+    or the files are not there."""
+    for node in fleet.listing(model):
+        if node.healthy and node.takes_orders:
+            try:
+                return await nodes[node.name].chat_template(model)
+            except (UpstreamFault, CortexError) as problem:
+                log.debug("%s has no chat template of %s: %s", node.name, model, problem)
+    return ""
+
+
+def _check_template(template: str, model: str, own_template: str) -> None:
+    """Raises InvalidValue for a template of another shape than that of the model's files, which is used."""
+    markers = modelfile.foreign_markers(template, own_template)
+    if markers is None or markers:
+        what = f"writes {', '.join(markers)}, which it does not" if markers else "marks no turns"
+        raise InvalidValue(
+            f"{model} is prompted with the template of its files, and this TEMPLATE {what}: leave it out.",
+            param="template",
+        )
+
+
+def _repository_for(creation: modelfile.Creation) -> str:
+    """What the repository of the model's files is called: it has the same name as long as they are the same."""
+    listed = "".join(f"{path}\0{digest}\n" for path, digest in sorted(creation.files.items()))
+    slug = re.sub(r"[^A-Za-z0-9]+", "-", creation.name).strip("-")[:64] or "model"
+    return f"{UPLOADED}/{slug}-{hashlib.sha256(listed.encode()).hexdigest()[:8]}"
+
+
+def _renamed(created: Catalogue, spec: ModelSpec, alias: str) -> ModelSpec:
+    """The created model `spec` under the name of an alias of it."""
+    entry = created.aliases[alias]
+    assert isinstance(entry, Alias)
+    preset = Preset(**{name: getattr(entry, name) for name in Preset.__struct_fields__})
+    source = spec.source or spec.id
+    return msgspec.structs.replace(
+        spec, id=alias, source=source, preset=preset.over(spec.preset), license=entry.license
+    )
+
+
+def created_entry(
+    creation: modelfile.Creation, base: Resolution | None, files: FilesRequest | None, context_tokens: int | None
+) -> ModelSpec | Alias:
+    """The entry of the catalogue: another name for a model that is here, or a model of its own where it is not, or is
+    loaded in another way. `base`: the model that is here, with `context_tokens`. `files`: those of the hub."""
+    preset = creation.preset if base is None or base.preset is None else creation.preset.over(base.preset)
+    wanted = creation.context_tokens
+    is_longer = wanted is not None and (context_tokens is None or wanted > context_tokens)
+    is_itself = base is not None and base.model_id == creation.name
+    if base is not None and not creation.quant and not is_longer and not is_itself:
+        fields = {name: getattr(preset, name) for name in Preset.__struct_fields__}
+        return Alias(model=base.model_id, license=creation.license, **fields)
+    options: dict[str, Any] = {"source": creation.source}
+    if files is not None:
+        options = {"source": files.source or files.model_id, "quant": files.quant}
+    elif base is not None:
+        options = base.spec.shared_with(ModelSpec.__struct_fields__)
+        options["source"] = base.spec.source or base.model_id
+    options |= {"quant": creation.quant} if creation.quant else {}
+    options |= {"context_tokens": wanted} if wanted is not None else {}
+    return ModelSpec(id=creation.name, preset=preset, license=creation.license, **options)

@@ -109,9 +109,7 @@ async def test_a_connection_remembers_what_is_not_stored(
         assert (error["type"], error["status"]) == ("error", 400), error
 
 
-async def test_turns_of_a_conversation_follow_each_other_at_once(
-    node: FakeNeuron, start_gateway: StartGateway
-) -> None:
+async def test_turns_of_a_conversation_follow_each_other_at_once(node: FakeNeuron, start_gateway: StartGateway) -> None:
     """The end of a response is held back until the conversation has it."""
     client = await start_gateway(node)
     _, conversation = await client.post("/v1/conversations", {})

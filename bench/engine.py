@@ -31,7 +31,7 @@ from cortex.neuron.engine.loading.loading import build_model, load_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.engine.roofline.device_limits import measure_limits, product_rate, read_rate
 from cortex.neuron.kernels.layouts import MatrixLayout
-from cortex.neuron.kernels.quantised.layout import FP4
+from cortex.neuron.kernels.quantised.layout import FP4, INT4, INT8
 from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe, recipe_of
 from cortex.neuron.layers.parameters import Parameters
 from shapes import SHAPES
@@ -70,13 +70,17 @@ class Everything(Mapping[str, MatrixLayout]):
         return 0
 
 
-class ExpertsInFourBits(Mapping[str, MatrixLayout]):
-    """Experts in MXFP4 and all other matrices dense, as gpt-oss is published."""
+class Published(Mapping[str, MatrixLayout]):
+    """Matrices with a part of a name in one layout, and all others dense."""
+
+    def __init__(self, layout: MatrixLayout, part: str) -> None:
+        self._layout = layout
+        self._part = part
 
     def __getitem__(self, name: str) -> MatrixLayout:
-        if ".experts." not in name:
+        if self._part not in name:
             raise KeyError(name)
-        return FP4
+        return self._layout
 
     def __iter__(self) -> Iterator[str]:
         return iter(())
@@ -85,14 +89,21 @@ class ExpertsInFourBits(Mapping[str, MatrixLayout]):
         return 0
 
 
+PUBLISHED = {
+    "mxfp4": Published(FP4, ".experts."),  # as gpt-oss
+    "int4": Published(INT4, "_proj"),  # as AWQ and GPTQ
+    "int8": Published(INT8, "_proj"),
+}
+
+
 def packing(quant: str | None) -> Mapping[str, MatrixLayout]:
     if quant is None:
         return {}
-    if quant == "mxfp4":
-        return ExpertsInFourBits()
+    if quant in PUBLISHED:
+        return PUBLISHED[quant]
     recipe = recipe_of(quant)
     if recipe is None:
-        raise SystemExit(f"--quant {quant} is not known; choose one of {', '.join(RECIPES)} or mxfp4")
+        raise SystemExit(f"--quant {quant} is not known; choose one of {', '.join((*RECIPES, *PUBLISHED))}")
     return Everything(recipe)
 
 

@@ -4,7 +4,7 @@
 
 `kinds`: a decode step of 1, 64 and 256 streams for each kind of sampling, and its share of the greedy speed.
 `joining`: the time to the first token of a prompt that joins running streams. `arrivals`: Poisson arrivals with
-log-normal lengths.
+log-normal lengths, and below each rate where its time goes: steps by kind, with what the host takes to launch one.
 Weights are random, and draft tokens are off: a random model repeats itself.
 """
 
@@ -13,13 +13,18 @@ from __future__ import annotations
 import argparse
 import random
 import time
+from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 
 from cortex.neuron.engine.engine import Engine
+from cortex.neuron.engine.execution.runner import Runner
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.engine.roofline.device_limits import measure_limits
+from cortex.neuron.engine.roofline.step_costs import StepCosts, StepShape
 from engine import GREEDY, random_engine
 from shapes import SHAPES
 from workloads import arriving_requests, percentile, weights_read
@@ -112,7 +117,9 @@ class Bench:
 
     def arrivals(self) -> Iterator[str]:
         for per_s in ARRIVALS_PER_S:
-            yield f"{per_s} arrivals per second: {self._arrive(per_s)}"
+            with recorded_steps() as steps:
+                yield f"{per_s} arrivals per second: {self._arrive(per_s)}"
+            yield from by_kind(steps)
 
     def _arrive(self, per_s: int) -> str:
         coming = arriving_requests(per_s, ARRIVAL_S)
@@ -139,6 +146,50 @@ class Bench:
                     last[name] = now
         rate = num_tokens / (time.perf_counter() - start)
         return f"{rate:,.0f} tok/s, first token {_percentiles(first_s)}, gaps {_percentiles(gaps_s)}"
+
+
+class Step(NamedTuple):
+    shape: StepShape
+    took_s: float
+    launched_s: float
+    """What the host took to launch the one after it, which may include reading this one."""
+
+
+@contextmanager
+def recorded_steps() -> Iterator[list[Step]]:
+    """All steps of the block, from where the step loop measures them."""
+    record, launch, steps = StepCosts.record, Runner.launch, list[Step]()
+    launched_s = 0.0
+
+    def recorded(costs: StepCosts, shape: StepShape, seconds: float) -> None:
+        steps.append(Step(shape, seconds, launched_s))
+        record(costs, shape, seconds)
+
+    def launched(runner: Runner, *arguments: Any) -> Any:
+        nonlocal launched_s
+        start = time.perf_counter()
+        result = launch(runner, *arguments)
+        launched_s = time.perf_counter() - start
+        return result
+
+    StepCosts.record, Runner.launch = recorded, launched  # type: ignore[method-assign]
+    try:
+        yield steps
+    finally:
+        StepCosts.record, Runner.launch = record, launch  # type: ignore[method-assign]
+
+
+def by_kind(steps: list[Step]) -> Iterator[str]:
+    """By the number of streams, in sixteens, and of prompt tokens, in powers of two."""
+    kinds: defaultdict[tuple[int, int], list[Step]] = defaultdict(list)
+    for step in steps:
+        kinds[step.shape.num_streams // 16 * 16, step.shape.prompt_tokens.bit_length()].append(step)
+    total_s = sum(step.took_s for step in steps)
+    for (streams, bits), own in sorted(kinds.items(), key=lambda entry: -sum(step.took_s for step in entry[1]))[:12]:
+        share = sum(step.took_s for step in own) / total_s
+        prompt = f"{1 << bits - 1} to {(1 << bits) - 1} prompt tokens" if bits else "no prompt"
+        took, launched = (_percentiles([step[field] for step in own]) for field in (1, 2))
+        yield f"    {share:4.0%} in {len(own):4} steps of {streams}+ streams, {prompt}: {took}; launch {launched}"
 
 
 def _percentiles(seconds: list[float]) -> str:

@@ -68,7 +68,7 @@ next: ## Run the tests with the newest versions, also pre-releases and those tha
 fuzz: MINUTES ?= 30
 fuzz: $(TESTABLE) ## Run the property tests with random examples until one fails (MINUTES=30 ARGS="tests/wire")
 	@end=$$(($$(date +%s) + 60 * $(MINUTES))); while [ $$(date +%s) -lt $$end ]; do \
-	  $(BIN)/python -m pytest --processes auto -m hypothesis --hypothesis-profile fuzz $(ARGS) || exit 1; done
+	  $(BIN)/python -m pytest --processes auto -m hypothesis --hypothesis-profile fuzz --timeout 3600 $(ARGS) || exit 1; done
 
 soak: MINUTES ?= 60
 soak: $(TESTABLE) ## Run mixed traffic with swaps and faults for an hour; everything must be flat (MINUTES=60)

@@ -295,11 +295,15 @@ def _handler(blocks: KvBlocks) -> Any:
 
     def handle(exchange: Exchange) -> None:
         task = asyncio.create_task(respond(exchange))
-        exchange.on_disconnect(lambda: task.cancel() and None)
+        exchange.on_disconnect(lambda: _cancel(task))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
     return handle
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
 
 
 def main() -> None:

@@ -38,6 +38,7 @@ from cortex.wire.node.protocol import (
     Discovery,
     DiskUse,
     Health,
+    HostKV,
     ModelLoad,
     ModelState,
     ModelStatus,
@@ -111,6 +112,8 @@ class FakeNeuron:
     first_token_s: float | None = None
     """Reported with whole responses."""
     respond: Respond | None = None
+    kv_host: HostKV | None = None
+    """Of its models that are ready."""
     forgotten_bytes: int = 1
     """What a model counts as whose size was forgotten."""
     silent: bool = False
@@ -163,6 +166,7 @@ class FakeNeuron:
             devices=(0,) if state in (ModelState.READY, ModelState.ASLEEP) else (),
             estimate_bytes=self.estimates.get(model, self.sizes[model]),
             measured_bytes=self.sizes[model] if state in (ModelState.READY, ModelState.ASLEEP) else None,
+            kv_host=self.kv_host if state is ModelState.READY else None,
             host_bytes=self.sizes[model] // 2 if state is ModelState.ASLEEP else 0,
             disk_bytes=self.sizes[model] if model in self.quants_on_disk else None,
             context_tokens=32768,

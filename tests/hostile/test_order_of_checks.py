@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from cortex.gateway.proxy.routes import ROUTES
 from cortex.wire.node.protocol import ModelState
 
 from ..gateway.fake_neuron import GB
+from ..waiting import WAIT_S
 
 if TYPE_CHECKING:
     from ..gateway.fake_neuron import StartNeuron
@@ -120,3 +122,21 @@ async def test_keys_cannot_be_tried_without_limit(keyed: Keyed) -> None:
         keyed.client, "/v1/chat/completions", b'{"model":"%s","messages":[]}' % MODEL.encode(), keyed.good
     )
     assert status == 200, "programs with a key are not concerned"
+
+
+@pytest.mark.parametrize("path", ["/api/blobs/sha256:" + "a" * 64, "/v1/audio/transcriptions", "/v1/responses"])
+async def test_a_preflight_request_which_needs_no_key_has_no_large_body(
+    neurons: StartNeuron, start_gateway: StartGateway, path: str
+) -> None:
+    client = await start_gateway(
+        await neurons("beast"), keys=(generate("anna").section,), cors_origins=("https://chat.example",)
+    )
+    head = (
+        f"OPTIONS {path} HTTP/1.1\r\nHost: localhost\r\nOrigin: https://evil.example\r\n"
+        "Access-Control-Request-Method: POST\r\nContent-Type: multipart/form-data; boundary=x\r\n"
+        "Content-Length: 20000000\r\n\r\n"
+    )
+    reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
+    writer.write(head.encode() + bytes(100_000))
+    assert (await asyncio.wait_for(reader.readline(), WAIT_S)).startswith(b"HTTP/1.1 413 ")
+    writer.close()

@@ -25,9 +25,12 @@ from ..waiting import WAIT_S
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.skipif(
-    not os.environ.get("TEST_INSTALLATION"), reason="needs a package index; run `make distribution`"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not os.environ.get("TEST_INSTALLATION"), reason="needs a package index; run `make distribution`"
+    ),
+    pytest.mark.timeout(3600),  # packages are downloaded: the engine's have gigabytes
+]
 
 
 def run(*command: str | Path, cwd: Path | None = None) -> str:

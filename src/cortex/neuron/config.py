@@ -104,7 +104,7 @@ class Limits(Section, frozen=True):
     faster. The least recently used files are removed. The files hold what the model computed from prompts and
     responses, from which text can be recovered. Needs `kv_host_mb`. 0: none; meant for SSDs."""
     kv_disk_dir: Path | None = None
-    """The directory of these files, which only the user of the node can read. Absent: `kv` in the cache of cortex."""
+    """Where these files are, in folders that only the user of the node can read. Absent: `kv` in our cache."""
     max_num_seqs: Count = 256
     """Maximum requests that one model runs at once."""
     max_queue: Annotated[int, Meta(ge=0)] = 512

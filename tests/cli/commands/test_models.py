@@ -62,6 +62,25 @@ def test_forget_size_says_what_the_model_counts_as_on_each_node(gateway: CannedG
     ]
 
 
+def test_forget_says_what_is_gone_from_each_node_and_which_failed(gateway: CannedGateway, invoke: Invoke) -> None:
+    assert invoke("forget").code is ExitCode.USAGE
+    assert invoke("forget", "--node", "beast").code is ExitCode.USAGE
+    assert not gateway.requests
+    done = {"node": "beast", "files": 2, "bytes": 3 << 30, "error": None}
+    gateway.responses["POST", "/fleet/forget"] = {"nodes": [done]}
+    shown = invoke("forget", "--key", "ada", "--unused-days", "1", "--node", "beast")
+    assert (shown.code, gateway.requests[-1][2]) == (ExitCode.OK, {"key": "ada", "unused_s": 86400.0, "node": "beast"})
+    assert shown.stdout.splitlines() == ["beast: deleted 2 files, 3.0 GiB"]
+    failed = {"node": "attic", "files": 0, "bytes": 0, "error": "the node did not respond: refused"}
+    gateway.responses["POST", "/fleet/forget"] = {"nodes": [done, failed]}
+    shown = invoke("forget", "--all")
+    assert (shown.code, gateway.requests[-1][2]) == (ExitCode.UNREACHABLE, {"everything": True})
+    assert shown.stdout.splitlines() == [
+        "beast: deleted 2 files, 3.0 GiB, and what is in memory",
+        "attic: the node did not respond: refused",
+    ]
+
+
 def test_drain_waits_until_the_running_requests_have_ended(
     gateway: CannedGateway, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -176,7 +176,7 @@ def test_node_with_a_member_neither_leads_the_model_nor_starts_another(model: Ma
     beast, benjy = node("beast", [80], leading(model("big", 15))), with_member(node("benjy", [80]), 15)
     snapshot = fleet(beast, benjy, specs=[group(nodes=2)])
     verdicts = {each.node: (each.verdict, each.reason) for each in place("big", snapshot, NOW).assessments}
-    assert verdicts["beast"][0] is Verdict.RESIDENT
+    assert verdicts["beast"] == (Verdict.RESIDENT, "ready, requests in progress: 0, parts on benjy")
     assert verdicts["benjy"] == (Verdict.EXCLUDED, "runs a part of it, which beast serves")
     orphaned = fleet(node("beast", [80]), benjy, specs=[group(nodes=2)])
     assert {each.verdict for each in place("big", orphaned, NOW).assessments} <= {Verdict.BLOCKED, Verdict.CANNOT_SPAN}

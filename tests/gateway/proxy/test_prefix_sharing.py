@@ -22,8 +22,9 @@ from cortex.http.ticker import Ticker
 from cortex.routing.prefixes import leading_blocks
 from cortex.wire.node.kv_blocks import SCOPE, read_source
 from cortex.wire.node.neighbours import is_valid_ticket, key_hash, repository_of
-from cortex.wire.node.protocol import ModelState
+from cortex.wire.node.protocol import HostKV, ModelState
 
+from ...waiting import WAIT_S
 from ..fake_neuron import GB
 
 if TYPE_CHECKING:
@@ -170,3 +171,38 @@ async def test_node_that_gets_a_prompt_which_another_one_has_computed_learns_whe
     assert kv_source(moved, connected) == (), "no head of a request has room for it"
     assert lease(prompt, frozenset({first.node})).kv_source == "", "it has computed as much itself now"
     assert lease(b"short" * 100, frozenset({first.node})).kv_source == ""
+
+
+async def test_prefix_on_the_disk_of_a_restarted_node_counts_once_it_has_loaded_the_model(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    nodes = {name: await neurons(name, sizes={"a": GB}, states={"a": READY}) for name in ("beast", "mini")}
+    dispatcher = (await start_gateway(*nodes.values())).gateway.dispatcher
+
+    def lease(text: bytes, without: str = "") -> Lease:
+        taken = dispatcher.lease_now("a", lambda: text, frozenset({without}))
+        assert taken is not None
+        dispatcher.release(taken)
+        return taken
+
+    async def until_up(*names: str) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while {node.name for node in dispatcher.fleet.nodes if node.healthy} != set(names):
+                await asyncio.sleep(0.02)
+
+    prompts = [bytes([number, *range(1, 256)]) * 40 for number in range(2)]
+    for prompt in prompts:
+        assert lease(prompt, "mini").node == "beast"
+    beast = nodes["beast"]
+    await beast.stop()
+    await until_up("mini")
+    assert lease(prompts[0]).kv_source == "", "it cannot be asked"
+    beast.states["a"] = ModelState.COLD
+    await beast.start(beast.port)
+    await until_up("beast", "mini")
+    beast.kv_host = HostKV(num_bytes=0, num_tokens=100_000)
+    beast.states["a"] = READY
+    async with asyncio.timeout(WAIT_S):
+        while dispatcher.lease_now("a", lambda: b"", frozenset({"mini"})) is None:
+            await asyncio.sleep(0.02)
+    assert lease(prompts[1], "beast").kv_source == "beast"

@@ -15,6 +15,7 @@ from openai import AsyncOpenAI
 from cortex.gateway.config import ResponsesSection
 from cortex.gateway.ledger.keys import generate
 from cortex.gateway.responses import sockets
+from cortex.http.limits import ClientShares
 from cortex.wire import sse
 
 from ...waiting import WAIT_S
@@ -106,6 +107,16 @@ async def test_a_connection_remembers_what_is_not_stored(
         await send(socket, previous_response_id=first["id"])
         error = await last(socket)
         assert (error["type"], error["status"]) == ("error", 400), error
+
+
+async def test_turns_of_a_conversation_follow_each_other_at_once(node: FakeNeuron, start_gateway: StartGateway) -> None:
+    """The end of a response is held back until the conversation has it."""
+    client = await start_gateway(node)
+    _, conversation = await client.post("/v1/conversations", {})
+    async with connected(client) as socket:
+        for expected in ("1 messages", "3 messages", "5 messages"):
+            await send(socket, conversation=conversation["id"])
+            assert text_of(await last(socket)) == expected
 
 
 async def test_a_prepared_request_has_no_output_and_is_continued(node: FakeNeuron, start_gateway: StartGateway) -> None:
@@ -272,8 +283,8 @@ async def test_events_beyond_the_limit_are_rejected(
             assert (await last(socket))["type"] == "response.completed"
 
 
-async def test_a_connection_forgets_old_responses(monkeypatch: pytest.MonkeyPatch) -> None:
-    remembered = sockets.RememberedResponses()
+def test_a_connection_forgets_old_responses(monkeypatch: pytest.MonkeyPatch) -> None:
+    remembered = sockets.RememberedResponses(ClientShares(1000, None), "key")
     for number in range(sockets.MAX_REMEMBERED + 1):
         remembered.add(f"resp_{number}", remembered.chain(f"resp_{number - 1}") or (), b"[]", b"{}")
     assert remembered.chain("resp_0") is None
@@ -283,6 +294,20 @@ async def test_a_connection_forgets_old_responses(monkeypatch: pytest.MonkeyPatc
     assert remembered.chain("large") is None
     remembered.add("fits", (), b"[]", b"{}")
     assert remembered.chain("fits") is not None
+
+
+def test_connections_of_a_client_remember_no_more_than_its_share() -> None:
+    shares, body = ClientShares(100, 60), b"x" * 38
+    first, second, other = (sockets.RememberedResponses(shares, client) for client in ("anna", "anna", "bert"))
+    for remembered in (first, second, other):
+        remembered.add("resp_1", (), b"[]", body)
+    assert [each.chain("resp_1") is not None for each in (first, second, other)] == [True, False, True]
+    first.clear()
+    second.add("resp_2", (), b"[]", body)
+    assert second.chain("resp_2") is not None
+    for each in (second, other):
+        each.clear()
+    assert shares.has_room("anna", 60)
 
 
 async def test_a_gateway_that_ends_lets_running_responses_end(node: FakeNeuron, start_gateway: StartGateway) -> None:

@@ -219,11 +219,24 @@ async def test_a_silent_client_is_asked_whether_it_is_there(
     opened: Opened, harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(websocket, "PING_S", 0.05)
-    reader, writer = await opened.start(idle_s=0.3)
+    reader, writer = await opened.start(stall_s=0.3)
     for _ in range(3):
         assert await reader.readexactly(2) == encode(Opcode.PING, b"")
         writer.write(masked(10, b""))
     assert await reader.read() == encode(Opcode.PING, b""), "it has not responded to the last one"
+    await harness.eventually(lambda: opened.server.num_connections == 0)
+
+
+async def test_a_connection_that_is_not_used_any_more_is_closed(
+    opened: Opened, harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, _ = await opened.start(linger_s=0.05)
+    opened.echoes[0].is_idle = False
+    monkeypatch.setattr(websocket, "MAX_IDLE_S", 0.05)
+    await asyncio.sleep(0.2)
+    assert opened.server.num_connections == 1, "something runs for it"
+    opened.echoes[0].is_idle = True
+    assert await closed_with(reader) == CloseCode.GOING_AWAY
     await harness.eventually(lambda: opened.server.num_connections == 0)
 
 

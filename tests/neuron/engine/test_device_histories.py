@@ -169,7 +169,6 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     plain.close()
 
 
-@pytest.mark.timeout(1200)
 @FEW
 @hypothesis.given(events=HISTORIES)
 def test_model_with_any_history_responds_as_one_with_room(family: Family, events: list[tuple[str, int]]) -> None:

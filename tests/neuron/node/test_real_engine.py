@@ -15,6 +15,7 @@ from lasting_workers import lasting_workers
 from cortex.neuron.api.access import NodeAccess, NodeKeys
 from cortex.neuron.config import Limits, ModelEntry, NeuronConfig
 from cortex.neuron.engine.host_pages import block_files
+from cortex.neuron.engine.host_pages.store import ChosenBlocks
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
 from cortex.neuron.node.memory import kv_exchange
 from cortex.neuron.node.node import Node
@@ -193,12 +194,16 @@ async def test_conversation_is_on_disk_when_the_node_has_stopped(
         await load(node, "a")
         await until(lambda: (kept := node.model("a").kv_host) is not None and kept.num_tokens == 192)
         assert (await converse(node, "a", "again"))[0] == tokens
+        assert (await node.kv.forget(ChosenBlocks("a", (bytes(8),))))[0] == 1
+        await until(lambda: node.model("a").kv_host is None)
     finally:
         await node.close()
+    assert not list(folder.rglob("*.kv")), "what was in memory is not written again"
 
 
 async def test_node_gets_the_kv_that_another_one_has_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_exchange, "MIN_TOKENS", 32)
+    monkeypatch.setattr(kv_exchange, "AVOID_S", 0.0)
     monkeypatch.setattr(kv_exchange, "saves_time", lambda *_: True)  # a tiny model computes faster than any link
     monkeypatch.setattr(kv_exchange, "WORTH", 1e9)
     key = "nk-a-key-of-the-node"

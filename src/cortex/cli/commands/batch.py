@@ -56,7 +56,8 @@ def submit(file: Path, window: str, waits: bool, gateway: GatewayClient, as_json
     elif waits:
         counts = made["request_counts"]
         console().print(f"{made['id']} is {made['status']}: {counts['completed']} done, {counts['failed']} failed")
-        console().print(f"get them with `cortex batch results {made['id']}`", style="dim")
+        errors = " [--errors]" if counts["failed"] else ""
+        console().print(f"get them with `cortex batch results {made['id']}{errors}`", style="dim", markup=False)
     else:
         console().print(made["id"])
     if made["status"] == "failed":
@@ -125,7 +126,7 @@ def results(id: str, output: Path | None, errors: bool, gateway: GatewayClient) 
         with output.open("wb") as out:
             gateway.download(path, out)
     except OSError as problem:
-        raise CommandError(f"cannot write {output}: {os_error_in_words(problem)}", "name another file") from problem
+        raise CommandError(f"cannot write {output}: {problem.strerror}", "name another file") from problem
 
 
 @batch.command()
@@ -145,7 +146,7 @@ def _endpoint(file: Path) -> str:
             first = content.readline(1 << 24)
         found = msgspec.json.decode(first, type=_FirstLine).url
     except OSError as problem:
-        raise CommandError(f"cannot read {file}: {os_error_in_words(problem)}", "name a file", ExitCode.USAGE) from None
+        raise CommandError(f"cannot read {os_error_in_words(problem)}", "name a file", ExitCode.USAGE) from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         found = None
     if found is None:

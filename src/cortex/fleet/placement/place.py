@@ -210,7 +210,9 @@ def without_memory(
         return Verdict.DRAINING, f"{part.name} runs a part of it, and is {part.why_draining}"
     if held is not None and held.state is ModelState.READY:
         replicas = replicas_in_words(held.status.replica_devices)
-        facts = [f"ready, requests in progress: {int(_load(held))}", *filter(None, (replicas, _cut_context(held)))]
+        parts = f"parts on {', '.join(held.status.nodes[1:])}" if held.status.nodes else ""
+        others = filter(None, (parts, replicas, _cut_context(held)))
+        facts = [f"ready, requests in progress: {int(_load(held))}", *others]
         return Verdict.RESIDENT, ", ".join(facts) + _layers(held)
     if held is not None and held.state in STARTING:
         return Verdict.STARTING, f"{held.state} for {duration(now - held.state_since)}"

@@ -150,9 +150,10 @@ def api_server(
     open_paths = paths_without_key(config)
 
     def admit_head(request: Request) -> int | Spooled:
-        is_preflight = cross_origin is not None and cross_origin.is_preflight(request)
+        if cross_origin is not None and cross_origin.is_preflight(request):
+            return CONTROL_BODY_BYTES  # it needs no key, so it gets no room
         is_open = request.path in open_paths or request.path.startswith(PAGE_FILES)
-        key = authenticate(request) if not is_open and not is_preflight else None
+        key = None if is_open else authenticate(request)
         if (opaque := opaque_route(request.path)) is not None:
             if opaque.is_upstream and key is not None:
                 check_operator(key)  # before gigabytes of others are on the disk

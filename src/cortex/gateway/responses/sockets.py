@@ -25,7 +25,7 @@ from cortex.gateway.responses.response_object import (
     response_in_event,
 )
 from cortex.gateway.responses.stateful import StatefulInference
-from cortex.http.limits import ClientLimits
+from cortex.http.limits import ClientLimits, ClientShares
 from cortex.http.request import Request
 from cortex.http.server import websocket
 from cortex.http.server.detached import DetachedExchange
@@ -48,6 +48,8 @@ MAX_RUNNING = 16
 MAX_REMEMBERED = 8
 MAX_REMEMBERED_BYTES = 16 << 20
 """Of conversations that one connection remembers."""
+MAX_REMEMBERED_BYTES_PER_CLIENT = 64 << 20
+MAX_REMEMBERED_BYTES_IN_ALL = 512 << 20
 _MAX_EVENT_BYTES = 64 << 20
 _MAX_ERROR_BYTES = 1 << 20
 _OF_HANDSHAKES = (b"upgrade", b"connection", b"content-type", b"content-length", b"x-request-id")
@@ -60,6 +62,8 @@ class ResponseSockets:
         self._services = services
         self._stateful = stateful
         self._limits = limits
+        self._shares = ClientShares(MAX_REMEMBERED_BYTES_IN_ALL, MAX_REMEMBERED_BYTES_PER_CLIENT)
+        """What all connections remember, by key or address."""
 
     def open(self, exchange: Exchange) -> None:
         """Switch a connection whose client was authenticated. Raises the CortexError of a handshake that is wrong."""
@@ -67,7 +71,8 @@ class ResponseSockets:
         key = services.admission.authenticate(request)
         socket = WebSocket(self._limits, services.buffered)
         client = key.id if key is not None else request.client
-        socket.listen(ResponseSocket(socket, services, self._stateful, request, client))
+        remembered = RememberedResponses(self._shares, client)
+        socket.listen(ResponseSocket(socket, services, self._stateful, request, client, remembered))
         exchange.upgrade(websocket.accept_headers(request), socket)
 
 
@@ -75,12 +80,18 @@ class ResponseSocket:
     """One connection. Requests of a lane run one after the other, those of different lanes at the same time."""
 
     def __init__(
-        self, socket: WebSocket, services: Services, stateful: StatefulInference, request: Request, client: str
+        self,
+        socket: WebSocket,
+        services: Services,
+        stateful: StatefulInference,
+        request: Request,
+        client: str,
+        remembered: RememberedResponses,
     ) -> None:
         """`request`: the handshake, whose key counts for every response. `client`: see `client_of`."""
         self.socket = socket
         self.services = services
-        self.remembered = RememberedResponses()
+        self.remembered = remembered
         self._stateful = stateful
         self._client = client
         self._request = request
@@ -130,6 +141,7 @@ class ResponseSocket:
 
     def on_closed(self) -> None:
         self._is_closed = True
+        self.remembered.clear()
         for text in self._unread:
             self._release(text)
         for waiting in self._lanes.values():
@@ -273,10 +285,15 @@ class _Run:
 
 
 class RememberedResponses:
-    """The latest responses of a connection with their conversations. Older ones are forgotten."""
+    """The latest responses of a connection with their conversations. Older ones are forgotten, and what is beyond the
+    share of its client."""
 
-    def __init__(self) -> None:
+    def __init__(self, shares: ClientShares, client: str) -> None:
+        self._shares = shares
+        self._client = client
         self._chains: dict[str, tuple[StoredTexts, ...]] = {}
+        self._num_bytes = 0
+        """As the shares have it."""
 
     def chain(self, response_id: str) -> Sequence[StoredTexts] | None:
         """The response and those that it continues, oldest first."""
@@ -289,9 +306,25 @@ class RememberedResponses:
         own = msgspec.json.encode(items.split(input)) if isinstance(input, Raw) else input
         self._chains.pop(id, None)
         self._chains[id] = (*earlier, StoredTexts(id, own, response))
-        while len(self._chains) > MAX_REMEMBERED or self._num_bytes() > MAX_REMEMBERED_BYTES:
+        while self._chains and not self._is_within_limits():
             del self._chains[next(iter(self._chains))]
+        self._count()
 
-    def _num_bytes(self) -> int:
-        distinct = {id(text): len(text.input) + len(text.body) for chain in self._chains.values() for text in chain}
-        return sum(distinct.values())
+    def clear(self) -> None:
+        self._chains.clear()
+        self._count()
+
+    def _is_within_limits(self) -> bool:
+        num_bytes = self._counted()
+        has_room = self._shares.has_room(self._client, num_bytes - self._num_bytes)
+        return has_room and num_bytes <= MAX_REMEMBERED_BYTES and len(self._chains) <= MAX_REMEMBERED
+
+    def _count(self) -> None:
+        num_bytes = self._counted()
+        self._shares.add(self._client, num_bytes - self._num_bytes)
+        self._num_bytes = num_bytes
+
+    def _counted(self) -> int:
+        """Bytes of all texts, which chains share."""
+        texts = {id(text): text for chain in self._chains.values() for text in chain}.values()
+        return sum(len(text.input) + len(text.body) for text in texts)

@@ -25,6 +25,8 @@ from cortex.wire.errors import InvalidValue
 _GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 PING_S = 30.0
 """How long a connection is silent before its client is asked whether it is there."""
+MAX_IDLE_S = 3600.0
+"""How long a client may send no message while nothing runs for it."""
 
 
 def is_handshake(request: Request) -> bool:
@@ -69,8 +71,8 @@ class MessageListener(Protocol):
 
 
 class WebSocket(SwitchedConnection):
-    """Sends and receives messages. A client that reads nothing for `stall_s`, responds to no ping within `idle_s`, or
-    breaks the protocol is disconnected."""
+    """Sends and receives messages. A client that reads nothing for `stall_s`, responds to no ping for that long, or
+    breaks the protocol is disconnected, and so is one that uses the connection no more."""
 
     def __init__(self, limits: ClientLimits, buffered: Buffered) -> None:
         self._limits = limits
@@ -80,7 +82,8 @@ class WebSocket(SwitchedConnection):
         """Of the arriving message, among those that are buffered."""
         self._listener: MessageListener | None = None
         self._loop = asyncio.get_running_loop()
-        self._heard_at = self._loop.time()
+        self._heard_at = self._asked_at = self._loop.time()
+        """When anything came, and when a message did."""
         self._pinged_at: float | None = None
         """When a ping was sent after which nothing came."""
         self._stalled_at: float | None = None
@@ -116,7 +119,7 @@ class WebSocket(SwitchedConnection):
 
     def retire(self) -> None:
         self._retiring = True
-        if self.is_idle:
+        if self.is_idle and not self.is_full:
             self.close(CloseCode.GOING_AWAY, "the server is shutting down; connect again")
 
     def on_tick(self, now: float) -> None:
@@ -129,8 +132,10 @@ class WebSocket(SwitchedConnection):
         elif self._retiring:
             self.retire()
         elif self._pinged_at is not None:
-            if now - self._pinged_at > limits.idle_s and not self.is_full:
+            if now - self._pinged_at > limits.stall_s:
                 self.transport.abort()
+        elif now - self._asked_at > MAX_IDLE_S and self.is_idle:
+            self.close(CloseCode.GOING_AWAY, "nothing was asked for a long time; connect again")
         elif now - self._heard_at > PING_S and not self.is_full:
             self._pinged_at = now
             self.transport.write(encode(Opcode.PING, b""))
@@ -152,6 +157,7 @@ class WebSocket(SwitchedConnection):
 
     def _receive(self, message: Message) -> None:
         if message.opcode is Opcode.TEXT and self._closing_at is None and self._listener is not None:
+            self._asked_at = self._heard_at
             self._listener.on_message(message.payload)
         elif message.opcode is Opcode.PING and not self.is_full:
             self.transport.write(encode(Opcode.PONG, message.payload))

@@ -104,6 +104,24 @@ async def test_model_of_uploaded_files_is_listed_once_renamed_and_deleted_with_t
     assert not fleet.catalogue.ids
 
 
+async def test_files_of_one_model_go_to_one_node(neurons: StartNeuron, start_gateway: StartGateway) -> None:
+    small, large = await neurons("small", sizes={}), await neurons("large", sizes={})
+    large.free_disk_bytes = 2 * small.free_disk_bytes
+    digests = [f"sha256:{number * 64}" for number in "ab"]
+    small.uploads[digests[0]] = b"of another model"
+    client = await start_gateway(small, large)
+    for digest in reversed(digests):
+        async with client.session.post(f"{client.url}/api/blobs/{digest}", data=b"weights") as response:
+            assert response.status == 201
+        if digest == digests[1]:
+            async with client.session.head(f"{client.url}/api/blobs/{digests[0]}") as response:
+                assert response.status == 404, "another node has it"
+    assert set(large.uploads) == set(digests)
+    files = {"config.json": digests[0], "model.safetensors": digests[1]}
+    status, reply = await client.post("/api/create", {"model": "own", "files": files, "stream": False})
+    assert (status, list(large.sizes)) == (200, [reply.get("using")]), reply
+
+
 async def test_template_that_the_files_do_not_have_leaves_nothing(
     neurons: StartNeuron, start_gateway: StartGateway
 ) -> None:

@@ -211,6 +211,7 @@ def test_speculation_prefix_cache_and_kept_pages_give_the_tokens_of_a_model_that
     request = EngineRequest("r", PROMPT * 12, 6, SamplingParams(temperature=0.0))
     engine = Engine(whole, spec)
     expected = response_to(engine, request)[0]
+    request = replace(request, prediction=tuple(expected))
     small_bytes = _small_bytes(whole)
     engine.close()
     small, _ = _built(family, memory_bytes=small_bytes, host_weight_bytes=1 << 30)
@@ -230,5 +231,6 @@ def test_speculation_prefix_cache_and_kept_pages_give_the_tokens_of_a_model_that
         assert found == expected
         assert cached >= 64
         assert engine.stats().drafted_tokens
+        assert engine.stats().fetched_tokens
     finally:
         engine.close()

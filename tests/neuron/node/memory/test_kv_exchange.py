@@ -176,7 +176,9 @@ async def test_takes_nothing_that_is_not_worth_it(tmp_path: Path, stats: EngineS
     body = stream(select(tmp_path / "a", DIGESTS))
     async with node_with(body, 32, []) as source:
         assert await exchange.fetch("m", INFO, stats, REQUEST, source) == 0
-    assert block_files.stored(tmp_path / "b") == []
+        assert block_files.stored(tmp_path / "b") == []
+        later = KvExchange(tmp_path / "b", 1 << 30, []) if budget == 100 else exchange
+        assert await later.fetch("m", INFO, SLOW, REQUEST, source) > 0, "the node is not avoided"
 
 
 async def test_source_that_is_gone_or_slow_costs_no_more_than_computing(

@@ -103,8 +103,10 @@ class CreationRoutes:
         self._deferred.respond(exchange, self._upload(digest, exchange.request.upload or exchange.request.body))
 
     async def _find_upload(self, digest: str) -> Response:
-        if await self._node_with([digest]) is None:
-            raise ModelNotFound("No node has such an upload.")
+        found = await self._node_with([digest])
+        if found is None or self._upload_node not in ("", found.name):  # a model's files are on one node
+            raise ModelNotFound("The node that takes uploads does not have this one.")
+        self._upload_node = found.name
         return Response(200, (), b"")
 
     async def _upload(self, digest: str, body: Body) -> Response:
@@ -116,7 +118,11 @@ class CreationRoutes:
         try:
             await client.upload(digest, body)
         except UpstreamFault as fault:
+            self._upload_node = ""
             raise UpstreamUnavailable(f"Node {client.name} did not take the upload: {fault}") from fault
+        except CortexError:  # its disk may be full
+            self._upload_node = ""
+            raise
         return Response(201, (), b"")
 
     async def _node_with(self, digests: list[str]) -> NodeClient | None:

@@ -143,17 +143,20 @@ class KvExchange:
             return 0
         digests = tuple(page_digests(request.tenant or ROOT, request.prompt, info.page_tokens))
         prompt, count = _Prompt(model_id, info, stats, digests), len(digests)
-        if prompt.num_tokens(0, count) < MIN_TOKENS:
+        most_s, is_asked = WORTH * prompt.compute_s(0, count), False
+        if prompt.num_tokens(0, count) < MIN_TOKENS or most_s <= LINK_DELAY_S:
             return 0
         try:
-            async with asyncio.timeout(WORTH * prompt.compute_s(0, count)):
+            async with asyncio.timeout(most_s):
                 own = await self._own_pages(prompt)
                 if prompt.num_tokens(own, count) < MIN_TOKENS or WORTH * prompt.compute_s(own, count) <= LINK_DELAY_S:
                     return 0
                 async with self._turns:
+                    is_asked = True
                     num_bytes = await self._receive(prompt, own, source)
         except TimeoutError:
-            self._avoid(source, "it did not send them before the prompt would have been computed")
+            if is_asked:
+                self._avoid(source, "it did not send them before the prompt would have been computed")
             return 0
         if num_bytes:
             for worker in self._workers:

@@ -15,7 +15,6 @@ from typing import Final
 from cortex.neuron.weights.errors import FilesMissing, Malformed
 from cortex.neuron.weights.hub.cache import RepositoryCache
 from cortex.neuron.weights.hub.listing import checked_file
-from cortex.wire.model_names import UPLOADED
 
 _KEPT_S: Final = 24 * 3600.0
 """What no model was made of for so long is deleted with the next upload."""
@@ -26,9 +25,9 @@ def _folder(cache: Path) -> Path:
 
 
 def find(cache: Path, digest: str) -> Path | None:
-    """A file that was uploaded, also if a repository was made of it."""
-    made = cache.glob(f"models--{UPLOADED}--*/blobs/{digest}")
-    return next((path for path in (_folder(cache) / digest, *made) if path.is_file()), None)
+    """A file that was uploaded, or that a repository has."""
+    others = cache.glob(f"models--*/blobs/{digest}")
+    return next((path for path in (_folder(cache) / digest, *others) if path.is_file()), None)
 
 
 def store(cache: Path, digest: str, chunks: Iterable[bytes]) -> None:

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 
@@ -172,11 +173,8 @@ def recorded_steps() -> Iterator[list[Step]]:
         launched_s = time.perf_counter() - start
         return result
 
-    StepCosts.record, Runner.launch = recorded, launched  # type: ignore[method-assign]
-    try:
+    with patch.object(StepCosts, "record", recorded), patch.object(Runner, "launch", launched):
         yield steps
-    finally:
-        StepCosts.record, Runner.launch = record, launch  # type: ignore[method-assign]
 
 
 def by_kind(steps: list[Step]) -> Iterator[str]:
@@ -188,7 +186,8 @@ def by_kind(steps: list[Step]) -> Iterator[str]:
     for (streams, bits), own in sorted(kinds.items(), key=lambda entry: -sum(step.took_s for step in entry[1]))[:12]:
         share = sum(step.took_s for step in own) / total_s
         prompt = f"{1 << bits - 1} to {(1 << bits) - 1} prompt tokens" if bits else "no prompt"
-        took, launched = (_percentiles([step[field] for step in own]) for field in (1, 2))
+        took = _percentiles([step.took_s for step in own])
+        launched = _percentiles([step.launched_s for step in own])
         yield f"    {share:4.0%} in {len(own):4} steps of {streams}+ streams, {prompt}: {took}; launch {launched}"
 
 

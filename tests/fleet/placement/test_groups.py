@@ -178,8 +178,16 @@ def test_node_with_a_member_neither_leads_the_model_nor_starts_another(model: Ma
     verdicts = {each.node: (each.verdict, each.reason) for each in place("big", snapshot, NOW).assessments}
     assert verdicts["beast"] == (Verdict.RESIDENT, "ready, requests in progress: 0, parts on benjy")
     assert verdicts["benjy"] == (Verdict.EXCLUDED, "runs a part of it, which beast serves")
-    orphaned = fleet(node("beast", [80]), benjy, specs=[group(nodes=2)])
-    assert {each.verdict for each in place("big", orphaned, NOW).assessments} <= {Verdict.BLOCKED, Verdict.CANNOT_SPAN}
+
+
+def test_group_waits_for_members_of_an_earlier_start_to_end(node: Make, fleet: Make) -> None:
+    parts = [with_member(node(name, [80]), 15) for name in ("benjy", "carol")]
+    decision = place("big", fleet(node("beast", [80]), *parts, specs=[group(nodes=3)]), NOW)
+    assert decision.action == "wait"
+    reasons = {each.node: each.reason for each in decision.assessments}
+    assert reasons["beast"] == "benjy: has a member of an earlier start of it, which is being ended"
+    four = place("big", fleet(node("beast", [80]), *parts, specs=[group(nodes=4)]), NOW)
+    assert (four.action, four.assessments[0].verdict) == ("reject", Verdict.CANNOT_SPAN)
 
 
 @pytest.mark.parametrize(

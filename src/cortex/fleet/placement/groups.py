@@ -32,7 +32,12 @@ def fit_group(
         if waking is not None and _worst(waking).verdict in _FITTING:
             return _joined(waking)
     others = spec.node_names[1:] or group.best_others()
-    if len(others) < spec.num_nodes - 1:
+    if (lacking := spec.num_nodes - 1 - len(others)) > 0:
+        blocked = group.blocked_others()
+        if len(blocked) >= lacking:
+            return msgspec.structs.replace(
+                blocked[0], node=leader.name, reason=f"{blocked[0].node}: {blocked[0].reason}"
+            )
         have = len(others) + 1
         reason = f"needs {spec.num_nodes} nodes that run the harness `{spec.harness}` together, and there are {have}"
         return Assessment(node=leader.name, verdict=Verdict.CANNOT_SPAN, reason=reason)
@@ -84,6 +89,15 @@ class _Group:
         ]
         best = sorted(found, key=lambda each: (each.rank, sum(it.whole_bytes for it in each.victims), each.node))
         return tuple(each.node for each in best[: self._spec.num_nodes - 1])
+
+    def blocked_others(self) -> list[Assessment]:
+        """The other nodes that can take a member once something ends there."""
+        found = (
+            Assessment(node=node.name, verdict=unfit[0], reason=unfit[1])
+            for node in self._fleet.nodes
+            if node.name != self._leader.name and (unfit := unfit_for_group(self._spec, node)) is not None
+        )
+        return [each for each in found if each.verdict is Verdict.BLOCKED]
 
     def fit(self, others: Sequence[str], fit: _Fit) -> list[Assessment] | None:
         """The assessments of all members, the leader's first. `None` if `fit` has none of a node."""

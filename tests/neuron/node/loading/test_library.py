@@ -74,6 +74,7 @@ EVERY_OPTION: dict[str, Any] = {
     "devices": (1, 2, 3, 4),
     "replicas": 2,
     "control_tokens_in_messages": True,
+    "chat_template": "{{ messages }}",
     "sampling": SamplingDefaults(top_k=5),
 }
 INSTEAD: dict[str, Any] = {

@@ -175,7 +175,11 @@ class BatchService:
             log.exception("%s failed", request.path.decode("latin-1"))
             internal = CortexError("Internal error of the gateway; its log has the details.")
             response = error_response(internal, family_of(request.path))
-        if response is not None and not exchange.started:
+        if response is None:
+            return
+        if exchange.started:
+            exchange.abort()  # a response that is cut off is not taken for complete
+        else:
             exchange.respond(*response)
 
     # --- files

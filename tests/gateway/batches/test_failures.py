@@ -392,7 +392,23 @@ async def test_a_file_that_cannot_be_read_to_its_end_breaks_the_response(
 def test_results_that_are_written_twice_are_where_their_rows_say(tmp_path: Path) -> None:
     """A gateway that ends may write again what a thread is writing still."""
     database = Database(str(tmp_path / "spend.db"))
-    batch = tables.Batch(f"batch_{'0' * 24}", *("" for _ in range(10)), 0, 0, "{}", "[]")
+    batch = tables.Batch(
+        id=f"batch_{'0' * 24}",
+        key_id="",
+        key_name="",
+        kind="openai",
+        endpoint="",
+        completion_window="",
+        metadata="null",
+        input_file_id="",
+        output_file_id="",
+        error_file_id="",
+        status="in_progress",
+        created_s=0,
+        expires_s=0,
+        times="{}",
+        problems="[]",
+    )
     written = BatchResults(FileStore(database, BatchesSection(), tmp_path / "files"), batch, "owner")
     texts = {number: b"%d" % number * (number % 7) + b"\n" for number in range(1000)}
     finished = [Finished(number, "succeeded", text) for number, text in texts.items()]

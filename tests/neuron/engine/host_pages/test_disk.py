@@ -182,6 +182,29 @@ def test_disk_that_takes_nothing_costs_nothing_else(
         assert restarted(make_engine, tmp_path) == (expected, 160)
 
 
+def test_disk_that_takes_nothing_is_not_tried_again_each_time_another_node_asks(
+    make_engine: EngineMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[object] = []
+
+    def fail(*arguments: object) -> None:
+        tried.append(arguments)
+        raise OSError(errno.EROFS, "read-only")
+
+    monkeypatch.setattr(block_files, "_write", fail)
+    host = new_host(folder=tmp_path)
+    engine = make_engine(DENSE, host)
+    respond(engine)
+    engine.save_pages()
+    host.settle()
+    assert len(tried) == 1
+    model, digests = bytes.fromhex(engine.info.kv_name), page_digests(ROOT, PROMPT, engine.info.page_tokens)
+    for _ in range(3):
+        assert host.save_these(model, digests), "what can be on disk is there"
+        host.settle()
+    assert len(tried) == 1
+
+
 def test_least_recently_used_files_leave_first(tmp_path: Path) -> None:
     host = new_host(folder=tmp_path, disk_bytes=3 * 8192 + 100)
     assert host.disk is not None

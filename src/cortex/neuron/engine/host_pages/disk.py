@@ -118,7 +118,9 @@ class DiskPages:
 
     def forget(self, store: HostPages, chosen: ChosenBlocks) -> None:
         """Removes the files with a chosen block. Others that were in them are written again if host memory has them."""
-        for file in {found for found, _ in self._places.values() if block_files.is_chosen(found, chosen)}:
+        for file in {found for found, _ in self._places.values()}:
+            if not block_files.is_chosen(file, chosen):
+                continue
             block_files.remove(file.path)
             self.drop(file)
             store.saved(file.kind, file.digests, is_saved=False)
@@ -154,6 +156,8 @@ class DiskPages:
     ) -> None:
         """Starts to write what host memory has of these blocks."""
         self._end_writes(store)
+        if time.monotonic() < self._retry_at_s:
+            return
         for kind in kinds:
             here = [digest for digest in digests if store.has(kind, digest) and not store.is_saved(kind, digest)]
             most = max(1, SLAB_BYTES // kind.num_bytes)

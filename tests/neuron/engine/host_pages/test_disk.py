@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from tests.waiting import WAIT_S
 
-from cortex.neuron.engine.host_pages import block_files, tier
+from cortex.neuron.engine.host_pages import block_files, disk, tier
 from cortex.neuron.engine.host_pages.block_files import BlockFile, DamagedFile
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
 from cortex.neuron.engine.host_pages.rates import CopyRate, saves_time
@@ -312,6 +312,21 @@ def test_disk_that_was_slow_once_is_tried_again() -> None:
     fast = CopyRate(assumed=1000.0, bytes_per_s=2000.0)
     fast.was_too_slow()
     assert fast.expected == 2000
+
+
+def test_large_blocks_have_few_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = new_host(folder=tmp_path).disk
+    assert pages is not None
+    allocated = list[int]()
+    monkeypatch.setattr(disk, "READ_BYTES", 1 << 10)
+    monkeypatch.setattr(disk, "MAX_BUFFER_BYTES", 1 << 16)
+    for block_bytes in (100, 1 << 13, 1 << 20):
+        assert pages.buffers_of(block_bytes)
+        allocated.append(len(pages.free_buffers))
+    assert allocated == [disk.BUFFERS, 8, 2]
+    pages.free_buffers.pop()
+    assert not pages.buffers_of(1 << 21), "one of them is in use"
+    pages.close()
 
 
 def test_slow_disk_is_not_read(make_engine: EngineMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

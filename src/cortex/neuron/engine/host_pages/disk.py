@@ -34,6 +34,8 @@ READ_BYTES = 8 << 20
 READERS = 16
 BUFFERS = 2 * READERS
 """Half of them are read into while the rest is copied to the device."""
+MAX_BUFFER_BYTES = 512 << 20
+"""All buffers together, of which there are two in any case: the state of a hybrid model may take hundreds of MB."""
 LEAVING_SHARE = 0.125
 """Of the host's budget: the blocks in the least recently used part of it are written ahead."""
 PURE_SHARE = 0.1
@@ -68,7 +70,7 @@ class DiskPages:
         """What is read, until it is on the device: a slab for each read."""
         self.buffers.may_wait = True
         self.free_buffers: list[int] = []
-        self._buffer_bytes = 0
+        self._buffer_bytes = self._num_buffers = 0
         self._models: dict[bytes, str] = {}
         self._files: dict[bytes, dict[Path, BlockFile]] = {}
         """By model, as found last."""
@@ -250,11 +252,13 @@ class DiskPages:
         """Allocates buffers that hold a block of `num_bytes`. False: the host has no memory for them now."""
         wanted = max(READ_BYTES, num_bytes)
         if self._buffer_bytes < wanted:
-            if len(self.free_buffers) < (BUFFERS if self._buffer_bytes else 0):
+            if len(self.free_buffers) < self._num_buffers:
                 return False  # smaller ones are in use
             for buffer in self.free_buffers:
                 self.buffers.free(buffer)
-            self.free_buffers = [buffer for buffer in range(BUFFERS) if self.buffers.allocate(buffer, wanted)]
+            most = min(BUFFERS, max(2, MAX_BUFFER_BYTES // wanted))
+            self.free_buffers = [buffer for buffer in range(most) if self.buffers.allocate(buffer, wanted)]
+            self._num_buffers = len(self.free_buffers)
             self._buffer_bytes = wanted if self.free_buffers else 0
         return self._buffer_bytes >= wanted
 

@@ -156,7 +156,7 @@ class Engine:
             progress("warm", 0, 0)
             engine.warm_up()
         except BaseException:
-            loaded.end_compiling()
+            loaded.release()
             raise
         return engine
 
@@ -435,9 +435,7 @@ class Engine:
         self._loop = None
         if self._asleep is not None:
             self._asleep.release()
-        self._loaded.end_compiling()
-        if self._loaded.host is not None:
-            self._loaded.host.release()
+        self._loaded.release()
         del self._loaded, self._asleep
         self._free_caches()
 

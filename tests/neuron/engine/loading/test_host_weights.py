@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cortex.neuron.engine.engine import Engine
-from cortex.neuron.engine.errors import LoadError, NoRoomError
+from cortex.neuron.engine.errors import LoadCancelled, LoadError, NoRoomError
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
 from cortex.neuron.engine.loading.loading import LoadedModel, build_model, load_model
 from cortex.neuron.engine.memory import host_weights
@@ -191,6 +191,23 @@ def test_host_that_runs_out_of_memory_in_the_middle_of_a_load_keeps_nothing(monk
     with pytest.raises(NoRoomError):
         _built("qwen3_moe", memory_bytes=_small_bytes(whole), host_weight_bytes=1 << 30)
     assert released == [0]
+
+
+@pytest.mark.parametrize("fails", ["compiled", "warm_up"])
+def test_load_that_ends_after_its_weights_are_read_keeps_no_host_memory(
+    monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    def cancelled(*_: object) -> None:
+        raise LoadCancelled("the load was cancelled")
+
+    monkeypatch.setattr(Engine, fails, cancelled)
+    whole, _ = _built("qwen3_moe")
+    loaded, spec = _built("qwen3_moe", memory_bytes=_small_bytes(whole), host_weight_bytes=1 << 30)
+    assert loaded.host is not None
+    assert loaded.host.num_bytes
+    with pytest.raises(LoadCancelled):
+        Engine.start(loaded, spec, lambda *_: None, lambda: False)
+    assert not loaded.host.num_bytes
 
 
 def test_sleeping_model_wakes_with_its_experts_in_host_memory() -> None:

@@ -314,6 +314,20 @@ def test_disk_that_was_slow_once_is_tried_again() -> None:
     assert fast.expected == 2000
 
 
+def test_memory_of_what_was_written_is_free_though_no_model_steps(make_engine: EngineMaker, tmp_path: Path) -> None:
+    host = new_host(folder=tmp_path)
+    engine = make_engine(DENSE, host)
+    respond(engine)
+    engine.save_pages()
+    assert host.disk is not None
+    assert host.disk.is_writing
+    host.store.limit(0)
+    assert host.store.num_bytes, "what is being written stays"
+    host.disk._writes[-1].written.result(WAIT_S)  # noqa: SLF001
+    host.yield_to_host()
+    assert not host.store.num_bytes
+
+
 def test_large_blocks_have_few_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pages = new_host(folder=tmp_path).disk
     assert pages is not None

@@ -146,7 +146,7 @@ class DiskPages:
 
     def save(self, store: HostPages, slabs: HostSlabs, *, everything: bool = False) -> None:
         """Starts to write the blocks that leave host memory next, or all of them. Ends writes that are complete."""
-        self._end_writes(store)
+        self.end_writes(store)
         if time.monotonic() < self._retry_at_s or (self._writes and not everything):
             return
         for kind, digests in store.unsaved(1.0 if everything else LEAVING_SHARE):
@@ -157,7 +157,7 @@ class DiskPages:
         self, kinds: Iterable[BlockKind], digests: Sequence[Digest], store: HostPages, slabs: HostSlabs
     ) -> None:
         """Starts to write what host memory has of these blocks."""
-        self._end_writes(store)
+        self.end_writes(store)
         if time.monotonic() < self._retry_at_s:
             return
         for kind in kinds:
@@ -194,10 +194,11 @@ class DiskPages:
             if left_s <= 0:
                 return False
             wait([self._writes[-1].written], timeout=None if left_s == float("inf") else left_s)
-            self._end_writes(store)
+            self.end_writes(store)
         return True
 
-    def _end_writes(self, store: HostPages) -> None:
+    def end_writes(self, store: HostPages) -> None:
+        """Lets go of what has been written: host memory may drop it again."""
         for write in [each for each in self._writes if each.written.done()]:
             self._writes.remove(write)
             store.end(write.places)

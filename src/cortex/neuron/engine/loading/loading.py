@@ -102,10 +102,12 @@ class LoadedModel:
             poll()
             self.kernels.ready(poll)
 
-    def end_compiling(self) -> None:
-        """Compiles no more kernels before they are used."""
+    def release(self) -> None:
+        """Compiles no more kernels, and frees the host memory of weights, which the driver keeps otherwise."""
         if self.kernels is not None:
             self.kernels.close()
+        if self.host is not None:
+            self.host.release()
 
     @property
     def has_failed_pass(self) -> bool:

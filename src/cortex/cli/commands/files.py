@@ -141,7 +141,7 @@ def forget(gateway: GatewayClient, as_json: bool, *, unused_days: float | None, 
         print_json(nodes)
     failed = [node for node in nodes if node["error"] is not None]
     for node in nodes if not as_json else ():
-        more = "" if unused_s is not None else ", and what is in memory"
+        more = "" if unused_s is not None else " on disk, and all in memory"
         gone = f"deleted {plural(node['files'], 'file')}, {size(node['bytes'])}{more}"
         console().print(f"{node['node']}: {node['error'] or gone}", soft_wrap=True)
     if failed:

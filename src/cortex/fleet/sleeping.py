@@ -117,7 +117,7 @@ class SleepingNodes:
             case "asleep":
                 wait = duration(self.expected_wait_s(name, now))
                 known = "asleep" if self._nodes[name].is_suspended else "does not respond, and may be asleep"
-                return f"{known}: a request that needs it has it woken, which takes about {wait}"
+                return f"{known}: a request that needs it wakes it, which takes about {wait}"
             case "waking":
                 return "waking up"
             case "suspending":

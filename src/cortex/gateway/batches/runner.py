@@ -337,7 +337,7 @@ class BatchRunner:
         try:
             await run.results.finalise()
         except FileNotFoundError:
-            await self._fail(run.batch, [_problem("results_lost", "The results are not there any more.")])
+            await self._fail(run.batch, [_problem("results_lost", "The results no longer exist.")])
 
     async def _stop(self, run: _BatchRun, outcome: Outcome) -> None:
         """The lines that have no result get one that says why."""

@@ -377,7 +377,7 @@ def _check_hosting(spec: LoadSpec, config: Mapping[str, Any], architecture: Arch
     elif architecture.pooling is not None or architecture.backend != "native":
         reason = "models that pool texts or have no native family"
     if reason is not None:
-        raise UnsupportedModel(f"the model does not fit, and weights in host memory do not go together with {reason}")
+        raise UnsupportedModel(f"the model does not fit, and weights in host memory cannot be combined with {reason}")
 
 
 def _divided(

@@ -24,6 +24,8 @@ class CannedGateway:
     def __init__(self) -> None:
         self.responses: dict[tuple[str, str], Any] = {}
         self.requests: list[tuple[str, str, Any, dict[str, str]]] = []
+        self.num_missing_bytes = 0
+        """How many of the last bytes of each response are not sent."""
         canned = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -43,7 +45,7 @@ class CannedGateway:
                 self.send_response(status)
                 self.send_header("content-length", str(len(content)))
                 self.end_headers()
-                self.wfile.write(content)
+                self.wfile.write(content[: len(content) - canned.num_missing_bytes])
 
             do_GET = do_POST = do_PATCH = do_DELETE = _respond  # noqa: N815 - the names the base class looks for
 

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.gateway.config import load
 from cortex.gateway.configuration_files import ConfigurationFiles
+from cortex.gateway.created_models import CreatedModels
 from cortex.settings import SettingsError
 
 
@@ -74,3 +76,27 @@ def test_names_of_nodes_that_dns_will_find_are_accepted(tmp_path: Path) -> None:
     path.write_text('[discovery]\ndns = "neurons.local"\n')
     (tmp_path / "models.toml").write_text('[[models]]\nid = "a"\npinned_on = ["10.0.0.1"]\n')
     assert ConfigurationFiles(path, {}).read()[1].models[0].pinned_on == ("10.0.0.1",)
+
+
+@pytest.mark.parametrize(
+    "created",
+    [
+        Catalogue(models=(ModelSpec(id="mine", only_on=("attic",)),)),
+        Catalogue(aliases={"mine": "yours", "yours": "gone"}),
+        Catalogue(aliases={"coder": "gone"}),
+    ],
+)
+def test_a_created_model_that_stands_for_nothing_prevents_no_start_and_no_reload(
+    tmp_path: Path, created: Catalogue
+) -> None:
+    path = tmp_path / "cortex.toml"
+    path.write_text(NODE)
+    (tmp_path / "models.toml").write_text('[aliases]\ndefault = "coder"\n')
+    files = ConfigurationFiles(path, {})
+    config, _ = files.read()
+    CreatedModels(config.state_directory(tmp_path)).write(created)
+
+    config, catalogue = files.read()
+    files.check_aliases(config, catalogue, ["coder"])
+
+    assert {*created.ids, *created.aliases} <= {*catalogue.ids, *catalogue.aliases}

@@ -200,11 +200,19 @@ class GatewayClient:
     def download(self, path: str, out: IO[bytes]) -> None:
         """Write what `GET path` responds to `out`, piece by piece."""
         with self._exchange("GET", path, None) as response:
-            try:
-                while data := response.read(_CHUNK_BYTES):
-                    out.write(data)
-            except (http.client.HTTPException, TimeoutError) as error:
-                raise CommandError(f"the response ended early ({error})", "try again", ExitCode.UNREACHABLE) from error
+            while data := self._piece(response):
+                out.write(data)
+
+    def _piece(self, response: http.client.HTTPResponse) -> bytes:
+        """The next bytes of a response; none at its end."""
+        try:
+            data = response.read(_CHUNK_BYTES)
+        except (http.client.HTTPException, OSError) as error:
+            raise CommandError(f"the response ended early ({error})", "try again", ExitCode.UNREACHABLE) from error
+        if not data and response.length:
+            why = f"the response ended early ({response.length} bytes are missing)"
+            raise CommandError(why, "try again", ExitCode.UNREACHABLE)
+        return data
 
     def _events(self, response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
         try:

@@ -71,11 +71,11 @@ class ModelSpec(Section, LoadOptions, frozen=True, kw_only=True):
     priority: int = 0
     """A model never evicts one of higher priority."""
     queue_priority: int | None = None
-    """Of models that wait for room, the one with the highest is loaded first; `priority` when absent."""
+    """Of models that wait for memory, the one with the highest value is loaded first. Absent: `priority`."""
     evict_cost: Price = 1.0
-    """What it costs to evict the model, in relation to others: the cheapest goes first."""
+    """The relative cost of evicting the model: the cheapest model is evicted first."""
     max_requests: Count | None = None
-    """Requests for it at once, running and waiting together; a further one is rejected with 429. When absent, they
+    """Requests for the model at once, running and waiting together; further ones are rejected with 429. Absent: they
     wait."""
     ttl_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
     """After this long without a request the model is put to sleep, and unloaded after as long again. Where its node has

@@ -18,7 +18,7 @@ class PlacementRules(Section, frozen=True):
     """`pack`: where the least is left free, which keeps large devices for large models. `spread`: where the most is
     free, so that models share a device only when they must."""
     min_awake: Annotated[int, msgspec.Meta(ge=0)] = 1
-    """As many nodes stay awake, however idle they are: see `wake` of `[[neurons]]`."""
+    """The number of nodes that stay awake, however idle they are: see `wake` of `[[neurons]]`."""
     max_loaded: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """The most models that a node has loaded at once, whatever its memory. Absent: as many as fit."""
 
@@ -31,8 +31,8 @@ class EvictionRules(Section, frozen=True):
     ttl_s: Seconds = 0.0
     """The `ttl_s` of every model without one of its own; 0: none."""
     max_keep_alive_s: Seconds = 0.0
-    """The most that the `keep_alive` of a request in Ollama's dialect keeps its model after the response: until then it
-    is not evicted for others, and its `ttl_s` does not end. 0: it keeps nothing."""
+    """The longest time for which `keep_alive` of a request in Ollama's dialect keeps its model after the response.
+    Until then the model is not evicted for others, and its `ttl_s` does not end. 0: no request keeps a model."""
     defrag_after_cycles: Annotated[int, msgspec.Meta(ge=0)] = 50
     """Replace a node's workers, once idle, after this many loads; 0: never."""
     min_residency_s: Seconds = 20.0

@@ -47,9 +47,9 @@ class WakeRules(Section, frozen=True):
     command: tuple[str, ...] = ()
     """A program with its arguments that wakes the node."""
     suspend_after_s: Annotated[float, Meta(ge=0)] = 1800.0
-    """Suspend the node once it was idle for so long; 0: never, it is only woken."""
+    """Suspend the node once it has been idle for this long; 0: never suspend it, only wake it."""
     timeout_s: Annotated[float, Meta(gt=0)] = 300.0
-    """A node that does not respond so long after it was woken is lost: it is reported, and requests go elsewhere."""
+    """A woken node that does not respond within this time is reported as lost, and requests go elsewhere."""
 
     def __post_init__(self) -> None:
         ways = [each for each in (self.mac, self.ipmi_host, self.command) if each]
@@ -117,7 +117,7 @@ class SleepingNodes:
             case "asleep":
                 wait = duration(self.expected_wait_s(name, now))
                 known = "asleep" if self._nodes[name].is_suspended else "does not respond, and may be asleep"
-                return f"{known}: a request that needs it has it woken, which takes about {wait}"
+                return f"{known}: a request that needs it wakes it, which takes about {wait}"
             case "waking":
                 return "waking up"
             case "suspending":

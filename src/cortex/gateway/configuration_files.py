@@ -11,7 +11,7 @@ from cortex import settings
 from cortex.fleet.catalogue import Catalogue, ModelSpec, near_misses
 from cortex.gateway import config as configuration
 from cortex.gateway.config import Config, GatewaySection
-from cortex.gateway.created_models import CreatedModels, joined
+from cortex.gateway.created_models import CreatedModels, joined, without_entries
 from cortex.settings import SettingsError, Stamp, stamp
 from cortex.settings.conversion import Source
 from cortex.settings.positions import positions
@@ -67,9 +67,9 @@ class ConfigurationFiles:
         return config, self.read_catalogue(config)
 
     def read_catalogue(self, config: Config) -> Catalogue:
-        """The catalogue, whose names must stand for something. Raises SettingsError."""
-        created = CreatedModels(config.state_directory(self.directory))
-        catalogue = joined(load_catalogue(config, self.path), created.read())
+        """The catalogue, with the models that were created. The operator's names must stand for something; an entry
+        that was created and does not is served with an error. Raises SettingsError."""
+        catalogue = load_catalogue(config, self.path)
         names = [section.name for section in config.neurons]
         is_known = config.discovery.dns is None  # otherwise nodes have names that are found later
         for index, spec in enumerate(catalogue.models if is_known else ()):
@@ -82,11 +82,15 @@ class ConfigurationFiles:
             if target in catalogue.aliases:
                 what, advice = f"alias {alias} stands for the alias {target}", "one alias is followed; name the model"
                 raise self._catalogue_error(config, what, ("aliases", alias), advice)
-        return catalogue
+        return joined(catalogue, self._created(config).read())
+
+    def _created(self, config: Config) -> CreatedModels:
+        return CreatedModels(config.state_directory(self.directory))
 
     def check_aliases(self, config: Config, catalogue: Catalogue, listed: Collection[str]) -> None:
-        """Raises SettingsError for an alias of a model that neither the catalogue nor `listed` has."""
-        for alias, target in catalogue.alias_targets.items():
+        """Raises SettingsError for an operator's alias of a model that neither the catalogue nor `listed` has."""
+        configured = without_entries(catalogue, self._created(config).read())
+        for alias, target in configured.alias_targets.items():
             if not catalogue.has(target) and target not in listed:
                 near = near_misses(target, catalogue.ids | set(listed), limit=1)
                 advice = f"did you mean `{near[0]}`?" if near else "correct it, or add the model"
@@ -100,7 +104,7 @@ class ConfigurationFiles:
     def stamps(self, config: Config) -> dict[Path, Stamp]:
         """The files of `config`, each with a value that changes when the file does."""
         authorities = (config.ca_file(neuron, self.directory) for neuron in config.neurons)
-        created = CreatedModels(config.state_directory(self.directory)).path  # another gateway may have written it
+        created = self._created(config).path  # another gateway may have written it
         files = (self.path, catalogue_path(config, self.path), created, *authorities)
         return {file: stamp(file) for file in files if file is not None}
 

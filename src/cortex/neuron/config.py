@@ -99,12 +99,12 @@ class Limits(Section, frozen=True):
     part of `host_mb` first; the least recently used pages are dropped, also when the host runs short of memory. 0:
     none. Absent: an eighth of the host's free memory."""
     kv_disk_mb: Megabytes = 0
-    """Disk space for KV pages that leave host memory, and for all of them when a model sleeps or is unloaded or the
-    node stops: conversations continue after a restart without being computed again, where reading is expected to be
-    faster. The least recently used files are removed. The files hold what the model computed from prompts and
-    responses, from which text can be recovered. Needs `kv_host_mb`. 0: none; meant for SSDs."""
+    """Disk space for KV pages that leave host memory, and for all KV pages when a model sleeps or is unloaded or the
+    node stops. Conversations then continue after a restart without being computed again, where reading is expected
+    to be faster. The least recently used files are removed. Text of prompts and responses can be recovered from the
+    files. Needs `kv_host_mb`. 0: none; meant for SSDs."""
     kv_disk_dir: Path | None = None
-    """Where these files are, in folders that only the user of the node can read. Absent: `kv` in our cache."""
+    """The folder of these files; only the user of the node can read them. Absent: `kv` in the cache of cortex."""
     max_num_seqs: Count = 256
     """Maximum requests that one model runs at once."""
     max_queue: Annotated[int, Meta(ge=0)] = 512
@@ -244,7 +244,7 @@ class NeuronConfig(Section, frozen=True):
     part in such models."""
     suspend_command: tuple[str, ...] = ("systemctl", "suspend")
     """The program with its arguments that suspends this host when a gateway with `wake` for this node asks for it.
-    Empty: the node refuses."""
+    Empty: the node is never suspended."""
     devices: tuple[DeviceEntry, ...] = ()
     harnesses: tuple[HarnessEntry, ...] = (HarnessEntry(),)
     harness: HarnessSettings = HarnessSettings()

@@ -107,3 +107,13 @@ def test_cancels_batches_of_both_apis(gateway: CannedGateway, invoke: Invoke) ->
     gateway.responses["POST", "/v1/messages/batches/msgbatch_1/cancel"] = {"processing_status": "canceling"}
     assert "cancelling" in invoke("batch", "cancel", "batch_1").stdout
     assert "canceling" in invoke("batch", "cancel", "msgbatch_1").stdout
+
+
+def test_results_that_are_cut_off_are_an_error(gateway: CannedGateway, invoke: Invoke, tmp_path: Path) -> None:
+    gateway.responses["GET", "/v1/messages/batches/msgbatch_1/results"] = b'{"custom_id": "2"}\n' * 2
+    gateway.num_missing_bytes = 19
+
+    failed = invoke("batch", "results", "msgbatch_1", "-o", str(tmp_path / "out"))
+
+    assert failed.code == ExitCode.UNREACHABLE
+    assert "ended early" in failed.error

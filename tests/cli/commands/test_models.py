@@ -76,7 +76,7 @@ def test_forget_says_what_is_gone_from_each_node_and_which_failed(gateway: Canne
     shown = invoke("forget", "--all")
     assert (shown.code, gateway.requests[-1][2]) == (ExitCode.UNREACHABLE, {"everything": True})
     assert shown.stdout.splitlines() == [
-        "beast: deleted 2 files, 3.0 GiB, and what is in memory",
+        "beast: deleted 2 files, 3.0 GiB on disk, and all in memory",
         "attic: the node did not respond: refused",
     ]
 

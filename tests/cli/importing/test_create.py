@@ -58,10 +58,10 @@ def test_name_or_path_on_a_node_is_sent_as_it_is(gateway: CannedGateway, invoke:
     ("text", "problem"),
     [
         ("SYSTEM x", "there is no FROM"),
-        ("FROM ./nothing.gguf", "give the whole path"),
-        ("FROM a\nFROM b", "each names a file that is here"),
+        ("FROM ./nothing.gguf", "give its full path"),
+        ("FROM a\nFROM b", "must name two local files"),
         ("FROM a\nFROM b\nFROM c", "line 3: there are more than two FROM"),
-        ("FROM a\nPARSER x", "chooses a part of Ollama"),
+        ("FROM a\nPARSER x", "selects a part of Ollama"),
     ],
 )
 def test_bad_modelfile_sends_nothing(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 TEXT = (Path(__file__).parents[3] / "docs" / "api.md").read_text()
-NAMES = {"{model}": "a", "{node}": "beast", "{id}": "x", "{name}": "nobody", "{item}": "y"}
+NAMES = {"{model}": "a", "{node}": "beast", "{id}": "x", "{name}": "nobody", "{item}": "y", "{digest}": "0" * 64}
 
 
 def documented() -> list[tuple[str, str, str]]:

@@ -125,7 +125,10 @@ async def test_unload_by_get_spares_pinned_models_and_needs_no_browser(
 ) -> None:
     states = {"a": ModelState.READY, "b": ModelState.READY}
     beast = await neurons("beast", sizes={"a": GB, "b": GB}, states=states)
-    client = await start_gateway(beast, catalogue=Catalogue(models=(ModelSpec(id="b", load="pinned"),)))
+    foreign = await neurons("cloud", sizes={"far": GB}, states={"far": ModelState.READY})
+    pinned = Catalogue(models=(ModelSpec(id="b", load="pinned"),))
+    client = await start_gateway(beast, foreign=(foreign,), catalogue=pinned)
+    await until(lambda: "far" in client.gateway.dispatcher.fleet.live_models())
     async with client.session.get(client.url + "/unload", headers={"user-agent": "Mozilla/5.0"}) as response:
         assert response.status == 403
     async with client.session.get(client.url + "/unload") as response:

@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from aiohttp import web
 
 from cortex.gateway.batches import runner, tables
 from cortex.gateway.batches.files import FileStore
-from cortex.gateway.batches.results import BatchResults
+from cortex.gateway.batches.results import BatchResults, Finished
+from cortex.gateway.batches.runner import BatchRunner
+from cortex.gateway.batches.tables import LineResult
 from cortex.gateway.config import BatchesSection
 from cortex.gateway.database import Database, Execute, Rows, StoreError
 from cortex.gateway.ledger import keys
 from cortex.gateway.ledger.store import LedgerSection
+from cortex.http.request import Headers
+from cortex.http.server.exchange import Exchange
 from cortex.wire.node.protocol import ModelState
 
 from ...waiting import WAIT_S
 from ..fake_neuron import FakeNeuron, StartNeuron, plain_response
+from ..fake_responses import reset_connection
 from ..started_gateway import SpawnGateway, StartGateway, until
 from .conftest import MODEL, ended, line, openai_client, results, submit
 
@@ -236,3 +245,181 @@ async def test_a_batch_whose_results_are_gone_fails(
     assert done.errors is not None
     assert done.errors.data is not None
     assert [each.code for each in done.errors.data] == ["results_lost"]
+
+
+async def test_a_response_that_is_cut_off_is_asked_for_again(start_gateway: StartGateway, neurons: StartNeuron) -> None:
+    async def cut_off(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if len(node.seen) == 1:
+            response = web.StreamResponse(headers={"content-type": "application/json", "content-length": "1000"})
+            await response.prepare(request)
+            await response.write(b'{"id": ')
+            await reset_connection(request)
+        return await plain_response(node, request, body)
+
+    node = await neurons("one", sizes={MODEL: 1 << 30}, states={MODEL: ModelState.READY}, respond=cut_off)
+    client = openai_client((await start_gateway(node)).port)
+
+    done = await ended(client, (await submit(client, [line(0)])).id)
+
+    assert len(await results(client, done.output_file_id)) == 1
+
+
+async def test_a_line_that_is_cancelled_before_it_starts_keeps_no_slot_and_runs_later(
+    start_gateway: StartGateway, neurons: StartNeuron, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pump, cancelled = BatchRunner._pump, list[asyncio.Task[None]]()  # noqa: SLF001
+
+    def cancels_first(self: BatchRunner) -> None:
+        pump(self)
+        if not cancelled:
+            cancelled.extend(task for run in self._runs.values() for task in run.running)
+            for task in cancelled:
+                task.cancel()
+
+    monkeypatch.setattr(BatchRunner, "_pump", cancels_first)
+    node = await neurons("one", sizes={MODEL: 1 << 30}, states={MODEL: ModelState.READY})
+    client = openai_client((await start_gateway(node)).port)
+
+    done = await ended(client, (await submit(client, [line(0), line(1)])).id)
+
+    assert cancelled
+    assert len(await results(client, done.output_file_id)) == 2
+
+
+async def test_results_wait_for_room_on_the_disk_and_no_line_runs_twice(
+    start_gateway: StartGateway, neurons: StartNeuron, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append, faults = BatchResults._append, [OSError(errno.ENOSPC, "No space left on device")] * 3  # noqa: SLF001
+
+    def is_full_at_first(self: BatchResults, batch: list[Finished]) -> list[tuple[LineResult, Finished]]:
+        if faults:
+            raise faults.pop()
+        return append(self, batch)
+
+    monkeypatch.setattr(BatchResults, "_append", is_full_at_first)
+    node = await neurons("one", sizes={MODEL: 1 << 30}, states={MODEL: ModelState.READY})
+    client = openai_client((await start_gateway(node)).port)
+
+    done = await ended(client, (await submit(client, [line(0), line(1)])).id)
+
+    assert len(await results(client, done.output_file_id)) == 2
+    assert len(node.seen) == 2
+
+
+async def test_a_line_that_fails_unexpectedly_is_not_tried_again_at_once(
+    start_gateway: StartGateway, neurons: StartNeuron, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = list[float]()
+
+    def fails(*_: object) -> None:
+        attempts.append(time.monotonic())
+        if len(attempts) < 3:
+            raise OSError(errno.EIO, "Input/output error")
+        monkeypatch.undo()
+
+    monkeypatch.setattr(BatchRunner, "_send", fails)
+    node = await neurons("one", sizes={MODEL: 1 << 30}, states={MODEL: ModelState.READY})
+    client = openai_client((await start_gateway(node)).port)
+    await submit(client, [line(0)])
+
+    await until(lambda: len(attempts) >= 3)
+
+    assert attempts[2] - attempts[0] >= runner.MIN_BACKOFF_S
+
+
+async def test_models_that_are_ready_nowhere_are_tried_a_few_at_a_time(
+    start_gateway: StartGateway, neurons: StartNeuron, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pump, most = BatchRunner._pump, 0  # noqa: SLF001
+
+    def counts(self: BatchRunner) -> None:
+        nonlocal most
+        pump(self)
+        most = max(most, sum(len(run.running) for run in self._runs.values()))
+
+    monkeypatch.setattr(BatchRunner, "_pump", counts)
+    node = await neurons("one", sizes={MODEL: 1 << 30}, states={MODEL: ModelState.READY})
+    client = openai_client((await start_gateway(node, batches=BatchesSection(max_lines_per_node=4))).port)
+    models = [line(number, model=f"unknown-{number}") for number in range(20)]
+
+    done = await ended(client, (await submit(client, models)).id)
+
+    assert len(await results(client, done.error_file_id)) == 20
+    assert most <= 4
+
+
+async def test_batches_that_end_while_the_gateway_does_are_no_failure(
+    start_gateway: StartGateway, neurons: StartNeuron, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(0)
+    node = await neurons("one", sizes={MODEL: 1 << 30}, states={MODEL: ModelState.READY}, respond=gate.respond)
+    first = await start_gateway(node)
+    client = openai_client(first.port)
+    for number in range(3):
+        await submit(client, [line(number)])
+    batches = first.gateway._batches._runner  # noqa: SLF001
+    await until(lambda: len(batches._runs) == 3)  # noqa: SLF001
+    abort = BatchRunner._abort  # noqa: SLF001
+
+    async def ends(self: BatchRunner, run: Any) -> Any:
+        self._runs.pop(run.batch.id, None)
+        return await abort(self, run)
+
+    monkeypatch.setattr(BatchRunner, "_abort", ends)
+
+    await batches.close()
+
+    assert not batches._batch_tasks  # noqa: SLF001
+
+
+async def test_a_file_that_cannot_be_read_to_its_end_breaks_the_response(
+    start_gateway: StartGateway, neurons: StartNeuron, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = openai_client((await start_gateway(await neurons("one"))).port)
+    file = await client.files.create(file=("in.jsonl", b"{}"), purpose="batch")
+
+    async def fails(self: FileStore, exchange: Exchange, id: str, headers: Headers) -> None:
+        exchange.start(200, headers, 1000)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(FileStore, "send", fails)
+
+    with pytest.raises(openai.APIConnectionError):
+        async with asyncio.timeout(WAIT_S):
+            await client.files.content(file.id)
+
+
+def test_results_that_are_written_twice_are_where_their_rows_say(tmp_path: Path) -> None:
+    """A gateway that ends may write again what a thread is writing still."""
+    database = Database(str(tmp_path / "spend.db"))
+    batch = tables.Batch(
+        id=f"batch_{'0' * 24}",
+        key_id="",
+        key_name="",
+        kind="openai",
+        endpoint="",
+        completion_window="",
+        metadata="null",
+        input_file_id="",
+        output_file_id="",
+        error_file_id="",
+        status="in_progress",
+        created_s=0,
+        expires_s=0,
+        times="{}",
+        problems="[]",
+    )
+    written = BatchResults(FileStore(database, BatchesSection(), tmp_path / "files"), batch, "owner")
+    texts = {number: b"%d" % number * (number % 7) + b"\n" for number in range(1000)}
+    finished = [Finished(number, "succeeded", text) for number, text in texts.items()]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            found = list(threads.map(lambda _: written._append(finished), range(4)))  # noqa: SLF001
+    finally:
+        sys.setswitchinterval(interval)
+    written.close()
+    segment = (tmp_path / "files" / f"{batch.id}.owner").read_bytes()
+    for each in (result for written_once in found for result, _ in written_once):
+        assert segment[each.start : each.start + each.num_bytes] == texts[each.number]

@@ -59,3 +59,13 @@ def test_a_batch_of_messages_is_divided_into_lines() -> None:
             batch.parse(wrong, 10)
     with pytest.raises(InvalidValue, match="1 to 1 "):
         batch.parse(body, 1)
+
+
+def test_lines_beyond_the_limit_of_models_are_invalid() -> None:
+    names = [f"m{number}" for number in range(lines.MAX_MODELS + 1)] + ["m0"]
+    text = jsonl(line(number, model=name) for number, name in enumerate(names))
+
+    read = list(lines.read(io.BytesIO(text), CHAT, 100))
+
+    assert [each.param for each in read if isinstance(each, InvalidLine)] == ["body.model"]
+    assert isinstance(read[lines.MAX_MODELS], InvalidLine)

@@ -17,6 +17,7 @@ from cortex.gateway.ledger.keys import generate
 from cortex.gateway.responses import sockets
 from cortex.http.limits import ClientShares
 from cortex.wire import sse
+from cortex.wire.dialects.openai_responses import socket_events
 
 from ...waiting import WAIT_S
 from ..fake_neuron import FakeNeuron
@@ -132,6 +133,23 @@ async def test_a_prepared_request_has_no_output_and_is_continued(node: FakeNeuro
         assert text_of(await last(socket)) == "2 messages"
     said = [item["content"] for item in node.seen[-1].body["input"]]
     assert said[0][0]["text"] == "remember me"
+
+
+async def test_a_prepared_request_whose_count_is_cut_off_is_an_error_and_its_lane_goes_on(
+    node: FakeNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_off(*_: object, **__: object) -> dict[str, Any]:
+        raise msgspec.DecodeError("Input data was truncated")
+
+    client = await start_gateway(node)
+    async with connected(client) as socket:
+        with monkeypatch.context() as patched:
+            patched.setattr(socket_events, "prepared", cut_off)
+            await send(socket, generate=False, stream_id="main")
+            error = await receive(socket)
+        assert (error["type"], error["status"], error["stream_id"]) == ("error", 502, "main")
+        await send(socket, stream_id="main")
+        assert text_of(await last(socket)) == "1 messages"
 
 
 async def test_lanes_run_at_the_same_time_and_each_in_order(node: FakeNeuron, start_gateway: StartGateway) -> None:

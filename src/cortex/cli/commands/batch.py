@@ -151,7 +151,7 @@ def _endpoint(file: Path) -> str:
         found = None
     if found is None:
         raise CommandError(
-            f"the first line of {file} is no request", "see `cortex batch submit --help`", ExitCode.USAGE
+            f"the first line of {file} is not a request", "see `cortex batch submit --help`", ExitCode.USAGE
         )
     return found
 

@@ -20,7 +20,9 @@ from cortex.wire.words import plural
 
 @click.command(cls=Command)
 @click.argument("model", type=MODEL, metavar="MODEL[:QUANT]")
-@click.option("--to", "--node", "nodes", multiple=True, help="A node to download to, also several; else one suits it.")
+@click.option(
+    "--to", "--node", "nodes", multiple=True, help="A node to download to; repeatable. [default: one that it fits]"
+)
 @click.option("--wait/--no-wait", default=True, help="Wait until it is done (the default).")
 @gateway_options
 @json_option
@@ -116,13 +118,15 @@ def rm(model: str, node: str | None, yes: bool, gateway: GatewayClient, as_json:
 
 
 @click.command(cls=Command)
-@click.option("--model", help="Only what this model has computed.")
-@click.option("--key", metavar="NAME_OR_ID", help="Only of the prompts of this key.")
-@click.option("--group", help="Only of the prompts of a group that shares them.")
-@click.option("--tenant", help="Only of this tenant: that of a revoked key, as `cortex keys list --json` printed it.")
+@click.option("--model", help="Only KV of this model.")
+@click.option("--key", metavar="NAME_OR_ID", help="Only KV of the prompts of this key.")
+@click.option("--group", help="Only KV of the prompts of a group that shares them.")
+@click.option(
+    "--tenant", help="Only KV of this tenant: that of a revoked key, as `cortex keys list --json` printed it."
+)
 @click.option("--unused-days", type=click.FloatRange(0), help="Only files that were not used for this long.")
-@click.option("--all", "everything", is_flag=True, help="Of all prompts.")
-@click.option("--node", help="Only on this node; on all when absent.")
+@click.option("--all", "everything", is_flag=True, help="KV of all prompts.")
+@click.option("--node", help="Only on this node. [default: all nodes]")
 @gateway_options
 @json_option
 def forget(gateway: GatewayClient, as_json: bool, *, unused_days: float | None, **chosen: object) -> None:
@@ -141,7 +145,7 @@ def forget(gateway: GatewayClient, as_json: bool, *, unused_days: float | None, 
         print_json(nodes)
     failed = [node for node in nodes if node["error"] is not None]
     for node in nodes if not as_json else ():
-        more = "" if unused_s is not None else ", and what is in memory"
+        more = "" if unused_s is not None else " on disk, and all in memory"
         gone = f"deleted {plural(node['files'], 'file')}, {size(node['bytes'])}{more}"
         console().print(f"{node['node']}: {node['error'] or gone}", soft_wrap=True)
     if failed:

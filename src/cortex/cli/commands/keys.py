@@ -305,8 +305,8 @@ def list_keys(config: Path | None, gateway: GatewayClient, as_json: bool) -> Non
         return
     if not rows:
         console().print(
-            "no keys: a gateway that never had any admits its own host, another nobody, unless gateway.open is true; "
-            "add a key with `cortex keys add NAME`"
+            "no keys: a gateway that never had a key admits only its own host, and one that had keys admits nobody, "
+            "unless gateway.open is true; add a key with `cortex keys add NAME`"
         )
     else:
         shown = table("NAME", "ID", "GROUP", "MODELS", "OPERATOR", "EXPIRES", *_LIMIT_COLUMNS)

@@ -51,7 +51,7 @@ def create(name: str, file: Path, quantize: str | None, gateway: GatewayClient, 
             f"{error.filename} cannot be read: {error.strerror}", "check -f and FROM", ExitCode.USAGE
         ) from error
     except (ModelfileProblem, UnicodeDecodeError) as error:
-        raise CommandError(f"{file} is no Modelfile: {error}", "correct it", ExitCode.CONFIG) from error
+        raise CommandError(f"{file} is not a valid Modelfile: {error}", "correct it", ExitCode.CONFIG) from error
     body = request | {"model": name, "stream": False} | ({"quantize": quantize} if quantize else {})
     response = gateway.post("/api/create", body)
     if as_json:
@@ -69,11 +69,11 @@ def _files_here(source: str, projector: str | None, folder: Path) -> dict[str, P
     if projector is not None:
         tower = _file_here(projector, folder)
         if weights is None or tower is None:
-            raise ModelfileProblem("with two FROM, each names a file that is here: the weights, and the projector")
+            raise ModelfileProblem("two FROM lines must name two local files: the weights and the projector")
         return {_WEIGHTS: weights, _PROJECTOR: tower}
     if weights is None:
         if source.startswith("."):
-            raise ModelfileProblem(f"there is no {source}; give the whole path of a file that is on the node only")
+            raise ModelfileProblem(f"there is no {source}; for a file on the node, give its full path")
         return {}
     if weights.is_dir():
         return {each.name: each for pattern in _MODEL_FILES for each in sorted(weights.glob(pattern)) if each.is_file()}

@@ -431,7 +431,7 @@ def _apply_routing(data: Mapping[str, Any], models: Mapping[str, _Model], note: 
     for name in models.keys() & priorities.keys():
         models[name].spec["queue_priority"] = int(_number(priorities, name))
     if absent := [name for name in priorities if name not in models]:
-        note(f"priorities are left out, because they are of no model: {', '.join(absent)}")
+        note(f"priorities of unknown models are left out: {', '.join(absent)}")
     return found
 
 
@@ -509,7 +509,7 @@ def _sets(matrix: Mapping[str, Any], models: Mapping[str, _Model], note: Any) ->
         for members in sets:
             ids = [variables.get(each, each) for each in members]
             if absent := [each for each in ids if each not in models]:
-                note(f"the set {name} of the matrix names what is no model: {', '.join(absent)}")
+                note(f"the set {name} of the matrix names unknown models: {', '.join(absent)}")
             if (known := [each for each in dict.fromkeys(ids) if each in models]) and known not in found:
                 found.append(known)
     return [f"together = {_value(found)}\n"] if found else []

@@ -37,7 +37,7 @@ def _tokens(text: str) -> Iterator[str]:
     while place < len(text.rstrip()):
         found = _TOKEN.match(text, place)
         if found is None:
-            raise MatrixProblem(f"the matrix has `{text[place : place + 20].strip()}`, which is no expression")
+            raise MatrixProblem(f"the matrix has `{text[place : place + 20].strip()}`, which is not an expression")
         yield found[1]
         place = found.end()
 

@@ -32,16 +32,18 @@ def fit_group(
         if waking is not None and _worst(waking).verdict in _FITTING:
             return _joined(waking)
     others = spec.node_names[1:] or group.best_others()
-    if (lacking := spec.num_nodes - 1 - len(others)) > 0:
-        blocked = group.blocked_others()
-        if len(blocked) >= lacking:
-            return msgspec.structs.replace(
-                blocked[0], node=leader.name, reason=f"{blocked[0].node}: {blocked[0].reason}"
-            )
-        have = len(others) + 1
-        reason = f"needs {spec.num_nodes} nodes that run the harness `{spec.harness}` together, and there are {have}"
-        return Assessment(node=leader.name, verdict=Verdict.CANNOT_SPAN, reason=reason)
+    if len(others) + 1 < spec.num_nodes:
+        verdict, reason = _lacking(spec, leader, fleet) or group.blocked()
+        return Assessment(node=leader.name, verdict=verdict, reason=reason)
     return _joined(group.fit(others, Fitting.load) or ())
+
+
+def unfit_to_lead(spec: ModelSpec, node: Node, fleet: Fleet) -> tuple[Verdict, str] | None:
+    """Why a node cannot lead the group, whatever its memory; `None` where memory decides."""
+    unfit = unfit_for_group(spec, node)
+    if unfit is not None and unfit[0] is Verdict.BLOCKED:
+        return _lacking(spec, node, fleet) or unfit
+    return unfit
 
 
 def unfit_for_group(spec: ModelSpec, node: Node | None, *, is_waking: bool = False) -> tuple[Verdict, str] | None:
@@ -69,6 +71,16 @@ def unfit_for_group(spec: ModelSpec, node: Node | None, *, is_waking: bool = Fal
     return None
 
 
+def _lacking(spec: ModelSpec, leader: Node, fleet: Fleet) -> tuple[Verdict, str] | None:
+    """That the fleet has too few nodes for a model that names only how many it takes, whatever they end first."""
+    unfit = [unfit_for_group(spec, node) for node in fleet.nodes if node.name != leader.name]
+    have = 1 + sum(each is None or each[0] is Verdict.BLOCKED for each in unfit)
+    if spec.node_names or have >= spec.num_nodes:
+        return None
+    reason = f"needs {spec.num_nodes} nodes that run the harness `{spec.harness}` together, and there are {have}"
+    return Verdict.CANNOT_SPAN, reason
+
+
 class _Group:
     """One model with a certain leader."""
 
@@ -90,14 +102,11 @@ class _Group:
         best = sorted(found, key=lambda each: (each.rank, sum(it.whole_bytes for it in each.victims), each.node))
         return tuple(each.node for each in best[: self._spec.num_nodes - 1])
 
-    def blocked_others(self) -> list[Assessment]:
-        """The other nodes that can take a member once something ends there."""
-        found = (
-            Assessment(node=node.name, verdict=unfit[0], reason=unfit[1])
-            for node in self._fleet.nodes
-            if node.name != self._leader.name and (unfit := unfit_for_group(self._spec, node)) is not None
-        )
-        return [each for each in found if each.verdict is Verdict.BLOCKED]
+    def blocked(self) -> tuple[Verdict, str]:
+        """What ends first on one of the other nodes, which are enough once it has."""
+        found = ((node.name, unfit_for_group(self._spec, node)) for node in self._fleet.nodes)
+        name, reason = next((name, unfit[1]) for name, unfit in found if unfit and unfit[0] is Verdict.BLOCKED)
+        return Verdict.BLOCKED, f"{name}: {reason}"
 
     def fit(self, others: Sequence[str], fit: _Fit) -> list[Assessment] | None:
         """The assessments of all members, the leader's first. `None` if `fit` has none of a node."""

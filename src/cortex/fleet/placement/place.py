@@ -19,7 +19,7 @@ from cortex.wire.words import duration, replicas_in_words
 
 from .decision import Action, Assessment, Decision, Origin, Verdict
 from .fitting import Fitting, need_and_have
-from .groups import fit_group, unfit_for_group
+from .groups import fit_group, unfit_to_lead
 
 ACTIONS: dict[Verdict, Action] = {
     Verdict.RESIDENT: "route",
@@ -238,7 +238,7 @@ def without_memory(
     if (harness := node.harness_of(spec)) not in node.harnesses:
         have = f"only {', '.join(node.harnesses)}" if node.harnesses else "and no other"
         return Verdict.WRONG_HARNESS, f"has no harness `{harness}`, {have}"
-    if spec.num_nodes > 1 and (unfit := unfit_for_group(spec, node)) is not None:
+    if spec.num_nodes > 1 and (unfit := unfit_to_lead(spec, node, fleet)) is not None:
         return unfit
     failed = Verdict.UNSUPPORTED if held is not None and held.is_unsupported else Verdict.FAILED
     if held is not None and held.is_absent and (origin != "operator" or held.is_unusable) and not _is_other(spec, held):

@@ -92,8 +92,8 @@ class KeptPromptRoutes:
         try:
             return self._find_key(name_or_id)
         except RouteNotFound as error:
-            what = f"There is no key {shorten(name_or_id)}; one that was revoked has a `tenant` still"
-            raise InvalidValue(f"{what}, which GET /keys had listed.", param="key") from error
+            what = f"There is no key {shorten(name_or_id)}; for a revoked key give its `tenant`"
+            raise InvalidValue(f"{what}, which GET /keys listed.", param="key") from error
 
     def _asked(self, node: str | None) -> list[NodeClient]:
         """Raises NodeNotFound."""

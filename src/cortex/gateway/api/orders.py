@@ -117,8 +117,9 @@ class OrderRoutes:
         """Unload every model that is not pinned, once its requests have ended."""
         by = self._metering.meter.authenticate_operator(exchange.request)
         fleet = self._dispatcher.fleet
-        for target in {ModelOnNode(node.name, held.model_id) for node in fleet.nodes for held in node.active}:
-            if target.node in self._operator.targets_of_unload(target.model) and not self._operator.is_pinned(target):
+        places = [node for node in fleet.nodes if node.takes_orders]
+        for target in [ModelOnNode(node.name, held.model_id) for node in places for held in node.active]:
+            if not self._operator.is_pinned(target):
                 self._start(target.model, "unload", _Order(node=target.node), by)
         return Response(200, ((b"content-type", b"text/plain; charset=utf-8"),), b"OK")
 

@@ -169,13 +169,17 @@ class BatchService:
             response = error_response(error, family_of(request.path))
         except FileNotFoundError:
             response = error_response(
-                FileNotFound("The content of the file is not there any more."), family_of(request.path)
+                FileNotFound("The content of the file no longer exists."), family_of(request.path)
             )
         except Exception:
             log.exception("%s failed", request.path.decode("latin-1"))
             internal = CortexError("Internal error of the gateway; its log has the details.")
             response = error_response(internal, family_of(request.path))
-        if response is not None and not exchange.started:
+        if response is None:
+            return
+        if exchange.started:
+            exchange.abort()  # a response that is cut off is not taken for complete
+        else:
             exchange.respond(*response)
 
     # --- files
@@ -290,7 +294,7 @@ class BatchService:
         metadata: dict[str, str] | None = None,
     ) -> Batch:
         if key is not None and is_user(key):
-            raise InvalidValue("Batches run after their client has gone; make them with a key.")
+            raise InvalidValue("Batches outlive their client's connection; create them with a key.")
         match, most_s = _WINDOW.fullmatch(window), self._files.section.max_window_s
         window_s = int(match[1]) * _SECONDS[match[2]] if match is not None else 0
         if not 0 < window_s <= most_s:
@@ -359,7 +363,7 @@ class BatchService:
         if not found.is_active:
             if kind == "anthropic":
                 return found
-            raise InvalidValue(f"The batch is {found.status}; it can be cancelled no more.", param="batch_id")
+            raise InvalidValue(f"The batch is {found.status} and can no longer be cancelled.", param="batch_id")
         now = self._files.clock()
         moved = await self._files.do(
             lambda execute: tables.move(execute, id, None, "cancelling", now, ("validating", "in_progress"))

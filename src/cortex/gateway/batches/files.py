@@ -53,7 +53,7 @@ class FileStore:
         try:
             return await self.database.do(work)
         except RejectedValue as problem:
-            raise InvalidValue("The database cannot hold a text of the request, such as one with a NUL.") from problem
+            raise InvalidValue("The database cannot store a text of the request, such as one with a NUL.") from problem
         except StoreError as problem:
             raise DatabaseUnavailable("Files and batches are not available now; try again later.") from problem
 

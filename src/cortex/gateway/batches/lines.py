@@ -20,6 +20,8 @@ ENDPOINTS = ("/v1/chat/completions", "/v1/responses", "/v1/completions", "/v1/em
 MESSAGES = "/v1/messages"
 MAX_LINE_BYTES = 16 * 1024 * 1024
 MAX_CUSTOM_ID = 512
+MAX_MODELS = 64
+"""Models of one batch. Each one is looked up whenever lines may start."""
 PREFIX_BYTES = 96
 """What lines are grouped by: the beginning of their prompts, most of which begin with the same instructions."""
 _STATEFUL = ("background", "previous_response_id", "conversation")
@@ -88,6 +90,7 @@ _body = msgspec.json.Decoder(_Body)
 def read(file: IO[bytes], endpoint: str, max_lines: int) -> Iterator[Line | InvalidLine]:
     """Every line that is not blank, in order. Blocks. Raises InvalidValue for a file with more than `max_lines`."""
     seen: set[str] = set()
+    models: set[str] = set()
     number = start = 0
     while chunk := file.readline(MAX_LINE_BYTES + 1):
         number += 1
@@ -102,10 +105,12 @@ def read(file: IO[bytes], endpoint: str, max_lines: int) -> Iterator[Line | Inva
         if is_long:
             yield InvalidLine(number, None, "body_too_large", f"The line has more than {MAX_LINE_BYTES} bytes.")
         else:
-            yield _read_line(chunk, number, begin, endpoint, seen)
+            yield _read_line(chunk, number, begin, endpoint, seen, models)
 
 
-def _read_line(text: bytes, number: int, start: int, endpoint: str, seen: set[str]) -> Line | InvalidLine:
+def _read_line(
+    text: bytes, number: int, start: int, endpoint: str, seen: set[str], models: set[str]
+) -> Line | InvalidLine:
     custom_id: str | None = None
     try:
         request = _request.decode(text)
@@ -119,11 +124,14 @@ def _read_line(text: bytes, number: int, start: int, endpoint: str, seen: set[st
         if not bytes(request.body):
             raise InvalidValue("body: it is missing.", param="body")
         body = _checked_body(request.body)
+        if body.model not in models and len(models) >= MAX_MODELS:
+            raise InvalidValue(f"body.model: a batch has at most {MAX_MODELS} models; split it.", param="body.model")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
         return InvalidLine(number, custom_id, "malformed_json", f"The line is not a request: {shorten(str(problem))}")
     except CortexError as problem:
         return InvalidLine(number, custom_id, problem.code, problem.message, problem.param)
     seen.add(custom_id)
+    models.add(body.model or "")
     return Line(number, start, len(text), custom_id, body.model or "", body.prefix)
 
 
@@ -156,13 +164,19 @@ def body_of(text: bytes) -> bytes:
 # --- results
 
 
-def response_line(kind: Kind, custom_id: str, status: int, request_id: str, body: bytes) -> tuple[Outcome, bytes]:
-    """The result of a line that a node, or the gateway, has responded to."""
-    is_success = status < 400
+def is_json(body: bytes | bytearray) -> bool:
+    """Whether a response is whole."""
     try:
         msgspec.json.decode(body, type=Raw)
-        raw = Raw(body.strip())
     except msgspec.DecodeError:
+        return False
+    return True
+
+
+def response_line(kind: Kind, custom_id: str, status: int, request_id: str, body: bytes) -> tuple[Outcome, bytes]:
+    """The result of a line that a node, or the gateway, has responded to."""
+    is_success, raw = status < 400, Raw(body.strip())
+    if not is_json(body):
         is_success, raw = False, Raw(msgspec.json.encode({"error": {"message": "The node's response is not JSON."}}))
     if kind == "anthropic":
         result = {"type": "succeeded", "message": raw} if is_success else {"type": "errored", "error": raw}

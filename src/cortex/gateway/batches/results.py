@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterable
 from functools import partial
@@ -56,6 +57,7 @@ class BatchResults:
         self._unrecorded: list[tuple[LineResult, Finished]] = []
         """In the segment, and not in the database."""
         self._segment: IO[bytes] | None = None
+        self._appending = threading.Lock()
         self.num_left = 0
         """Lines without a recorded result."""
         self.renewed_at = time.monotonic()
@@ -83,7 +85,7 @@ class BatchResults:
         self.status = found
 
     async def write(self) -> None:
-        """Record all results there are. Raises Lost, or StoreError, and then they are kept."""
+        """Record all results there are. Raises Lost; or StoreError or OSError, and then they are kept."""
         while self._finished or self._unrecorded:
             if not self._unrecorded:
                 batch = self._finished[:PAGE]
@@ -92,20 +94,22 @@ class BatchResults:
             await self._record()
 
     def _append(self, batch: list[Finished]) -> list[tuple[LineResult, Finished]]:
-        """Write results to the segment. Blocks."""
+        """Write results to the segment. Blocks. A call that was cancelled may still run when the next one begins."""
         name = f"{self._batch.id}.{self._owner}"
-        if self._segment is None:
-            path = self._files.path(name)
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._segment = open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600), "ab")  # noqa: SIM115
-        start = self._segment.seek(0, os.SEEK_END)
-        found = []
-        for finished in batch:
-            found.append((LineResult(finished.number, finished.outcome, name, start, len(finished.text)), finished))
-            start += len(finished.text)
-            self._segment.write(finished.text)
-        _sync([self._segment])
-        return found
+        with self._appending:
+            if self._segment is None:
+                path = self._files.path(name)
+                path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                self._segment = open(file, "ab")  # noqa: SIM115
+            start = self._segment.seek(0, os.SEEK_END)
+            found = []
+            for finished in batch:
+                found.append((LineResult(finished.number, finished.outcome, name, start, len(finished.text)), finished))
+                start += len(finished.text)
+                self._segment.write(finished.text)
+            _sync([self._segment])
+            return found
 
     async def _record(self) -> None:
         charged, spend = _charges(finished.reservation for _, finished in self._unrecorded)
@@ -149,7 +153,8 @@ class BatchResults:
                 finished.reservation.end(is_recorded=False)
         self._finished, self._unrecorded = [], []
         if self._segment is not None:
-            self._segment.close()
+            with contextlib.suppress(OSError):  # the disk is full, and nothing of this is recorded
+                self._segment.close()
 
     async def finalise(self) -> None:
         """Write the files of results, and end the batch. Done again from the start where it is interrupted. Raises

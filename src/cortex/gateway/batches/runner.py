@@ -75,6 +75,8 @@ class _LineRun:
         self.status = 0
         self.body = bytearray()
         self.reserved: LineReservation | None = None
+        self.is_finished = False
+        """Whether the line has a result."""
         self.awaits_budget = False
         """A budget had too little left for it, and will have more by itself: a window moves on, requests end."""
 
@@ -120,7 +122,7 @@ class _BatchRun:
         self.batch = batch
         self.input = input
         self.pending: dict[str, deque[Line]] = {}
-        """By model; lines with the same beginning one after the other."""
+        """By model, of which each has some; lines with the same beginning one after the other."""
         self.running: dict[asyncio.Task[None], _LineRun] = {}
         self.results = results
         self.tries: Counter[int] = Counter()
@@ -182,7 +184,7 @@ class BatchRunner:
         for regular in self._regular:
             regular.cancel()
             await regular.ended()
-        for run in self._runs.values():
+        for run in tuple(self._runs.values()):  # one may end meanwhile
             await self._abort(run)
         for task in self._batch_tasks.values():
             task.cancel()
@@ -193,7 +195,7 @@ class BatchRunner:
     async def _work_regularly(self) -> None:
         while True:
             now = time.monotonic()
-            if now - self._claim_at >= RENEW_S:
+            if now - self._claim_at >= RENEW_S and not self._is_closing:
                 self._claim_at = now
                 with contextlib.suppress(StoreError):  # reported by the database
                     await self._claim()
@@ -290,9 +292,7 @@ class BatchRunner:
         for each in invalid:
             if each.number not in done:
                 run.results.add(Finished(each.number, "failed", batch_lines.invalid_line(run.kind, each)))
-        waiting = [line for line in read if isinstance(line, Line) and line.number not in done]
-        for line in sorted(waiting, key=lambda line: (line.model, line.prefix, line.number)):
-            run.pending.setdefault(line.model, deque()).append(line)
+        run.pending = await asyncio.to_thread(_by_model, read, done)
         return run
 
     async def _fail(self, batch: Batch, problems: list[dict[str, object]]) -> None:
@@ -304,11 +304,13 @@ class BatchRunner:
 
     async def _drive(self, run: _BatchRun) -> None:
         """Run a batch to its end. Raises Lost."""
+        is_disk_full = False
         while True:
             try:
-                await run.results.write()
                 if time.monotonic() - run.results.renewed_at >= RENEW_S:
                     await run.results.renew()
+                await run.results.write()
+                is_disk_full = False
                 outcome: Outcome | None = None
                 if run.results.status == "cancelling":
                     outcome = "cancelled"
@@ -321,6 +323,12 @@ class BatchRunner:
             except StoreError:
                 await asyncio.sleep(RENEW_S)  # reported by the database
                 continue
+            except OSError as problem:
+                if not is_disk_full:
+                    log.error("results of batch %s wait: they cannot be written (%s)", run.batch.id, problem)
+                is_disk_full = True
+                await asyncio.sleep(RENEW_S)
+                continue
             run.wake.clear()
             self._pump()
             with contextlib.suppress(TimeoutError):
@@ -329,16 +337,15 @@ class BatchRunner:
         try:
             await run.results.finalise()
         except FileNotFoundError:
-            await self._fail(run.batch, [_problem("results_lost", "The results are not there any more.")])
+            await self._fail(run.batch, [_problem("results_lost", "The results no longer exist.")])
 
     async def _stop(self, run: _BatchRun, outcome: Outcome) -> None:
         """The lines that have no result get one that says why."""
         run.is_stopping = True
         left = [line for lines in run.pending.values() for line in lines] + await self._abort(run)
         run.pending.clear()
-        for line in left:
-            text = batch_lines.unrun_line(run.kind, line.number, line.custom_id, outcome)
-            run.results.add(Finished(line.number, outcome, text))
+        for finished in await asyncio.to_thread(_unrun, run.kind, left, outcome):
+            run.results.add(finished)
         await run.results.write()
 
     async def _abort(self, run: _BatchRun) -> list[Line]:
@@ -390,7 +397,7 @@ class BatchRunner:
 
     def _start_next(self, run: _BatchRun, room: dict[str, int], now: float) -> bool:
         for model, waiting in run.pending.items():
-            if not waiting or run.retry_at.get(model, (0.0, 0.0))[0] > now:
+            if run.retry_at.get(model, (0.0, 0.0))[0] > now:
                 continue
             replicas = self._replicas(model)
             ready = [node for node in replicas if node in room]
@@ -402,12 +409,14 @@ class BatchRunner:
                 room[node] -= 1
                 run.node_of[model] = node
                 avoided = frozenset(ready) - {node}
-            elif model in self._probing:
+            elif model in self._probing or len(self._probing) >= self.caps.most:
                 continue
             else:
                 self._probing.add(model)
                 node, avoided = "", frozenset()
             line = waiting.popleft()
+            if not waiting:
+                del run.pending[model]
             work = _LineRun(self, line, node, avoided)
             self.caps.lines[node] += 1
             task = asyncio.create_task(self._run_line(run, work), name=f"line {line.number}")
@@ -425,23 +434,34 @@ class BatchRunner:
         return [node.name for node, _ in dispatcher.fleet.replicas(model_id)]
 
     def _line_ended(self, run: _BatchRun, task: asyncio.Task[None]) -> None:
-        run.running.pop(task, None)
+        """Also of a task that was cancelled before it began."""
+        work = run.running.pop(task)
+        line = work.line
+        self.caps.lines[work.node] -= 1
+        if work.is_probe:
+            self._probing.discard(line.model)
+        if not work.is_finished:
+            if work.reserved is not None:
+                work.reserved.end(is_recorded=False)
+            if not run.is_stopping:
+                run.pending.setdefault(line.model, deque()).appendleft(line)
         if not task.cancelled() and (problem := task.exception()) is not None:
             log.error("a line of batch %s failed unexpectedly", run.batch.id, exc_info=problem)
+            self._back_off(run, line.model, work.node, is_busy=False)
         run.wake.set()
 
     async def _run_line(self, run: _BatchRun, work: _LineRun) -> None:
         """Run one line; it has a result afterwards, or is pending again."""
         line = work.line
         request_id = request_id_of(None)
-        is_finished = False
         try:
             text = await asyncio.to_thread(os.pread, run.input.fileno(), line.num_bytes, line.start)
             self._send(run, text, request_id, work)
             await work.ended
             status = work.status
             is_busy = status in _BUSY or (status == 429 and work.reserved is not None)
-            is_faulty = status in _FAULTY and run.tries[line.number] + 1 < MAX_TRIES
+            is_cut_off = status < 400 and not batch_lines.is_json(work.body)
+            is_faulty = (status in _FAULTY or is_cut_off) and run.tries[line.number] + 1 < MAX_TRIES
             if is_busy or is_faulty or work.awaits_budget:
                 run.tries[line.number] += is_faulty and not is_busy and not work.awaits_budget
                 self._back_off(run, line.model, work.node, is_busy=is_busy)
@@ -452,20 +472,11 @@ class BatchRunner:
                 run.kind, line.custom_id, status, request_id.decode(), bytes(work.body)
             )
             run.results.add(Finished(line.number, outcome, result, work.reserved))
-            is_finished = True
+            work.is_finished = True
         except asyncio.CancelledError:
             if work.exchange is not None:
                 work.exchange.cancel()
             raise
-        finally:
-            self.caps.lines[work.node] -= 1
-            if work.is_probe:
-                self._probing.discard(line.model)
-            if not is_finished:
-                if work.reserved is not None:
-                    work.reserved.end(is_recorded=False)
-                if not run.is_stopping:
-                    run.pending.setdefault(line.model, deque()).appendleft(line)
 
     def _back_off(self, run: _BatchRun, model: str, node: str, *, is_busy: bool) -> None:
         """Only for its batch: the key of another one may have a budget, or its model a node."""
@@ -520,6 +531,23 @@ class BatchRunner:
         if key is None:
             raise InvalidAPIKey("The key of this batch was removed, or has expired.")
         return key
+
+
+def _by_model(read: list[Line | InvalidLine], done: set[int]) -> dict[str, deque[Line]]:
+    """The lines to run, as `_BatchRun.pending` has them. Takes long for a large batch."""
+    found: dict[str, deque[Line]] = {}
+    waiting = [line for line in read if isinstance(line, Line) and line.number not in done]
+    for line in sorted(waiting, key=lambda line: (line.model, line.prefix, line.number)):
+        found.setdefault(line.model, deque()).append(line)
+    return found
+
+
+def _unrun(kind: Kind, left: list[Line], outcome: Outcome) -> list[Finished]:
+    """The results of lines that did not run. Takes long for a large batch."""
+    return [
+        Finished(line.number, outcome, batch_lines.unrun_line(kind, line.number, line.custom_id, outcome))
+        for line in left
+    ]
 
 
 def _problem(code: str, message: str) -> dict[str, object]:

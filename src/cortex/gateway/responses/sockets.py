@@ -268,7 +268,10 @@ class _Run:
             message = socket_events.rejection_message(self._status or 500, self._whole, self.stream_id)
             self._owner.socket.send(message)
         elif not self._generates:
-            self._prepared()
+            try:
+                self._prepared()
+            except msgspec.DecodeError:  # the node's response was cut off
+                self._owner.socket.send(socket_events.rejection_message(502, b"", self.stream_id))
         self._owner.ended(self)
 
     # ---

@@ -156,7 +156,7 @@ class Engine:
             progress("warm", 0, 0)
             engine.warm_up()
         except BaseException:
-            loaded.end_compiling()
+            loaded.release()
             raise
         return engine
 
@@ -326,9 +326,14 @@ class Engine:
             return self._asleep.host_bytes
         if self.has_work:
             raise SleepError("the model still has requests; cancel them or wait for them to end")
-        response = self._self_test()
-        self.save_pages()
-        asleep = ModelSleep(self._loaded, response, moves_weights=self._moves_weights)
+        self._hold_experts(True)  # until the model has responded once more
+        try:
+            response = self._self_test()
+            self.save_pages()
+            asleep = ModelSleep(self._loaded, response, moves_weights=self._moves_weights)
+        except BaseException:
+            self._hold_experts(False)
+            raise
         self._fall_asleep(asleep)
         return asleep.host_bytes
 
@@ -353,7 +358,12 @@ class Engine:
             self._fall_asleep(asleep)
             raise
         self._asleep = None
+        self._hold_experts(False)
         asleep.release()
+
+    def _hold_experts(self, are_held: bool) -> None:
+        if self._loaded.team is not None:
+            self._loaded.team.holds_places = are_held
 
     def keep_pages(self, host: DeviceHostMemory | None) -> DeviceHostMemory | None:
         """Keeps pages and states in this host memory when the device has no room for them, or in a new one, and returns
@@ -425,9 +435,7 @@ class Engine:
         self._loop = None
         if self._asleep is not None:
             self._asleep.release()
-        self._loaded.end_compiling()
-        if self._loaded.host is not None:
-            self._loaded.host.release()
+        self._loaded.release()
         del self._loaded, self._asleep
         self._free_caches()
 

@@ -82,7 +82,7 @@ class Neighbours:
             except NeighbourFailed as error:
                 failure = error
                 self._failed.add(neighbour.name)
-                log.info("%s: %s did not send it to its end: %s", file.path, neighbour.name, error)
+                log.info("%s: the transfer from %s broke off: %s", file.path, neighbour.name, error)
             else:
                 log.info("%s: got from %s", file.path, neighbour.name)
                 return
@@ -95,7 +95,7 @@ class Neighbours:
             senders = self._senders.pop(file.digest, set())
             self._untrusted |= senders
         if senders:
-            log.warning("%s: its contents from %s are altered, and not used", file.path, ", ".join(sorted(senders)))
+            log.warning("%s: the copy from %s is damaged, and not used", file.path, ", ".join(sorted(senders)))
         return bool(senders)
 
     def _in_turn(self, failed: set[str]) -> list[Neighbour]:

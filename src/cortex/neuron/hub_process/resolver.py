@@ -85,7 +85,9 @@ def _listing(
 ) -> tuple[Listing, FileSources] | Path:
     """What the model consists of, and where it comes from; or the complete model in the cache, if the hub does not say.
     Raises CheckpointError."""
-    reason = HubError(f"no node that has {source.repository} can be reached; name the hub, or start such a node")
+    reason = HubError(
+        f"no node that has {source.repository} can be reached; pull it from the hub, or start such a node"
+    )
     if sources.uses_hub:
         try:
             return hub.list_files(source.repository, source.revision), sources

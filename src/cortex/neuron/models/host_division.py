@@ -26,7 +26,7 @@ NO_EXPERTS = (
     'its layers have no routed experts; with host_weights = "auto" their feed-forward blocks may lie in host memory, '
     "which is slow"
 )
-NOTHING_MOVABLE = "none of its weights can lie in host memory"
+NOTHING_MOVABLE = "none of its weights can be in host memory"
 MIN_ON_DEVICE = 1
 """Routed experts of each layer that stay on the device."""
 

@@ -412,7 +412,7 @@ class Node:
     async def fetch_kv(self, model_id: str, request: EngineRequest, source: Neighbour) -> None:
         """Fetches KV of the prompt from a node that has computed it, where that is expected to be faster."""
         instance = self._models.controller(model_id).instance
-        if instance is not None:
+        if instance is not None and instance.host.resident is not None:  # else its worker was lost just now
             info, started_s = instance.resident.info, time.monotonic()
             num_bytes = await self.kv.fetch(model_id, info, instance.stats, request, source)
             if num_bytes and info.token_bytes:

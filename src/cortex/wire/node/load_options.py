@@ -141,9 +141,10 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     the memory of the host, where images take seconds and no memory of the device. `off`: it is not loaded, and the
     model reads text only."""
     host_weights: HostWeights | None = None
-    """What lies in host memory of a model that does not fit its device. Absent: of a mixture, the experts that have no
-    room there. `auto`: of any model, and as the last resort feed-forward blocks of layers without experts, which is
-    slow. A number: the same, at most that many megabytes. `off`: nothing. `limits.host_mb` of the node bounds it."""
+    """Which weights of a model that does not fit its device are in host memory. Absent: experts of a mixture that have
+    no room on the device. `auto`: of any model, and as the last resort feed-forward blocks of layers without experts,
+    which is slow. A number: the same, at most that many megabytes. `off`: none. `limits.host_mb` of the node bounds
+    them."""
     tensor_parallel: Count = 1
     """Number of devices that every layer is divided among; it must divide the model's heads and inner width. A gateway
     takes more where a share would not fit."""

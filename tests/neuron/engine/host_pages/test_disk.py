@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from tests.waiting import WAIT_S
 
-from cortex.neuron.engine.host_pages import block_files, tier
+from cortex.neuron.engine.host_pages import block_files, disk, tier
 from cortex.neuron.engine.host_pages.block_files import BlockFile, DamagedFile
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
 from cortex.neuron.engine.host_pages.rates import CopyRate, saves_time
@@ -182,6 +182,29 @@ def test_disk_that_takes_nothing_costs_nothing_else(
         assert restarted(make_engine, tmp_path) == (expected, 160)
 
 
+def test_disk_that_takes_nothing_is_not_tried_again_each_time_another_node_asks(
+    make_engine: EngineMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[object] = []
+
+    def fail(*arguments: object) -> None:
+        tried.append(arguments)
+        raise OSError(errno.EROFS, "read-only")
+
+    monkeypatch.setattr(block_files, "_write", fail)
+    host = new_host(folder=tmp_path)
+    engine = make_engine(DENSE, host)
+    respond(engine)
+    engine.save_pages()
+    host.settle()
+    assert len(tried) == 1
+    model, digests = bytes.fromhex(engine.info.kv_name), page_digests(ROOT, PROMPT, engine.info.page_tokens)
+    for _ in range(3):
+        assert host.save_these(model, digests), "what can be on disk is there"
+        host.settle()
+    assert len(tried) == 1
+
+
 def test_least_recently_used_files_leave_first(tmp_path: Path) -> None:
     host = new_host(folder=tmp_path, disk_bytes=3 * 8192 + 100)
     assert host.disk is not None
@@ -289,6 +312,35 @@ def test_disk_that_was_slow_once_is_tried_again() -> None:
     fast = CopyRate(assumed=1000.0, bytes_per_s=2000.0)
     fast.was_too_slow()
     assert fast.expected == 2000
+
+
+def test_memory_of_what_was_written_is_free_though_no_model_steps(make_engine: EngineMaker, tmp_path: Path) -> None:
+    host = new_host(folder=tmp_path)
+    engine = make_engine(DENSE, host)
+    respond(engine)
+    engine.save_pages()
+    assert host.disk is not None
+    assert host.disk.is_writing
+    host.store.limit(0)
+    assert host.store.num_bytes, "what is being written stays"
+    host.disk._writes[-1].written.result(WAIT_S)  # noqa: SLF001
+    host.yield_to_host()
+    assert not host.store.num_bytes
+
+
+def test_large_blocks_have_few_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = new_host(folder=tmp_path).disk
+    assert pages is not None
+    allocated = list[int]()
+    monkeypatch.setattr(disk, "READ_BYTES", 1 << 10)
+    monkeypatch.setattr(disk, "MAX_BUFFER_BYTES", 1 << 16)
+    for block_bytes in (100, 1 << 13, 1 << 20):
+        assert pages.buffers_of(block_bytes)
+        allocated.append(len(pages.free_buffers))
+    assert allocated == [disk.BUFFERS, 8, 2]
+    pages.free_buffers.pop()
+    assert not pages.buffers_of(1 << 21), "one of them is in use"
+    pages.close()
 
 
 def test_slow_disk_is_not_read(make_engine: EngineMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

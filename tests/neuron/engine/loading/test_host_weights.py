@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from cortex.neuron.engine.engine import Engine
-from cortex.neuron.engine.errors import LoadError, NoRoomError
+from cortex.neuron.engine.errors import LoadCancelled, LoadError, NoRoomError
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
 from cortex.neuron.engine.loading.loading import LoadedModel, build_model, load_model
 from cortex.neuron.engine.memory import host_weights
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.kernels.float8.layout import FLOAT8_ROWS
 from cortex.neuron.kernels.layouts import DeviceLayout
+from cortex.neuron.kernels.moe import host_exchange
 from cortex.neuron.kernels.moe.host_team import HostRates, HostTeam
 from cortex.neuron.kernels.quantised.layout import Q4, Q6, Q8
 from cortex.neuron.models.config import UnsupportedModel
@@ -192,6 +193,23 @@ def test_host_that_runs_out_of_memory_in_the_middle_of_a_load_keeps_nothing(monk
     assert released == [0]
 
 
+@pytest.mark.parametrize("fails", ["compiled", "warm_up"])
+def test_load_that_ends_after_its_weights_are_read_keeps_no_host_memory(
+    monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    def cancelled(*_: object) -> None:
+        raise LoadCancelled("the load was cancelled")
+
+    monkeypatch.setattr(Engine, fails, cancelled)
+    whole, _ = _built("qwen3_moe")
+    loaded, spec = _built("qwen3_moe", memory_bytes=_small_bytes(whole), host_weight_bytes=1 << 30)
+    assert loaded.host is not None
+    assert loaded.host.num_bytes
+    with pytest.raises(LoadCancelled):
+        Engine.start(loaded, spec, lambda *_: None, lambda: False)
+    assert not loaded.host.num_bytes
+
+
 def test_sleeping_model_wakes_with_its_experts_in_host_memory() -> None:
     whole, _ = _built("qwen3_moe")
     loaded, spec = _built("qwen3_moe", memory_bytes=_small_bytes(whole), host_weight_bytes=1 << 30)
@@ -202,6 +220,28 @@ def test_sleeping_model_wakes_with_its_experts_in_host_memory() -> None:
     assert engine.sleep() >= loaded.host.num_bytes + loaded.weight_bytes * 0.9
     engine.wake(lambda *_: None)
     assert response_to(engine, request)[0] == before
+    engine.close()
+
+
+def test_experts_stay_in_their_places_between_the_responses_before_and_after_a_sleep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in (("_STEPS", 1), ("_FACTOR", 0), ("_LEAST", -1)):  # some change in nearly every step
+        monkeypatch.setattr(host_exchange, name, value)
+    whole, _ = _built("qwen3_moe")
+    loaded, spec = _built("qwen3_moe", memory_bytes=_small_bytes(whole), host_weight_bytes=1 << 30)
+    engine, team = Engine(loaded, spec, moves_weights=True), loaded.team
+    request = EngineRequest("r", PROMPT, 8, SamplingParams(temperature=0.0))
+    before = response_to(engine, request)[0]
+    assert team is not None
+    num_before = team.num_exchanges
+    assert num_before
+    for _ in range(2):
+        engine.sleep()
+        engine.wake(lambda *_: None)
+    assert team.num_exchanges == num_before
+    assert response_to(engine, request)[0] == before
+    assert team.num_exchanges > num_before
     engine.close()
 
 

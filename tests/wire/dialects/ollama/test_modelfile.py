@@ -72,8 +72,8 @@ def test_text_of_a_model_is_a_modelfile_with_the_same_meaning() -> None:
     ("text", "problem"),
     [
         ("SYSTEM x", "there is no FROM"),
-        ("FROM a\nDANCE", "line 2: DANCE is no instruction"),
-        ("FROM a\nRENDERER x", "line 2: RENDERER chooses a part of Ollama"),
+        ("FROM a\nDANCE", "line 2: DANCE is not an instruction"),
+        ("FROM a\nRENDERER x", "line 2: RENDERER selects a part of Ollama"),
         ('FROM a\nSYSTEM """x', 'line 2: `"""` is not closed'),
         ('FROM a\nSYSTEM """x""" y', "text after the closing"),
         ("FROM", "line 1: FROM has no value"),

@@ -83,7 +83,10 @@ class DeviceHostMemory:
             self.disk.forget(self.store, chosen)
 
     def yield_to_host(self) -> None:
-        """Gives memory back if the host runs short of it."""
+        """Gives memory back if the host runs short of it, or if a lower budget had to wait for what was being written.
+        Called regularly, also while no model steps."""
+        if self.disk is not None:
+            self.disk.end_writes(self.store)
         if missing := self.slabs.num_missing_bytes():
             self.store.shrink(max(0, self.store.num_bytes - missing))
 

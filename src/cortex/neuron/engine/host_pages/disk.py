@@ -34,6 +34,8 @@ READ_BYTES = 8 << 20
 READERS = 16
 BUFFERS = 2 * READERS
 """Half of them are read into while the rest is copied to the device."""
+MAX_BUFFER_BYTES = 512 << 20
+"""All buffers together, of which there are two in any case: the state of a hybrid model may take hundreds of MB."""
 LEAVING_SHARE = 0.125
 """Of the host's budget: the blocks in the least recently used part of it are written ahead."""
 PURE_SHARE = 0.1
@@ -68,7 +70,7 @@ class DiskPages:
         """What is read, until it is on the device: a slab for each read."""
         self.buffers.may_wait = True
         self.free_buffers: list[int] = []
-        self._buffer_bytes = 0
+        self._buffer_bytes = self._num_buffers = 0
         self._models: dict[bytes, str] = {}
         self._files: dict[bytes, dict[Path, BlockFile]] = {}
         """By model, as found last."""
@@ -118,7 +120,9 @@ class DiskPages:
 
     def forget(self, store: HostPages, chosen: ChosenBlocks) -> None:
         """Removes the files with a chosen block. Others that were in them are written again if host memory has them."""
-        for file in {found for found, _ in self._places.values() if block_files.is_chosen(found, chosen)}:
+        for file in {found for found, _ in self._places.values()}:
+            if not block_files.is_chosen(file, chosen):
+                continue
             block_files.remove(file.path)
             self.drop(file)
             store.saved(file.kind, file.digests, is_saved=False)
@@ -142,7 +146,7 @@ class DiskPages:
 
     def save(self, store: HostPages, slabs: HostSlabs, *, everything: bool = False) -> None:
         """Starts to write the blocks that leave host memory next, or all of them. Ends writes that are complete."""
-        self._end_writes(store)
+        self.end_writes(store)
         if time.monotonic() < self._retry_at_s or (self._writes and not everything):
             return
         for kind, digests in store.unsaved(1.0 if everything else LEAVING_SHARE):
@@ -153,7 +157,9 @@ class DiskPages:
         self, kinds: Iterable[BlockKind], digests: Sequence[Digest], store: HostPages, slabs: HostSlabs
     ) -> None:
         """Starts to write what host memory has of these blocks."""
-        self._end_writes(store)
+        self.end_writes(store)
+        if time.monotonic() < self._retry_at_s:
+            return
         for kind in kinds:
             here = [digest for digest in digests if store.has(kind, digest) and not store.is_saved(kind, digest)]
             most = max(1, SLAB_BYTES // kind.num_bytes)
@@ -188,10 +194,11 @@ class DiskPages:
             if left_s <= 0:
                 return False
             wait([self._writes[-1].written], timeout=None if left_s == float("inf") else left_s)
-            self._end_writes(store)
+            self.end_writes(store)
         return True
 
-    def _end_writes(self, store: HostPages) -> None:
+    def end_writes(self, store: HostPages) -> None:
+        """Lets go of what has been written: host memory may drop it again."""
         for write in [each for each in self._writes if each.written.done()]:
             self._writes.remove(write)
             store.end(write.places)
@@ -246,11 +253,13 @@ class DiskPages:
         """Allocates buffers that hold a block of `num_bytes`. False: the host has no memory for them now."""
         wanted = max(READ_BYTES, num_bytes)
         if self._buffer_bytes < wanted:
-            if len(self.free_buffers) < (BUFFERS if self._buffer_bytes else 0):
+            if len(self.free_buffers) < self._num_buffers:
                 return False  # smaller ones are in use
             for buffer in self.free_buffers:
                 self.buffers.free(buffer)
-            self.free_buffers = [buffer for buffer in range(BUFFERS) if self.buffers.allocate(buffer, wanted)]
+            most = min(BUFFERS, max(2, MAX_BUFFER_BYTES // wanted))
+            self.free_buffers = [buffer for buffer in range(most) if self.buffers.allocate(buffer, wanted)]
+            self._num_buffers = len(self.free_buffers)
             self._buffer_bytes = wanted if self.free_buffers else 0
         return self._buffer_bytes >= wanted
 

@@ -154,7 +154,8 @@ class HostPages:
             if left <= 0:
                 return
             left -= slab.num_bytes
-            if found := [digest for digest in slab.slots if digest not in slab.saved]:
+            if len(slab.saved) < len(slab.slots):  # asked in every step: the blocks are not looked at one by one
+                found = [digest for digest in slab.slots if digest not in slab.saved]
                 yield slab.kind, sorted(found, key=slab.slots.__getitem__)
 
     def is_saved(self, kind: BlockKind, digest: Digest) -> bool:
@@ -273,6 +274,7 @@ class HostPages:
             "more than the budget is held"
         )
         for slab in self._slabs.values():
+            assert slab.saved <= slab.slots.keys(), "a block that is not there counts as saved"
             assert len(set(slab.slots.values())) == len(slab.slots), "two blocks are at one place"
             assert all(slot < slab.num_taken <= slab.num_slots for slot in slab.slots.values()), "a place is not taken"
         assert all(self._slabs[slab.number] is slab for slab in self._filling.values()), "a dropped slab is filled"

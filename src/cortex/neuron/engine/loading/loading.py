@@ -102,10 +102,12 @@ class LoadedModel:
             poll()
             self.kernels.ready(poll)
 
-    def end_compiling(self) -> None:
-        """Compiles no more kernels before they are used."""
+    def release(self) -> None:
+        """Compiles no more kernels, and frees the host memory of weights, which the driver keeps otherwise."""
         if self.kernels is not None:
             self.kernels.close()
+        if self.host is not None:
+            self.host.release()
 
     @property
     def has_failed_pass(self) -> bool:
@@ -375,7 +377,7 @@ def _check_hosting(spec: LoadSpec, config: Mapping[str, Any], architecture: Arch
     elif architecture.pooling is not None or architecture.backend != "native":
         reason = "models that pool texts or have no native family"
     if reason is not None:
-        raise UnsupportedModel(f"the model does not fit, and weights in host memory do not go together with {reason}")
+        raise UnsupportedModel(f"the model does not fit, and weights in host memory cannot be combined with {reason}")
 
 
 def _divided(

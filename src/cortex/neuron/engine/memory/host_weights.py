@@ -154,6 +154,7 @@ class HostBuffers:
         for buffer in self._buffers:
             buffer.release()
         self._buffers.clear()
+        self.num_bytes = 0
 
 
 def _flat(storage: torch.UntypedStorage) -> Tensor:

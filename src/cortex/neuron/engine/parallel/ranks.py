@@ -67,7 +67,7 @@ def _load_rank(
         failing.callback(group.close)  # a rank that waits for this one fails at once
         try:
             loaded = load_model(spec, device, progress, cancelled, group)
-            failing.callback(loaded.end_compiling)
+            failing.callback(loaded.release)
             loaded.compiled(progress, cancelled)
             if leading is None:
                 group.reached("loaded")

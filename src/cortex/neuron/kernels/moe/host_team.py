@@ -72,6 +72,8 @@ class HostTeam:
         self.buffer_experts = buffer_experts
         self.rates: HostRates | None = None
         self.layers: list[HostLayer] = []
+        self.holds_places = False
+        """Experts stay where they are. Elsewhere they are rounded differently."""
         self._buffers: dict[tuple[Any, ...], tuple[ExpertMatrix, ExpertMatrix]] = {}
         self._free: list[torch.cuda.Event | None] = [None, None]
         """For each buffer of a stream: when this step has computed with it."""
@@ -133,7 +135,8 @@ class HostTeam:
 
     def exchange(self) -> None:
         """Called between two steps: has hot experts change places with cold ones."""
-        self._exchanges.advance(self._library)
+        if not self.holds_places:
+            self._exchanges.advance(self._library)
 
     @property
     def num_exchanges(self) -> int:

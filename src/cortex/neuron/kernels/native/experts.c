@@ -80,7 +80,8 @@ struct Pool {
     Team team;
     Work work;
     int64_t threads;
-    _Alignas(64) int32_t generation, sleepers, stops;
+    _Alignas(64) uint32_t generation;  // it wraps after some days
+    int32_t sleepers, stops;
     pthread_t *workers;
     Member *members;
 };
@@ -563,7 +564,7 @@ INLINE void relax(void) {
 static void *serve(void *data) {
     const Member *member = data;
     Pool *pool = (Pool *)member->team;  // its first field
-    for (int32_t seen = 0;;) {
+    for (uint32_t seen = 0;;) {
         int spins = 0;
         while (__atomic_load_n(&pool->generation, __ATOMIC_ACQUIRE) == seen) {
             if (++spins < POOL_SPINS) {

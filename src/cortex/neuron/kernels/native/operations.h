@@ -13,7 +13,8 @@ typedef struct {
     int32_t failed;
     _Alignas(64) int64_t next;  // of the parts that no thread has taken
     _Alignas(64) int32_t arrived;
-    _Alignas(64) int32_t barriers, sleepers;
+    _Alignas(64) uint32_t barriers;  // it wraps
+    int32_t sleepers;
 } Team;
 
 typedef struct {

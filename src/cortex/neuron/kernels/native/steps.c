@@ -19,7 +19,7 @@ INLINE void pause_briefly(void) {
 
 void await_barrier(const Member *member) {
     Team *team = member->team;
-    const int32_t barriers = __atomic_load_n(&team->barriers, __ATOMIC_RELAXED);
+    const uint32_t barriers = __atomic_load_n(&team->barriers, __ATOMIC_RELAXED);
     if (__atomic_add_fetch(&team->arrived, 1, __ATOMIC_ACQ_REL) == member->threads) {
         team->next = team->arrived = 0;
         __atomic_store_n(&team->barriers, barriers + 1, __ATOMIC_SEQ_CST);

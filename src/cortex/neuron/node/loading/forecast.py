@@ -259,7 +259,7 @@ class Forecast(NodeLimits):
     def _unsplittable(self, model: KnownModel, facts: ModelFacts, device: Device) -> str | None:
         """Why the weights must all be on the device; None: they need not."""
         if model.host_weights == "off":
-            return 'none of its weights may lie in host memory (host_weights = "off")'
+            return 'none of its weights may be in host memory (host_weights = "off")'
         if model.replicas > 1 or model.may_grow or model.deterministic or facts.backend != "native":
             return "weights lie in host memory only of a model with one replica, not deterministic, in a native family"
         if device.kind == "cpu" and self.share_bytes(model, device) is None and model.memory_bytes is None:

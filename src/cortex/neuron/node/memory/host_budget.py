@@ -245,7 +245,9 @@ class HostBudget:
             self._pages.give_way(max(0, use.page_bytes - missing_bytes))
         elif missing_bytes and not self._lock.locked():
             for model in _longest_idle(self._sleeping())[:1]:
-                log.warning("%s: unloaded, because %s of host memory are free", model.model_id, gib(host.free_bytes))
+                log.warning(
+                    "%s: unloaded, because only %s of host memory are free", model.model_id, gib(host.free_bytes)
+                )
                 await self._unload(model.model_id)
         shortage = None
         if missing_bytes and use.weight_bytes and not use.page_bytes and not use.sleeping_bytes:
@@ -257,7 +259,7 @@ class HostBudget:
             if self._shortage is None:
                 log.warning("%s", shortage)
         elif self._shortage is not None:
-            log.info("the host has %s of memory again", gib(host.free_bytes))
+            log.info("the host has enough memory again: %s", gib(host.free_bytes))
         self._shortage = shortage
 
     # Reports

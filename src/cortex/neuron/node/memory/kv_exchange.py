@@ -216,7 +216,7 @@ class KvExchange:
 
     def _avoid(self, source: Neighbour, reason: str) -> None:
         """Also called on threads."""
-        log.warning("no KV blocks from %s, which is not asked for %.0f s: %s", source.name, AVOID_S, reason)
+        log.warning("no KV blocks from %s, which is not asked again for %.0f s: %s", source.name, AVOID_S, reason)
         self._avoided_until_s[source.url] = time.monotonic() + AVOID_S
 
 

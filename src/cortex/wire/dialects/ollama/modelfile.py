@@ -64,9 +64,11 @@ def as_request(text: str) -> dict[str, Any]:
     parameters: dict[str, Any] = {}
     for line, word, value in _instructions(text):
         if word in _OTHERS:
-            raise ModelfileProblem(f"line {line}: {word} chooses a part of Ollama, which is not here; remove it")
+            raise ModelfileProblem(f"line {line}: {word} selects a part of Ollama that does not exist here; remove it")
         if word not in _INSTRUCTIONS:
-            raise ModelfileProblem(f"line {line}: {shorten(word)} is no instruction; use {', '.join(_INSTRUCTIONS)}")
+            raise ModelfileProblem(
+                f"line {line}: {shorten(word)} is not an instruction; use {', '.join(_INSTRUCTIONS)}"
+            )
         if not value:
             raise ModelfileProblem(f"line {line}: {word} has no value")
         match word:

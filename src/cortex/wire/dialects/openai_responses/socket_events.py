@@ -68,7 +68,7 @@ def _event(text: bytes, members: _Members, stream_id: str | None) -> ClientEvent
     if kind == "response.steer":
         return ClientEvent(True, stream_id, True, text)
     if kind != "response.create":
-        raise InvalidValue(f"type: {shorten(repr(kind))} is no event of clients; send `response.create`.", param="type")
+        raise InvalidValue(f"type: {shorten(repr(kind))} is not a client event; send `response.create`.", param="type")
     if not isinstance(generate, bool | None):
         raise InvalidValue("generate: it must be true or false.", param="generate")
     if _value(members.background, "background"):

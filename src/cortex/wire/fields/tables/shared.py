@@ -7,7 +7,7 @@ from cortex.wire.fields.tables.table import fact, honoured, rejected, tolerated
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 CACHE_SALT = fact("cache_salt", "s", "shares cached prefixes only with requests that have the same salt")
-TIER = fact("service_tier", "flex", "`flex` waits for others, `priority` goes first; the response has what was served")
+TIER = fact("service_tier", "flex", "`flex` waits for others, `priority` goes first; the response names the class used")
 PRIORITY = fact("priority", 1, "as vLLM: below 0 as `service_tier` `priority`, above 0 as `flex`")
 SPECULATION = honoured("speculation", "off", "one token per step; the response is the same")
 SAMPLING = (

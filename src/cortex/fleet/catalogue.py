@@ -110,6 +110,8 @@ class ModelSpec(Section, LoadOptions, frozen=True, kw_only=True):
         super().__post_init__()
         if self.only_on and (excluded := [name for name in self.pinned_on if name not in self.only_on]):
             raise ValueError(f"`{self.id}` is pinned on {', '.join(excluded)}, which `only_on` excludes")
+        if self.chat_template and self.harness not in (None, ENGINE):
+            raise ValueError(f"`{self.id}` has a chat_template, which {self.harness} does not use: remove it")
         if self.pipeline_parallel > 1 and self.tensor_parallel > 1:
             raise ValueError(f"`{self.id}` has tensor_parallel and pipeline_parallel; choose one of them")
         if self.nodes:

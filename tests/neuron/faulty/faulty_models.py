@@ -66,8 +66,9 @@ class PlainText:
     idle_s = 0.0
     num_tokenised = 0
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, chat_template: str | None = None) -> None:
         self.path = path
+        self.chat_template = chat_template
 
     async def read(self) -> TextModel:
         return cast(TextModel, SimpleNamespace())  # a node uses nothing of it
@@ -98,7 +99,7 @@ class LocalSurveys:
     async def read(self, job: Read) -> ModelFacts:
         return await asyncio.to_thread(read_facts, job)
 
-    async def read_text(self, path: Path, name: str) -> TextSurvey:
+    async def read_text(self, path: Path, name: str, chat_template: str | None = None) -> TextSurvey:
         return survey_text(path)
 
     async def rest_idle(self) -> None:

@@ -31,7 +31,7 @@ class NodeDependencies:
     fetch: Fetch = fetch
     surveys: Callable[[], Surveys] | None = None
     """None: a process with limits."""
-    open_text: Callable[[Path], TextSource] | None = None
+    open_text: Callable[[Path, str | None], TextSource] | None = None
     """None: a tokenizer process for each model."""
     policy: BackoffPolicy = field(default_factory=BackoffPolicy)
     timeouts: WorkerTimeouts | None = None

@@ -128,6 +128,7 @@ class Node:
             limits.max_queue,
             self._local_path,
             lambda model_id: self._models.prompt_rules(model_id),
+            lambda model_id: self._models.options(model_id).chat_template,
         )
         held = self._ceilings = MemoryCeilings(ceilings, lambda: self._models.holdings())
         room = DeviceAllocator(

@@ -290,8 +290,9 @@ class TextSurvey:
     generation: SamplingDefaults
 
 
-def survey_text(path: Path) -> TextSurvey:
-    """Surveys the model at `path`, from its templates and recommended options alone.
+def survey_text(path: Path, chat_template: str | None = None) -> TextSurvey:
+    """Surveys the model at `path`, from its templates and recommended options alone. `chat_template`: in place of its
+    own.
 
     It builds no tokenizer, which would take a second and 100 MB for a large vocabulary. Raises TextModelError, or
     CheckpointError for a bad GGUF header. A template that takes all memory or all time does so here.
@@ -306,6 +307,7 @@ def survey_text(path: Path) -> TextSurvey:
         sources, has_vision = template_source.from_directory(path), files.picture_spec(path) is not None
         generation = defaults.from_generation_config(files.read_json(path / "generation_config.json"))
         insert = has_markers(files.token_search(path))
+    sources = sources if chat_template is None else TemplateSources(chat_template)
     template, tools_template = _templates(sources)
     for each in {template, tools_template}:
         _try_out(each)

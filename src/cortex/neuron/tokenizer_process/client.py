@@ -46,10 +46,13 @@ class TokenizerClient:
     ends its job, wherever it is. Callers bound the number of concurrent jobs: each has a worker process.
     """
 
-    def __init__(self, model: Path, memory_bytes: int | None = None, read_s: float = 60.0) -> None:
-        """`memory_bytes`: the most that reading the files may allocate, and each job. `read_s`: the most that reading
-        them may take. Does not start the process."""
+    def __init__(
+        self, model: Path, chat_template: str | None = None, memory_bytes: int | None = None, read_s: float = 60.0
+    ) -> None:
+        """`chat_template`: in place of that of the files. `memory_bytes`: the most that reading the files may allocate,
+        and each job. `read_s`: the most that reading them may take. Does not start the process."""
         self._model = model
+        self._chat_template = chat_template
         self._memory_bytes = memory_bytes
         self._read_s = read_s
         self._pool = HelperPool(
@@ -57,7 +60,7 @@ class TokenizerClient:
                 name="neuron-tokenize",
                 purpose=f"the tokenizer process of {model}",
                 module="cortex.neuron.tokenizer_process.service",
-                arguments=(str(model), None),
+                arguments=(str(model), None, chat_template),
                 memory_bytes=memory_bytes,
                 start_cpu_s=math.ceil(read_s),
                 # A worker is one job; threads of the library's own would also not survive a fork.
@@ -92,7 +95,7 @@ class TokenizerClient:
         if isinstance(reply, FilesUnreadable):
             raise protocol.error_of(reply)
         # A later process must find the same.
-        arguments = (str(self._model), reply.fingerprint)
+        arguments = (str(self._model), reply.fingerprint, self._chat_template)
         self._pool.helper = msgspec.structs.replace(self._pool.helper, arguments=arguments)
         return TextModel.without_encoder(reply.facts, reply.reasoning_end, reply.takes_tools)
 

@@ -33,10 +33,10 @@ from cortex.wire.packed_request import unpack
 log = logging.getLogger(__name__)
 
 
-def functions(model: str, fingerprint: str | None) -> dict[str, Callable[..., Any]]:
-    """`fingerprint`: of the facts that the daemon read from these files before. Never raises: each call gets the error
-    instead."""
-    service = TokenizerService(Path(model), fingerprint)
+def functions(model: str, fingerprint: str | None, chat_template: str | None) -> dict[str, Callable[..., Any]]:
+    """`fingerprint`: of the facts that the daemon read from these files before. `chat_template`: in place of theirs.
+    Never raises: each call gets the error instead."""
+    service = TokenizerService(Path(model), fingerprint, chat_template)
     calls = (service.describe, service.encode, service.encode_texts, service.count, service.prepare)
     return {each.__name__: each for each in calls}
 
@@ -44,9 +44,9 @@ def functions(model: str, fingerprint: str | None) -> dict[str, Callable[..., An
 class TokenizerService:
     """One model's text, or the error that reading it ended in."""
 
-    def __init__(self, model: Path, fingerprint: str | None) -> None:
+    def __init__(self, model: Path, fingerprint: str | None, chat_template: str | None = None) -> None:
         self._model = model
-        self._opened = _open(model, fingerprint)
+        self._opened = _open(model, fingerprint, chat_template)
 
     @property
     def _text(self) -> TextModel:
@@ -87,9 +87,9 @@ class TokenizerService:
         return pack_prepared(prepared, num_tokenised, with_text=with_text or request.echo)
 
 
-def _open(model: Path, fingerprint: str | None) -> tuple[Described, TextModel] | Exception:
+def _open(model: Path, fingerprint: str | None, chat_template: str | None) -> tuple[Described, TextModel] | Exception:
     try:
-        facts, encoder = read_text(model)
+        facts, encoder = read_text(model, chat_template)
         text = TextModel.of(facts, encoder)
     except MemoryError:
         return TextFileMalformed(f"the text files of {model} take more memory than this node allows")

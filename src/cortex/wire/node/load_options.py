@@ -154,6 +154,9 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     control_tokens_in_messages: bool = False
     """Read `<|im_start|>` and the like in the text of messages as control tokens, as the reference library does. By
     default they are only text, so that clients cannot forge turns. Raw prompts (`/v1/completions`) always have them."""
+    chat_template: Annotated[str, Meta(max_length=65536)] | None = None
+    """The chat template of its prompts, in Jinja, in place of that of its files. For the built-in engine; servers have
+    options of their own. It may write `{{ document_start }}`, the token that begins every prompt of the model."""
     sampling: SamplingDefaults = SamplingDefaults()
     """How it samples where a request says nothing, such as `{ temperature = 0.7 }`; as its files recommend where
     absent."""

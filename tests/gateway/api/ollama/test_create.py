@@ -130,7 +130,7 @@ async def test_template_that_the_files_do_not_have_leaves_nothing(
     digest = f"sha256:{hashlib.sha256(b'weights').hexdigest()}"
     async with client.session.post(f"{client.url}/api/blobs/{digest}", data=b"weights") as response:
         assert response.status == 201
-    body = {"model": "own", "files": {"x.gguf": digest}, "template": "<|other|>{{ .Prompt }}"}
+    body = {"model": "own", "files": {"x.gguf": digest}, "template": "<|other|>{{ .Nothing }}"}
     assert (await client.post("/api/create", body))[0] == 400
     assert (len(beast.delete_requests), client.gateway.dispatcher.catalogue.ids) == (1, frozenset())
 
@@ -165,8 +165,30 @@ async def test_names_of_the_configuration_are_not_replaced(neurons: StartNeuron,
         assert (status, "already" in reply["error"]) == (400, True)
     status, reply = await client.post("/api/create", {"model": "c", "from": "nothing"})
     assert status == 404
-    status, reply = await client.post("/api/create", {"model": "c", "from": "a", "template": "<|other|>{{ .Prompt }}"})
-    assert (status, "leave it out" in reply["error"]) == (400, True)
+
+
+async def test_template_that_the_files_do_not_have_is_converted_and_kept(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    beast = await neurons("beast", sizes={"a": GB})
+    served = ModelSpec(id="served", harness="vllm")
+    client = await start_gateway(beast, catalogue=Catalogue(models=(ModelSpec(id="a"), served)))
+    for source in ("a", "/models/x.gguf", "org/name"):
+        body = {"model": "own", "from": source, "template": "<|other|>{{ .Prompt }}", "stream": False}
+        status, reply = await client.post("/api/create", body)
+        assert status == 200, reply
+        spec = client.gateway.dispatcher.catalogue.spec("own")
+        assert spec.source == source
+        assert spec.load_request.chat_template is not None
+        assert "<|other|>" in spec.load_request.chat_template
+        _, shown = await client.post("/api/show", {"model": "own"})
+        assert shown["template"] == spec.chat_template
+    for source, template, problem in (
+        ("a", "{{ index .Messages 0 }}", "the function index. What can be is text, .System"),
+        ("served", "<|other|>{{ .Prompt }}", "leave TEMPLATE out"),
+    ):
+        status, reply = await client.post("/api/create", {"model": "c", "from": source, "template": template})
+        assert (status, problem in reply["error"]) == (400, True), reply
 
 
 async def test_keep_alive_keeps_the_model_within_the_limit_of_the_operator(

@@ -74,6 +74,7 @@ EVERY_OPTION: dict[str, Any] = {
     "devices": (1, 2, 3, 4),
     "replicas": 2,
     "control_tokens_in_messages": True,
+    "chat_template": "{{ messages }}",
     "sampling": SamplingDefaults(top_k=5),
 }
 INSTEAD: dict[str, Any] = {
@@ -130,6 +131,16 @@ def test_load_request_overrides_only_the_options_it_has() -> None:
     assert not adopted.control_tokens_in_messages
     opted_out = library.adopt(LoadRequest(model_id="b", control_tokens_in_messages=True))
     assert opted_out.control_tokens_in_messages
+
+
+def test_source_may_be_the_name_of_a_model_that_the_node_knows() -> None:
+    library = Library(CONFIG, {})
+    request = LoadRequest(model_id="like-a", source="a", context_tokens=64)
+    assert (library.adopt(request).source, library.adopt(request).quant) == ("/models/a", "q8_0")
+    kept = library.keep_options(request)
+    assert (kept.source, kept.context_tokens) == ("/models/a", 64)
+    assert library.adopt(LoadRequest(model_id="like-a", source="a", quant="q4_k")).quant == "q4_k"
+    assert library.adopt(LoadRequest(model_id="a", source="a")).source == "/models/a"
 
 
 def test_kept_options_are_those_of_the_latest_request_alone(tmp_path: Path) -> None:

@@ -87,14 +87,14 @@ def opened() -> list[Source]:
 
 
 def make_texts(opened: list[Source], paths: dict[str, Path], limits: TextLimits = LIMITS) -> Texts:
-    def open_text(path: Path) -> Source:
+    def open_text(path: Path, _: str | None) -> Source:
         opened.append(Source(path))
         return opened[-1]
 
     async def path_of(model_id: str) -> Path:
         return paths.get(model_id, HERE)
 
-    return Texts(open_text, limits, 2, path_of, lambda _: NO_RULES)
+    return Texts(open_text, limits, 2, path_of, lambda _: NO_RULES, lambda _: None)
 
 
 @pytest.fixture

@@ -37,9 +37,9 @@ async def test_reads_text_without_loading_the_weights(tmp_path: Path) -> None:
 async def test_cold_model_reports_its_size_without_starting_a_tokenizer(tmp_path: Path) -> None:
     made = []
 
-    def open_text(path: Path) -> faulty_models.PlainText:
+    def open_text(path: Path, chat_template: str | None) -> faulty_models.PlainText:
         made.append(path)
-        return faulty_models.PlainText(path)
+        return faulty_models.PlainText(path, chat_template)
 
     async with running_node(tmp_path, models(tmp_path, m={}), open_text=open_text) as node:
         await until(lambda: node.model("m").estimate_bytes)

@@ -29,11 +29,12 @@ from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.http.upstream.faults import UpstreamFault
 from cortex.wire.dialects.ollama import lines, modelfile, models
+from cortex.wire.dialects.ollama.go_template import SUPPORTED, TemplateProblem, to_jinja
 from cortex.wire.errors import CortexError, InvalidValue, ModelNotFound, UpstreamUnavailable, shorten
 from cortex.wire.fields import body as wire_body
 from cortex.wire.fields.body import MAX_MODEL_NAME
 from cortex.wire.model_names import UPLOADED, check_name, is_uploaded, plain_name
-from cortex.wire.node.load_options import is_path
+from cortex.wire.node.load_options import ENGINE, is_path
 from cortex.wire.node.orders import AssembleRequest, FilesRequest
 from cortex.wire.preset import Preset
 
@@ -193,19 +194,20 @@ class CreationRoutes:
         repository = _repository_for(creation)
         try:
             await client.assemble(AssembleRequest(repository=repository, files=creation.files))
-            if creation.template:
-                await self._check_uploaded(creation, client, repository)
+            template = await self._template_of_files(creation, client, repository)
         except UpstreamFault as fault:
             raise UpstreamUnavailable(f"Node {client.name} did not respond: {fault}") from fault
         files = FilesRequest(model_id=repository, source=repository)
-        entry = created_entry(creation, None, files, None)
+        entry = created_entry(creation, None, files, None, template)
         assert isinstance(entry, ModelSpec)
         return entry if self._files.are_shared else msgspec.structs.replace(entry, only_on=(client.name,))
 
-    async def _check_uploaded(self, creation: modelfile.Creation, client: NodeClient, repository: str) -> None:
-        """Raises InvalidValue, and deletes the files, where TEMPLATE is not theirs."""
+    async def _template_of_files(self, creation: modelfile.Creation, client: NodeClient, repository: str) -> str | None:
+        """What `_converted` returns. Raises InvalidValue, and deletes the files, where TEMPLATE cannot be converted."""
+        if not creation.template:
+            return None
         try:
-            _check_template(creation.template, creation.name, await client.chat_template(repository))
+            return _converted(creation.template, await client.chat_template(repository))
         except CortexError:
             if not any(each.source == repository for each in self._created_models.read().models):
                 await client.delete_files(FilesRequest(model_id=repository))
@@ -222,19 +224,14 @@ class CreationRoutes:
             described = listing.described(fleet, base.spec, 0.0, self._dispatcher.now)
             named = None if described.is_loaded else base.spec.context_tokens
             context_tokens = min(filter(None, (described.context_tokens, named)), default=None)
+            template = None
             if creation.template:
-                _check_template(
-                    creation.template, base.model_id, await chat_template(fleet, self._nodes, base.model_id)
-                )
-            return created_entry(creation, base, None, context_tokens)
-        if creation.template:
-            raise InvalidValue(
-                f"No node has {shorten(source)}, so TEMPLATE cannot be compared with that of its files, which is used: "
-                "pull it first, or leave the template out.",
-                param="template",
-            )
+                own = base.spec.chat_template or await chat_template(fleet, self._nodes, base.model_id)
+                template = _converted(creation.template, own)
+            return created_entry(creation, base, None, context_tokens, template)
         files = None if is_path(source) else self._files.source_of(plain_name(source))
-        return created_entry(creation, None, files, None)
+        template = _converted(creation.template, "") if creation.template else None
+        return created_entry(creation, None, files, None, template)
 
     async def _delete_uploads(self, spec: ModelSpec, created: Catalogue) -> None:
         """Delete the files that were uploaded for `spec`, unless another model has them. Raises ModelInUse."""
@@ -256,15 +253,19 @@ async def chat_template(fleet: Fleet, nodes: Mapping[str, NodeClient], model: st
     return ""
 
 
-def _check_template(template: str, model: str, own_template: str) -> None:
-    """Raises InvalidValue for a template of another shape than that of the model's files, which is used."""
-    markers = modelfile.foreign_markers(template, own_template)
-    if markers is None or markers:
-        what = f"writes {', '.join(markers)}, which it does not" if markers else "marks no turns"
+def _converted(template: str, own_template: str) -> str | None:
+    """A TEMPLATE as a chat template; None: it has the shape of the model's own one, which also has a place for tools.
+    Raises InvalidValue."""
+    if modelfile.foreign_markers(template, own_template) == ():
+        return None
+    try:
+        return to_jinja(template)
+    except TemplateProblem as problem:
         raise InvalidValue(
-            f"{model} is prompted with the template of its files, and this TEMPLATE {what}: leave it out.",
+            f"This TEMPLATE cannot be converted: {problem}. What can be is {SUPPORTED}. Without TEMPLATE, the model is "
+            "prompted with the template of its files.",
             param="template",
-        )
+        ) from problem
 
 
 def _repository_for(creation: modelfile.Creation) -> str:
@@ -286,15 +287,25 @@ def _renamed(created: Catalogue, spec: ModelSpec, alias: str) -> ModelSpec:
 
 
 def created_entry(
-    creation: modelfile.Creation, base: Resolution | None, files: FilesRequest | None, context_tokens: int | None
+    creation: modelfile.Creation,
+    base: Resolution | None,
+    files: FilesRequest | None,
+    context_tokens: int | None,
+    chat_template: str | None,
 ) -> ModelSpec | Alias:
     """The entry of the catalogue: another name for a model that is here, or a model of its own where it is not, or is
-    loaded in another way. `base`: the model that is here, with `context_tokens`. `files`: those of the hub."""
+    loaded in another way. `base`: the model that is here, with `context_tokens`. `files`: those of the hub.
+    `chat_template`: in place of that of its files."""
     preset = creation.preset if base is None or base.preset is None else creation.preset.over(base.preset)
     wanted = creation.context_tokens
     is_longer = wanted is not None and (context_tokens is None or wanted > context_tokens)
     is_itself = base is not None and base.model_id == creation.name
-    if base is not None and not creation.quant and not is_longer and not is_itself:
+    if chat_template and base is not None and base.spec.harness not in (None, ENGINE):
+        raise InvalidValue(
+            f"{base.model_id} is run by {base.spec.harness}, which has a template of its own: leave TEMPLATE out.",
+            param="template",
+        )
+    if base is not None and not (creation.quant or chat_template or is_longer or is_itself):
         fields = {name: getattr(preset, name) for name in Preset.__struct_fields__}
         return Alias(model=base.model_id, license=creation.license, **fields)
     options: dict[str, Any] = {"source": creation.source}
@@ -305,4 +316,5 @@ def created_entry(
         options["source"] = base.spec.source or base.model_id
     options |= {"quant": creation.quant} if creation.quant else {}
     options |= {"context_tokens": wanted} if wanted is not None else {}
+    options |= {"chat_template": chat_template} if chat_template else {}
     return ModelSpec(id=creation.name, preset=preset, license=creation.license, **options)

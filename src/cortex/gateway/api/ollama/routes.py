@@ -114,7 +114,7 @@ class OllamaRoutes:
 
     async def _show(self, resolution: Resolution, name: str) -> Response:
         spec = resolution.spec
-        template = await chat_template(self._dispatcher.fleet, self._nodes, spec.id)
+        template = spec.chat_template or await chat_template(self._dispatcher.fleet, self._nodes, spec.id)
         described = listing.described(self._dispatcher.fleet, spec, self._created, self._dispatcher.now, name)
         alias = self._dispatcher.catalogue.aliases.get(resolution.alias or "")
         license = alias.license if isinstance(alias, Alias) else None

@@ -38,7 +38,7 @@ _NO_MATTER = frozenset(
         "max_bytes_of_nodes",
         "host_split",
     }
-    | {"devices", "max_replicas", "control_tokens_in_messages", "sampling"}
+    | {"devices", "max_replicas", "control_tokens_in_messages", "chat_template", "sampling"}
 )
 """What does not change how fast a model is. The digest is of its files, and devices are compared by themselves."""
 

@@ -77,7 +77,7 @@ class EngineHarness:
         return facts, await asyncio.to_thread(self.estimates.quantised, model, facts, devices)
 
     async def read_text(self, model: KnownModel, path: Path) -> TextSurvey:
-        return await self._surveys.read_text(path, model.id)
+        return await self._surveys.read_text(path, model.id, model.chat_template)
 
     async def inspect(self, model: KnownModel, path: Path) -> ModelFacts:
         """What the config and the headers say, also those of its draft model if that is on disk. Raises LoadFailed."""

@@ -286,6 +286,7 @@ class Library:
         SourceNotAllowed for a path outside the model roots, whether or not it exists, and LoadFailed for that of its
         draft model.
         """
+        request = self._with_own_source(request)
         known = self._models.get(request.model_id)
         source = request.source or (known.source if known is not None else request.model_id)
         if known is None or source != known.source:
@@ -312,6 +313,14 @@ class Library:
             known = self._models[request.model_id] = KnownModel(id=request.model_id, source=source)
         return _requested(known, request)
 
+    def _with_own_source(self, request: LoadRequest) -> LoadRequest:
+        """The request with files, where its source is the name of a model that is known here."""
+        base = self._models.get(request.source or "")
+        if base is None:
+            return request
+        own = {"quant": request.quant or base.quant, "harness": request.harness or base.harness}
+        return replace(request, source=base.source, **own)
+
     def neighbours(self, model: KnownModel) -> tuple[Neighbour, ...]:
         """The nodes that may have its files."""
         return self._neighbours.get(repository_of(model.source) or "", ())
@@ -319,6 +328,7 @@ class Library:
     def keep_options(self, request: LoadRequest) -> KnownModel:
         """Keep the options of a request that was adopted, for the size of a model that only requests have named and for
         later loads that name none. Options that were kept before and are not in the request are dropped."""
+        request = self._with_own_source(request)
         before = self.find(request.model_id)
         source = request.source or before.source
         quant = None if is_path(source) else before.quant  # what was pulled from the hub is still what is here

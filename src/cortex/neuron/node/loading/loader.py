@@ -72,6 +72,7 @@ class Inspection:
     text: TextSurvey
     requested_quant: str | None
     speculation: str | None
+    chat_template: str | None
     quantised: Mapping[str, Footprint]
     """The memory of dense weights with each recipe; empty if they are quantised, or cannot be here."""
 
@@ -330,10 +331,11 @@ class ModelLoader:
     async def survey(self, model: KnownModel, path: Path) -> Inspection:
         """Reads the model's headers and chat template, once as long as its files do not change. Raises LoadFailed."""
         known, stamps = self.surveys.get(model.id), await self._stamps(model, path)
-        wanted = (path, model.quant, model.tensor_parallel, model.speculation, stamps)
+        wanted = (path, model.quant, model.tensor_parallel, model.speculation, model.chat_template, stamps)
         if known is not None and self._library.draft_of(model) is None:  # a draft model's files may have come since
             files = self._surveyed_files.get(model.id)
-            if wanted == (known.facts.path, known.requested_quant, known.facts.num_ranks, known.speculation, files):
+            options = (known.requested_quant, known.facts.num_ranks, known.speculation, known.chat_template)
+            if wanted == (known.facts.path, *options, files):
                 return known
         survey = self.surveys[model.id] = await self.read(model, path)
         self._surveyed_files[model.id] = stamps
@@ -345,7 +347,8 @@ class ModelLoader:
         LoadFailed."""
         harness = self._harnesses.of(model)
         facts, quantised = await harness.read(model, path)
-        return Inspection(facts, await harness.read_text(model, path), model.quant, model.speculation, quantised)
+        text = await harness.read_text(model, path)
+        return Inspection(facts, text, model.quant, model.speculation, model.chat_template, quantised)
 
     def forget(self, model_id: str) -> None:
         """The model's files are gone."""

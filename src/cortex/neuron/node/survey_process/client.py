@@ -33,8 +33,8 @@ class Surveys(Protocol):
     async def read(self, job: Read) -> ModelFacts:
         """What the config and the headers say. Raises a CortexError, LoadFailed above all."""
 
-    async def read_text(self, path: Path, name: str) -> TextSurvey:
-        """What the text files say. Raises LoadFailed."""
+    async def read_text(self, path: Path, name: str, chat_template: str | None = None) -> TextSurvey:
+        """What the text files say, with `chat_template` in place of theirs. Raises LoadFailed."""
 
     async def rest_idle(self) -> None:
         """Ends the process if it was not used for a while."""
@@ -76,8 +76,8 @@ class SurveyProcess:
     async def read(self, job: Read) -> ModelFacts:
         return await asyncio.to_thread(unpack_facts, await self._call(job.name, reading.read, job), job)
 
-    async def read_text(self, path: Path, name: str) -> TextSurvey:
-        return await self._call(name, reading.read_text, str(path), name)
+    async def read_text(self, path: Path, name: str, chat_template: str | None = None) -> TextSurvey:
+        return await self._call(name, reading.read_text, str(path), name, chat_template)
 
     async def rest_idle(self) -> None:
         await self._pool.rest_idle()

@@ -61,10 +61,10 @@ def read(asked: Read) -> bytes:
     return pack_facts(read_facts(asked))
 
 
-def read_text(path: str, name: str) -> TextSurvey:
-    """What the text files of a model say."""
+def read_text(path: str, name: str, chat_template: str | None) -> TextSurvey:
+    """What the text files of a model say, with `chat_template` in place of theirs."""
     try:
-        return survey_text(Path(path))
+        return survey_text(Path(path), chat_template)
     except UNREADABLE as error:
         raise load_error(f"{name}: its chat template cannot be read", error) from error
 

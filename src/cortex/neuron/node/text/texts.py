@@ -27,18 +27,21 @@ class Texts:
 
     def __init__(
         self,
-        open_text: Callable[[Path], TextSource],
+        open_text: Callable[[Path, str | None], TextSource],
         limits: TextLimits,
         max_queue: int,
         path_of: Callable[[str], Awaitable[Path]],
         rules_of: Callable[[str], PromptRules],
+        template_of: Callable[[str], str | None],
     ) -> None:
-        """`path_of` finds the files of a model, `rules_of` the bounds of its prompts. Both raise a CortexError."""
+        """`path_of` finds the files of a model, `rules_of` the bounds of its prompts, and `template_of` its chat
+        template, where that is not the one of its files. They raise a CortexError."""
         self._open_text = open_text
         self._limits = limits
         self._max_queue = max_queue
         self._path_of = path_of
         self._rules_of = rules_of
+        self._template_of = template_of
         self._works: dict[str, TextWork] = {}
         self._tokenised_before: Counter[str] = Counter()
         """By works that have been replaced."""
@@ -110,10 +113,11 @@ class Texts:
     async def _opened(self, model_id: str, path: Path) -> TextWork:
         """The work of a model whose files have been read. A failed read is forgotten, so that the next call tries
         again."""
-        known = self._works.get(model_id)
+        known, template = self._works.get(model_id), self._template_of(model_id)
         work = known
-        if work is None or work.path != path or work.has_failed:
-            work = TextWork(model_id, path, self._open_text(path), self._limits, self._max_queue)
+        if work is None or (work.path, work.chat_template) != (path, template) or work.has_failed:
+            source = self._open_text(path, template)
+            work = TextWork(model_id, path, template, source, self._limits, self._max_queue)
             self._works[model_id] = work
             if known is not None:
                 self._tokenised_before[model_id] += known.num_tokenised

@@ -76,8 +76,18 @@ class TextWork:
     Jobs raise a CortexError: Overloaded when too many wait, PreparationLimitExceeded at the deadline.
     """
 
-    def __init__(self, model_id: str, path: Path, source: TextSource, limits: TextLimits, max_queue: int) -> None:
+    def __init__(
+        self,
+        model_id: str,
+        path: Path,
+        chat_template: str | None,
+        source: TextSource,
+        limits: TextLimits,
+        max_queue: int,
+    ) -> None:
+        """`source`: of the files at `path`, with `chat_template` unless that is None."""
         self.path = path
+        self.chat_template = chat_template
         self._model_id = model_id
         self._source = source
         self._limits = limits

@@ -34,7 +34,7 @@ from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.worker import amd, gpu_processes
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.system.tasks import finish_all
-from cortex.wire.errors import LoadFailed, Recovering, UnsupportedModality, shorten
+from cortex.wire.errors import LoadFailed, ModelUnsupported, Recovering, UnsupportedModality, shorten
 from cortex.wire.node.groups import GroupMember, PreparedMember, PrepareMember
 from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.node.model_log import ModelLog
@@ -205,7 +205,10 @@ class CommandHarness:
         return ServedFiles(path, self._entry.name, digest, num_bytes, context_tokens, ranks, quant), {}
 
     async def read_text(self, model: KnownModel, path: Path) -> TextSurvey:  # noqa: ARG002 - as Harness has it
-        """What a server can do with a template is its own affair: it rejects what it cannot."""
+        """What a server can do with a template is its own affair: it rejects what it cannot. Raises ModelUnsupported
+        for a template of ours, which it does not get."""
+        if model.chat_template is not None:
+            raise ModelUnsupported(f"{model.id} has a chat_template, which {self._entry.name} does not get: remove it")
         routes = self._entry.routes
 
         def has(path: str) -> bool:

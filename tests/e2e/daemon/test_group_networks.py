@@ -158,6 +158,8 @@ def test_partition_between_the_hosts_ends_the_group_and_its_end_starts_it_again(
     before = hosts.servers()
     hosts.cut("two", is_cut=True)
     until(lambda: not set(before) & set(hosts.servers()), "the group has not ended")
+    until(lambda: "two cannot be reached at 10.88.0.2" in str(ask(gateway, "pair")), "another start does not fail")
+    assert not hosts.servers(), "the ports are checked before any server starts"
     hosts.cut("two", is_cut=False)
     until(lambda: ask(gateway, "pair")[0] == 200, "it is not served again")
 

@@ -60,8 +60,10 @@ class VirtualTime(Generic[Client]):
             self._waiting[client] -= 1
 
     def charge(self, client: Client, cost: float) -> None:
-        """The client has used this much. Negative: less than it was charged for."""
-        self._used[client] = max(self.used(client) + cost, 0.0)
+        """The client has used this much. Negative: less than it was charged for. While nobody waits, it takes nothing
+        from anybody, and does not count."""
+        if self._waiting:
+            self._used[client] = max(self.used(client) + cost, 0.0)
 
     def _rise(self) -> None:
         self._level = max(self._level, min((self._used[each] for each in self._waiting), default=0.0))

@@ -331,3 +331,16 @@ def test_counters_match_the_live_requests_after_any_history(
     callers.enter("a", 1000.0, cache_tokens=19)
     if slots > 1:
         assert callers.enter("a", 1000.0, cache_tokens=1).has_slot, "cache of requests that ended is still counted"
+
+
+def test_what_a_principal_used_while_nobody_waited_is_not_held_against_it() -> None:
+    callers = Callers(slots=2, max_queue=10)
+    for _ in range(3):
+        alone = callers.enter("early", prompt_tokens=1000)
+        callers.admission.spent(alone, 1_000_000)
+        callers.finish(alone)
+    running = [callers.enter("late", prompt_tokens=100) for _ in range(2)]
+    waiting = [callers.enter(principal, prompt_tokens=100) for principal in ("late", "late", "early")]
+    for each in running:
+        callers.finish(each)
+    assert [each.has_slot for each in waiting] == [True, False, True]

@@ -255,12 +255,14 @@ def test_models_shows_where_the_model_is_in_another_state(gateway: CannedGateway
             {"id": "served", "loaded": True, "locations": [down, loading, ready]},
             {"id": "soon", "loaded": False, "locations": [down, loading]},
             {"id": "lost", "loaded": False, "locations": [down]},
+            {"id": "group", "loaded": True, "locations": [ready | {"nodes": ["cellar", "barn"]}]},
         ]
     }
     lines = [" ".join(line.split()) for line in invoke("models").stdout.splitlines()]
     assert "served ready attic (unreachable), barn (loading), cellar" in lines
     assert "soon loading attic (unreachable), barn" in lines
     assert "lost unreachable attic" in lines
+    assert "group ready cellar + barn" in lines
 
 
 def test_models_say_where_files_were_looked_for(gateway: CannedGateway, invoke: Invoke) -> None:

@@ -5,6 +5,7 @@ Each node has two networks: one to the gateway, and the cluster's, which a test 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -37,6 +38,8 @@ class Hosts:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.nodes: dict[str, Daemon] = {}
+
+    def connect(self) -> None:
         for bridge, address in (("cgrp-mgmt", "10.87.0.254/24"), ("cgrp-fast", "")):
             ip("link", "add", bridge, "type", "bridge")
             ip("link", "set", bridge, "up")
@@ -52,8 +55,8 @@ class Hosts:
                 ip("-n", self.space(name), "address", "add", f"{network}.{number}/24", "dev", inner)
                 ip("-n", self.space(name), "link", "set", inner, "up")
         for program, command in (("torchrun", "-m torch.distributed.run"), ("python", "")):
-            (folder / program).write_text(f'#!/bin/sh\nexec {sys.executable} {command} "$@"\n')
-            (folder / program).chmod(0o755)
+            (self.folder / program).write_text(f'#!/bin/sh\nexec {sys.executable} {command} "$@"\n')
+            (self.folder / program).chmod(0o755)
 
     def space(self, name: str) -> str:
         return f"cgrp-{name}"
@@ -99,10 +102,13 @@ class Hosts:
         for node in self.nodes.values():
             node.process.kill()
             node.process.wait()
-        for name in NAMES:
-            ip("netns", "delete", self.space(name))
-        for bridge in ("cgrp-mgmt", "cgrp-fast"):
-            ip("link", "delete", bridge)
+        # A deleted namespace keeps its links for as long as a process in it lives.
+        names = [f"{network}-{number}" for network in ("mgmt", "fast") for number in range(1, len(NAMES) + 1)]
+        links = [("link", "delete", link) for link in (*names, "cgrp-mgmt", "cgrp-fast")]
+        spaces = [("netns", "delete", self.space(name)) for name in NAMES]
+        for arguments in (*links, *spaces):
+            with contextlib.suppress(subprocess.CalledProcessError):  # it has not come that far
+                ip(*arguments)
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +120,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     ip("netns", "delete", "cgrp-probe")
     made = Hosts(tmp_path_factory.mktemp("hosts"))
     try:
+        made.connect()
         for name in NAMES:
             made.start(name)
         yield made
@@ -151,6 +158,8 @@ def test_partition_between_the_hosts_ends_the_group_and_its_end_starts_it_again(
     before = hosts.servers()
     hosts.cut("two", is_cut=True)
     until(lambda: not set(before) & set(hosts.servers()), "the group has not ended")
+    until(lambda: "two cannot be reached at 10.88.0.2" in str(ask(gateway, "pair")), "another start does not fail")
+    assert not hosts.servers(), "the ports are checked before any server starts"
     hosts.cut("two", is_cut=False)
     until(lambda: ask(gateway, "pair")[0] == 200, "it is not served again")
 

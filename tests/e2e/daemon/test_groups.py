@@ -312,12 +312,18 @@ def test_group_is_pinned_moved_and_drained_as_one(group: Group) -> None:
     assert orders("/fleet/models/all/load", {"node": "two", "wait": True})[0] == 200
     assert group.members("all")["two"] == ("ready", 0), f"it was led by {leader}"
     orders("/fleet/nodes/three/drain", {})
-    group.unload("all")
-    status, response = group.ask("all")
-    assert status >= 400
-    assert "three" in str(response)
+    for _ in range(2):  # while it runs, and after
+        status, response = group.ask("all")
+        assert status >= 400
+        assert "three" in str(response)
+        group.unload("all")
     orders("/fleet/nodes/three/undrain", {})
     until(lambda: group.is_served("all"), "it is not served again")
+    orders("/fleet/nodes/three/drain", {})
+    processes = group.processes("all")
+    orders("/fleet/nodes/three/undrain", {})
+    until(lambda: group.is_served("all"), "it is not served any more")
+    assert group.processes("all") == processes, "it went on while its node was drained"
     group.unload("all")
 
 

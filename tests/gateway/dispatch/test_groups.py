@@ -51,7 +51,7 @@ class NotedNode:
         if self._num_claims:
             self._num_claims -= 1
             raise GroupClaimed("another gateway starts it")
-        await self._note(f"prepare {request.model_id}")
+        await self._note(f"{'check ports of' if request.reaches else 'prepare'} {request.model_id}")
         if self._leaves is not None:
             del self._fleet[self._leaves]
         digest = "" if self._lacks_files else self._digest
@@ -87,7 +87,7 @@ async def test_group_whose_node_leaves_the_fleet_during_the_start_fails_and_is_e
     plans = (MemberPlan("first", (0,)), MemberPlan("second", (0,)))
     with pytest.raises(UpstreamUnavailable, match="second"):
         await start_group(fleet, plans, LoadRequest(model_id="m", harness="vllm"), no_neighbours(fleet))
-    assert leader.orders == ["prepare m", "unload m"]
+    assert leader.orders == ["prepare m", "check ports of m", "unload m"]
 
 
 async def test_files_come_before_the_load_and_once_from_the_hub() -> None:
@@ -97,7 +97,8 @@ async def test_files_come_before_the_load_and_once_from_the_hub() -> None:
     plans = tuple(MemberPlan(name, (0,)) for name in fleet)
     await start_group(fleet, plans, LoadRequest(model_id="m", harness="vllm"), no_neighbours(fleet))
     for node in noted.values():
-        assert node.orders == ["prepare m", "pull m", "prepare m", "load m"]
+        checks = ["check ports of m"] if node is noted["first"] else []
+        assert node.orders == ["prepare m", "pull m", "prepare m", *checks, "load m"]
 
 
 async def test_claims_are_renewed_while_members_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +118,7 @@ async def test_claims_are_renewed_while_members_take_long(monkeypatch: pytest.Mo
     plans = (MemberPlan("first", (0,)), MemberPlan("second", (0,)))
     await start_group(fleet, plans, LoadRequest(model_id="m", harness="vllm"), no_neighbours(fleet))
     assert member.orders == ["prepare m", "load m"]
-    assert set(leader.orders[:-1]) == {"prepare m"}
+    assert set(leader.orders[:-1]) == {"prepare m", "check ports of m"}
     assert leader.orders[-1] == "load m"
 
 

@@ -62,10 +62,11 @@ def _places(entry: dict[str, Any]) -> str:
 
 
 def _place(location: dict[str, Any], shown: str) -> str:
-    """A node, with the state of the model there where that is not the one shown, or with its replicas."""
-    status = str(location["status"])
+    """A node, or those that run it together, with the state of the model there where that is not the one shown, or with
+    its replicas."""
+    status, name = str(location["status"]), " + ".join(location.get("nodes", ())) or str(location["node"])
     note = replicas_in_words(location.get("replica_devices", ())) if status == shown else status
-    return f"{location['node']} ({note})" if note else str(location["node"])
+    return f"{name} ({note})" if note else name
 
 
 def _sizes(entry: dict[str, Any]) -> tuple[str, str]:

@@ -141,6 +141,8 @@ def _location(node: Node, residency: Residency, for_operator: bool) -> dict[str,
         "status": str(status.state) if node.healthy else "unreachable",
         "vram_mb": 0 if status.state in _ABSENT else (residency.num_bytes or 0) // MEBIBYTE,
     }
+    if status.nodes:
+        place["nodes"] = list(status.nodes)
     if status.state is ModelState.READY and status.replica_devices:
         place["replica_devices"] = [list(devices) for devices in status.replica_devices]
     if status.state is ModelState.READY and (status.context_tokens or 0) < (status.full_context_tokens or 0):

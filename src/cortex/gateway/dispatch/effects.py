@@ -139,7 +139,11 @@ class NodeEffects:
                 return result
         # Without a member that was lost in its sleep, the group has ended everywhere.
         anew = msgspec.structs.replace(request, wake_only=False)
-        return await result_of(lambda: start_group(self._nodes, members, anew, self._neighbours))
+        result = await result_of(lambda: start_group(self._nodes, members, anew, self._neighbours))
+        own = f"on {members[0].node}: "  # as the outcome of any load, it is told together with this node's name
+        if isinstance(result, CortexError) and result.message.startswith(own):
+            return type(result)(result.message.removeprefix(own))
+        return result
 
     async def _unload(self, node: str, request: UnloadRequest, others: tuple[str, ...]) -> None:
         result = await result_of(lambda: unload_group(self._nodes, (node, *others), request))

@@ -1,11 +1,11 @@
 """The life of a group, from the side of the gateway: a model that one server runs on several nodes.
 
-`fleet/placement/groups.py` decides where. A start has four steps: every node prepares its member, which fixes ports
-and shows the version of its server and its files; nodes that lack files get them; then all members but the leader are
-loaded, and last the leader, which takes the requests. A prepared member is a claim, so that of several gateways one
-starts the group, and the others wait for it. All members start, or what has started is ended. From then on the nodes
-watch each other (`MemberLink` of a neuron): when one is lost, they end the group, and the dispatcher has it started
-again (`LostGroups`).
+`fleet/placement/groups.py` decides where. A start has five steps: every node prepares its member, which fixes ports
+and shows the version of its server and its files; nodes that lack files get them; the leader's node checks that it
+reaches all ports; then all members but the leader are loaded, and last the leader, which takes the requests. A
+prepared member is a claim, so that of several gateways one starts the group, and the others wait for it. All members
+start, or what has started is ended. From then on the nodes watch each other (`MemberLink` of a neuron): when one is
+lost, they end the group, and the dispatcher has it started again (`LostGroups`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cortex.http.upstream.faults import UpstreamFault
 from cortex.system.tasks import finish_all, run_once
 from cortex.wire.error_encoding import from_code
 from cortex.wire.errors import CortexError, GroupClaimed, LoadFailed, UpstreamUnavailable
-from cortex.wire.node.groups import GroupMember, MemberAddress, PreparedMember, PrepareMember
+from cortex.wire.node.groups import GroupMember, MemberAddress, PreparedMember, PrepareMember, of_node
 from cortex.wire.node.orders import FilesRequest, LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import ModelState, ModelStatus
 
@@ -133,10 +133,12 @@ async def _prepared(
             await _fill(nodes, lacking, request, neighbours)
         found = await _claimed(nodes, plans, request, group)
     _check_files(plans, found, request.model_id)
-    return tuple(
+    members = tuple(
         MemberAddress(node=plan.node, host=each.host, port=each.port, pulse_port=each.pulse_port)
         for plan, each in zip(plans, found, strict=True)
     )
+    await _ask(nodes, plans[0].node, _prepare(request, group, 0, reaches=members[1:]))
+    return members
 
 
 async def _claimed(
@@ -156,7 +158,9 @@ async def _claimed(
     return [decided if rank == first else found[rank] for rank in range(len(plans))]
 
 
-def _prepare(request: LoadRequest, group: str, rank: int) -> Callable[[NodeClient], Awaitable[PreparedMember]]:
+def _prepare(
+    request: LoadRequest, group: str, rank: int, *, reaches: tuple[MemberAddress, ...] = ()
+) -> Callable[[NodeClient], Awaitable[PreparedMember]]:
     asked = PrepareMember(
         model_id=request.model_id,
         harness=request.harness or "",
@@ -164,6 +168,7 @@ def _prepare(request: LoadRequest, group: str, rank: int) -> Callable[[NodeClien
         rank=rank,
         source=request.source,
         quant=request.quant,
+        reaches=reaches,
     )
     return lambda node: node.prepare_member(asked)
 
@@ -258,7 +263,7 @@ async def _ask(nodes: Mapping[str, NodeClient], name: str, call: Callable[[NodeC
     except UpstreamFault as fault:
         raise UpstreamUnavailable(f"{name}: {fault}") from fault
     except CortexError as error:
-        raise type(error)(f"on {name}: {error.message}") from error
+        raise type(error)(of_node(name, error.message)) from error
 
 
 def _in_fleet(nodes: Mapping[str, NodeClient], name: str) -> NodeClient:

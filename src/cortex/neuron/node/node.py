@@ -299,12 +299,13 @@ class Node:
         if request.wake_only and not self._models.is_in_memory(model.id):
             raise LoadFailed(f"nothing of {model.id} is on this node any more; load it again")
         if request.member is not None:
-            self._ports.await_load(request.member.group)
             await self._end_other_group(model)
         elif not (request.devices or request.harness or request.wake_only):  # no order of a gateway
             self._check_not_in_group(model.id)
         if request.quant is not None:
             self._models.free_another_quant(model.id, request.quant)
+        if request.member is not None:
+            self._ports.await_load(request.member.group, model.id)
         if wait:
             await self._models.controller(model.id).ensure_ready(model)
         else:
@@ -504,7 +505,10 @@ class Node:
         return await self._loader.local_path(self._models.options(model_id))
 
     def _model_changed(self, model_id: str) -> None:
-        self._feed.publish(model_event(self.model(model_id)))
+        status = self.model(model_id)
+        self._feed.publish(model_event(status))
+        if status.state in (ModelState.COLD, ModelState.FAILED):
+            self._ports.load_ended(model_id)
         if not self._models.is_in_memory(model_id):
             self._run_in_background(self._rest_text(model_id), f"end the tokenizer process of {model_id}")
 

@@ -1,8 +1,9 @@
 """A model that one server runs on several nodes: its group, and what gateway and nodes exchange to start it.
 
 Each node starts one member. Rank 0, the leader, serves; the others work for it and for nobody else. The gateway has
-every node prepare its member, which fixes addresses and ports, then loads all of them with the same list of members. A
-prepared member is also a claim: until it ends, or nothing comes of it, no other start of the model is admitted there.
+every node prepare its member, which fixes addresses and ports, has the leader's node connect to all of them, and then
+loads all members with the same list of them. A prepared member is also a claim: until it ends, or nothing comes of it,
+no other start of the model is admitted there.
 """
 
 from __future__ import annotations
@@ -20,6 +21,14 @@ Secret = Annotated[str, Meta(min_length=32, max_length=64, pattern="^[0-9a-f]+$"
 MAX_NODES = 64
 
 
+class MemberAddress(NodeValue, frozen=True):
+    node: Name
+    """As the gateway calls it."""
+    host: Name
+    port: Port
+    pulse_port: Port
+
+
 class PrepareMember(NodeValue, frozen=True):
     """`POST /groups/prepare`: choose the ports of a member. They are held for a while after each such call, until its
     load takes them. Rejected with 409 while another start of the model has a member there."""
@@ -30,6 +39,8 @@ class PrepareMember(NodeValue, frozen=True):
     rank: Annotated[int, Meta(ge=0, lt=MAX_NODES)] = 0
     source: Annotated[str, Meta(max_length=4096)] | None = None
     quant: Annotated[str, Meta(max_length=256)] | None = None
+    reaches: Annotated[tuple[MemberAddress, ...], Meta(max_length=MAX_NODES)] = ()
+    """Prepared members to whose ports this node connects before it responds."""
 
 
 class PreparedMember(NodeValue, frozen=True):
@@ -45,14 +56,6 @@ class PreparedMember(NodeValue, frozen=True):
     """The member uses files of the hub that are not all here."""
     files_digest: str = ""
     """Equal for the same files on different nodes; empty: they are not here, or the member uses none."""
-
-
-class MemberAddress(NodeValue, frozen=True):
-    node: Name
-    """As the gateway calls it."""
-    host: Name
-    port: Port
-    pulse_port: Port
 
 
 class GroupMember(NodeValue, frozen=True):
@@ -83,3 +86,8 @@ class GroupMember(NodeValue, frozen=True):
     @property
     def nodes(self) -> tuple[str, ...]:
         return tuple(member.node for member in self.members)
+
+
+def of_node(node: str, problem: str) -> str:
+    """A problem with the name of the node that has it, unless it names one already."""
+    return problem if problem.startswith("on ") else f"on {node}: {problem}"

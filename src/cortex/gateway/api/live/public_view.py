@@ -81,7 +81,8 @@ class FleetView:
         if not self.is_restricted:
             return entry
         places = [
-            {name: value for name, value in place.items() if name != "replica_devices"} | {"node": WHOLE_FLEET}
+            {name: value for name, value in place.items() if name not in ("replica_devices", "nodes")}
+            | {"node": WHOLE_FLEET}
             for place in _nearest_to_ready(entry["locations"], "status")
         ]
         sizes = [size | {"nodes": [WHOLE_FLEET]} for size in entry["sizes"]]

@@ -14,7 +14,7 @@ import pytest_asyncio
 from cortex.http.ticker import Ticker
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.harness.command import group as group_module
-from cortex.neuron.node.harness.command.group import MemberLink, MemberPorts, interface_of
+from cortex.neuron.node.harness.command.group import MemberLink, MemberPorts, check_reachable, interface_of
 from cortex.neuron.node.harness.command.host import CommandHost, ServerCommand, free_port, server_info
 from cortex.neuron.node.harness.command.server_memory import ServerMemory
 from cortex.neuron.servers.entry import HarnessEntry
@@ -71,7 +71,7 @@ async def test_end_of_a_member_ends_the_group_on_every_node_with_its_reason(memb
     lost = await members.losses(2)
     assert lost == {
         0: "on third: its server (vllm) ended with status 1",
-        1: "on first: on third: its server (vllm) ended with status 1",
+        1: "on third: its server (vllm) ended with status 1",
     }
 
 
@@ -131,6 +131,27 @@ async def test_leader_checks_the_ports_of_servers_that_listen(members: Members) 
         await members.open(0, checks_ports=True)
 
 
+async def test_leader_connects_to_all_ports_that_members_hold(members: Members) -> None:
+    others = members.members[0].members[1:]
+    for _ in range(40):
+        await check_reachable(others)
+    members.links[2].end("gone")
+    with pytest.raises(LoadFailed, match=r"third cannot be reached at 127\.0\.0\.3:\d+ .*firewalls"):
+        await check_reachable(others)
+
+
+async def test_ports_of_a_load_that_fails_before_it_takes_them_are_free() -> None:
+    ports = MemberPorts("127.0.0.1")
+    ports.hold(SECRET, "m")
+    ports.load_ended("m")
+    ports.await_load(SECRET, "m")
+    with pytest.raises(GroupClaimed):
+        ports.hold("cd" * 16, "m")
+    ports.load_ended("m")
+    ports.hold("cd" * 16, "m")
+    ports.close()
+
+
 async def test_ports_are_held_for_one_load_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_module, "HOLD_S", 0.01)
     ports = MemberPorts("127.0.0.1")
@@ -158,7 +179,7 @@ async def test_ports_are_held_while_a_version_is_read_and_while_a_load_waits(mon
     held = ports.hold(SECRET, "m")
     assert await ports.version(SECRET, read) == await ports.version(SECRET, read) == "1.2"
     assert num_reads == 1
-    ports.await_load(SECRET)
+    ports.await_load(SECRET, "m")
     await asyncio.sleep(0.05)
     assert ports.hold(SECRET, "m") == held
     ports.close()

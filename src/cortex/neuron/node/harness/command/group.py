@@ -17,13 +17,14 @@ import ipaddress
 import logging
 import socket
 import struct
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
 from cortex.system.tasks import run_once
 from cortex.wire.errors import GroupClaimed, LoadFailed, shorten
-from cortex.wire.node.groups import GroupMember, MemberAddress
+from cortex.wire.node.groups import MAX_NODES, GroupMember, MemberAddress, of_node
 from cortex.wire.words import os_error_in_words
 
 log = logging.getLogger(__name__)
@@ -73,6 +74,8 @@ class MemberPorts:
         """`address`: `cluster_address`."""
         self.address = address
         self._held: dict[str, _HeldPorts] = {}
+        self._ordered: dict[str, str] = {}
+        """By model: the group whose load was ordered."""
 
     def hold(self, group: str, model_id: str) -> tuple[str, int, int]:
         """The address and the two ports of a member, held for `HOLD_S` from now on. Raises LoadFailed, and GroupClaimed
@@ -91,10 +94,16 @@ class MemberPorts:
         held.expire_after(HOLD_S, lambda: self.release(group))
         return self.address, *held.numbers
 
-    def await_load(self, group: str) -> None:
+    def await_load(self, group: str, model_id: str) -> None:
         """Its load was ordered, and may wait for the memory that another load takes."""
+        self._ordered[model_id] = group
         if (held := self._held.get(group)) is not None:
             held.expire_after(LOAD_S, lambda: self.release(group))
+
+    def load_ended(self, model_id: str) -> None:
+        """It has failed, or the model has been unloaded since: frees what it has not taken."""
+        if (group := self._ordered.pop(model_id, None)) is not None:
+            self.release(group)
 
     async def version(self, group: str, read: Callable[[], Awaitable[str]]) -> str:
         """What `read` returns, which is called once while the ports are held, and may take long."""
@@ -298,7 +307,16 @@ class MemberLink:
 def _reason(node: str, line: bytes) -> str:
     """Why a connection ended, by its last line."""
     text = line[1:].decode(errors="replace").strip()
-    return f"on {node}: {text}" if text else f"the connection to {node} ended"
+    return of_node(node, text) if text else f"the connection to {node} ended"
+
+
+async def check_reachable(members: Sequence[MemberAddress]) -> None:
+    """Connects to the ports that these members hold on their nodes. Raises LoadFailed."""
+    ports = [(member, port) for member in members for port in (member.port, member.pulse_port)]
+    for outcome in await asyncio.gather(*starmap(_connected, ports), return_exceptions=True):
+        if isinstance(outcome, BaseException):
+            raise outcome
+        outcome[1].close()
 
 
 async def _connected(member: MemberAddress, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -319,7 +337,7 @@ def _listening(address: str) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # its server takes the port at once
         listener.bind((address, 0))
-        listener.listen(16)
+        listener.listen(2 * MAX_NODES)  # of a server's port, nobody takes the connections that check it
         listener.setblocking(False)
     except BaseException:
         listener.close()

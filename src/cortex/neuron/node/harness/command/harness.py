@@ -20,7 +20,7 @@ from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.devices import ReadDevices
 from cortex.neuron.node.harness.command.estimates import CommandEstimates, ServedFiles, SizeOfModel
 from cortex.neuron.node.harness.command.expansion import Expansion, expanded_texts, uses
-from cortex.neuron.node.harness.command.group import MemberPorts, interface_of
+from cortex.neuron.node.harness.command.group import MemberPorts, check_reachable, interface_of
 from cortex.neuron.node.harness.command.host import CommandHost, ServerCommand, free_port, server_info
 from cortex.neuron.node.harness.command.server_log import ServerLog, plain_lines
 from cortex.neuron.node.harness.command.server_memory import ServerMemory
@@ -159,6 +159,7 @@ class CommandHarness:
             raise LoadFailed(f"the harness {self._entry.name} runs models on one node only: it has no `group`")
         host, port, pulse_port = self._ports.hold(request.group, request.model_id)
         version = await self._ports.version(request.group, self._version)
+        await check_reachable(request.reaches)
         return PreparedMember(host=host, port=port, pulse_port=pulse_port, version=version)
 
     def member_needs_files(self, rank: int | None) -> bool:

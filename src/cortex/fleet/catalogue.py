@@ -71,7 +71,7 @@ class ModelSpec(Section, LoadOptions, frozen=True, kw_only=True):
     priority: int = 0
     """A model never evicts one of higher priority."""
     queue_priority: int | None = None
-    """Of models that wait for memory, the one with the highest value is loaded first. Absent: `priority`."""
+    """Among models that wait for memory, the highest value is loaded first. When absent: `priority`."""
     evict_cost: Price = 1.0
     """The relative cost of evicting the model: the cheapest model is evicted first."""
     max_requests: Count | None = None

@@ -1,8 +1,8 @@
 """How many lines of batches each node may run at once, from how much they slow interactive requests down.
 
-Pure: samples and times come in, numbers go out. Once a node has served nobody else for longer than usual, its cap
-doubles up to a limit. Beside interactive requests it follows what these measure: one more line while they are as fast
-as without batches, half as many when they are slower than that allows (additive increase, multiplicative decrease).
+Pure: samples and times come in, numbers go out. The cap of a node without interactive requests doubles up to a limit.
+While a node serves interactive requests, their latency sets the cap: it grows by one line as long as they are as fast as
+without batches, and is halved when they exceed the limits below (additive increase, multiplicative decrease).
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections import Counter, deque
 from collections.abc import Hashable
 
 MAX_TTFT_RATIO = 1.5
-"""Time to the first token beside batches, against that without them."""
+"""Limit of the time to first token while batch lines run, relative to that without them."""
 MAX_GAP_RATIO = 1.2
-"""Time between tokens, likewise."""
+"""The same limit for the time between tokens."""
 QUIET_S, MAX_QUIET_S = 5.0, 300.0
 """A node without interactive requests for this long is free for batches, or as soon as the next one is overdue."""
 OVERDUE = 5
-"""A request is overdue after so many times the usual interval. Where they arrive at random, one in 150 is."""
+"""A request is overdue after this many usual intervals. Of random arrivals, one in 150 comes that late."""
 INTERVAL_WEIGHT = 0.1
-"""Of the latest interval in the usual one."""
+"""The weight of the latest interval in the moving average."""
 STEP_S = 1.0
 """How often a cap is raised at most."""
 HOLD_S = 2.0
@@ -31,7 +31,7 @@ NUM_CLEAN = 8
 TAIL = 0.95
 """The part of the requests without batches that must be within the limit too."""
 NUM_GOOD = 4
-"""Good samples before a cap is raised beside interactive requests."""
+"""Samples within the limits that raise the cap of a node with interactive requests by one."""
 MAX_PATIENCE = 64
 """The same from zero, where a single line was too much: it doubles with every attempt, up to this."""
 

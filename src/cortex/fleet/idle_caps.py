@@ -1,8 +1,8 @@
 """How many lines of batches each node may run at once, from how much they slow interactive requests down.
 
 Pure: samples and times come in, numbers go out. The cap of a node without interactive requests doubles up to a limit.
-While a node serves interactive requests, their latency sets the cap: it grows by one line as long as they are as fast as
-without batches, and is halved when they exceed the limits below (additive increase, multiplicative decrease).
+While a node serves interactive requests, their latency sets the cap: it grows by one line as long as they are as fast
+as without batches, and is halved when they exceed the limits below (additive increase, multiplicative decrease).
 """
 
 from __future__ import annotations

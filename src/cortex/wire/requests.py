@@ -256,7 +256,7 @@ class GenerateRequest(Value, frozen=True):
 
     @property
     def level(self) -> int:
-        """Of its class."""
+        """The level of the request's class."""
         return level_of(self.request_class or "default")
 
     @property

@@ -263,7 +263,7 @@ class Dispatcher(DispatchView, StateMachine):
             self._lose(node, error.message)
 
     def _wakes_for(self, decision: Decision) -> bool:
-        """Whether a node that sleeps can serve the model; it is woken, and those who wait are told for how long."""
+        """Whether a sleeping node can serve the model. Wakes it, and reports the expected wait to waiting clients."""
         sleeping, now = self._fleet_state.sleeping, self._clock()
         reserves = sleeping.reserves
         if not reserves:

@@ -138,9 +138,9 @@ class NodeEffects:
             if isinstance(result, ModelStatus | InsufficientCapacity):
                 return result
         # Without a member that was lost in its sleep, the group has ended everywhere.
-        anew = msgspec.structs.replace(request, wake_only=False)
-        result = await result_of(lambda: start_group(self._nodes, members, anew, self._neighbours))
-        own = f"on {members[0].node}: "  # as the outcome of any load, it is told together with this node's name
+        start = msgspec.structs.replace(request, wake_only=False)
+        result = await result_of(lambda: start_group(self._nodes, members, start, self._neighbours))
+        own = f"on {members[0].node}: "  # the outcome of a load is reported with the name of its node
         if isinstance(result, CortexError) and result.message.startswith(own):
             return type(result)(result.message.removeprefix(own))
         return result

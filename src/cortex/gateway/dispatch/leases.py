@@ -99,7 +99,7 @@ class PendingRequest:
         self.tell = tell
         """Called, once, with the seconds that a node takes to wake for the request."""
         self.level = level
-        """Of its class."""
+        """The level of the request's class."""
         self.model = model
         self.has_pictures = has_pictures
         """Nodes whose replicas read pictures are preferred."""

@@ -241,7 +241,7 @@ class ProxyRequest:
             self._relay.comment(b": a node is waking up, which takes about %d s\n\n" % round(wait_s))
 
     def _loading_note(self) -> bytes:
-        """What the client is told while it waits for its model."""
+        """What the client receives while it waits for its model."""
         model, dispatcher = self.admitted.model, self.services.dispatcher
         shown = dispatcher.catalogue.spec(model).loading_state or self.services.config.loading_state
         name = self.received.envelope.facts.model

@@ -1,8 +1,8 @@
 """How many lines of batches each node may run at once, from how much they slow interactive requests down.
 
 Pure: samples and times come in, numbers go out. The cap of a node without interactive requests doubles up to a limit.
-While a node serves interactive requests, their latency sets the cap: it grows by one line as long as they are as fast
-as without batches, and is halved when they exceed the limits below (additive increase, multiplicative decrease).
+While a node serves interactive requests, their latency sets the cap: it doubles until some of them exceed the limits
+below, is halved each time that they do, and grows by a part of itself as long as they are as fast as without batches.
 """
 
 from __future__ import annotations
@@ -31,7 +31,13 @@ NUM_CLEAN = 8
 TAIL = 0.95
 """The part of the requests without batches that must be within the limit too."""
 NUM_GOOD = 4
-"""Samples within the limits that raise the cap of a node with interactive requests by one."""
+"""Samples within the limits that raise the cap of a node with interactive requests."""
+NUM_FIRST_GOOD = 2
+"""The same until lines have slowed requests down there for the first time."""
+GROWTH = 1 / 8
+"""The part of the cap that it grows by, by one line at least."""
+NUM_JUDGED, NUM_SLOW = 8, 2
+"""So many slow requests of the latest ones halve the cap. A single one has other reasons as often as not."""
 MAX_PATIENCE = 64
 """The same from zero, where a single line was too much: it doubles with every attempt, up to this."""
 
@@ -69,6 +75,8 @@ class _NodeCap:
         "halved_at",
         "interactive_at",
         "interval_s",
+        "is_starting",
+        "judged",
         "num_good",
         "patience",
         "raised_at",
@@ -84,6 +92,10 @@ class _NodeCap:
         """The usual one between interactive requests."""
         self.num_good = 0
         self.patience = NUM_GOOD
+        self.is_starting = True
+        """Whether lines have not slowed down a request yet."""
+        self.judged: deque[bool] = deque(maxlen=NUM_JUDGED)
+        """Whether the latest requests that ran beside this many lines were slow."""
         self.ttfts: dict[Hashable, _Pace] = {}
         self.gaps: dict[Hashable, _Pace] = {}
 
@@ -128,18 +140,29 @@ class IdleCaps:
             pace = paces.setdefault(key, _Pace())
             is_slow = is_slow or (lines > 0 and value > most * pace.baseline)
             pace.add(value, is_clean=lines == 0)
-        if is_slow and now - at.halved_at >= HOLD_S:
-            at.shared = max(0.5, min(at.shared, lines) / 2)
-            at.patience = NUM_GOOD if at.shared >= 1 else min(MAX_PATIENCE, 2 * at.patience)
-            at.halved_at, at.num_good = now, 0
-        elif not is_slow:
+        if lines > 0:
+            at.judged.append(is_slow)
+        if is_slow:
+            if sum(at.judged) >= NUM_SLOW and now - at.halved_at >= HOLD_S:
+                self._halve(at, now, lines)
+        else:
             at.num_good += 1
-            # A cap that is not used up says nothing about the next one.
-            is_used = lines >= int(at.shared)
-            wanted = NUM_GOOD if at.shared >= 1 else at.patience
-            if is_used and at.num_good >= wanted and now - max(at.raised_at, at.halved_at) >= STEP_S:
-                at.shared = min(self.most, math.floor(at.shared) + 1.0)
-                at.raised_at, at.num_good = now, 0
+            self._raise(at, now, lines)
+
+    def _halve(self, at: _NodeCap, now: float, lines: int) -> None:
+        at.shared = max(0.5, min(at.shared, lines) / 2)
+        at.patience = NUM_GOOD if at.shared >= 1 else min(MAX_PATIENCE, 2 * at.patience)
+        at.halved_at, at.num_good, at.is_starting = now, 0, False
+        at.judged.clear()
+
+    def _raise(self, at: _NodeCap, now: float, lines: int) -> None:
+        # A cap that is not used up says nothing about the next one.
+        is_used = lines >= int(at.shared)
+        wanted = NUM_FIRST_GOOD if at.is_starting else NUM_GOOD if at.shared >= 1 else at.patience
+        if is_used and at.num_good >= wanted and now - max(at.raised_at, at.halved_at) >= STEP_S:
+            added = max(1, int(at.shared * (1.0 if at.is_starting else GROWTH)))
+            at.shared = min(self.most, math.floor(at.shared) + added)
+            at.raised_at, at.num_good = now, 0
 
     def full(self, node: str, now: float) -> None:
         """The node rejected a line, because it has enough to do."""

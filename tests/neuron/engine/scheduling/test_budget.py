@@ -15,7 +15,6 @@ from cortex.neuron.engine.scheduling.budget import (
     LEAST_TOKENS,
     READS_PER_STEP,
     STREAM_SHARE,
-    IdlePrompts,
     PrefillShares,
     Prompt,
     SchedulerLimits,
@@ -76,37 +75,6 @@ def test_higher_class_gets_its_shares_first_and_a_lower_one_what_is_left() -> No
     needed = {low: 9000, A: 100, high: 300}
     assert PrefillShares().of_step(512, needed) == {high: 300, A: 100, low: 112}
     assert PrefillShares().of_step(256, needed) == {high: 256, A: 0, low: 0}
-
-
-@pytest.mark.parametrize(
-    ("others_stream", "others_worth", "num_streams", "expected"),
-    [
-        (False, 0, 0, 943),  # alone: a step takes six times as long as reading the weights
-        (False, 0, 40, 903),
-        (True, 0, 4, 0),  # a step of streams alone has no room
-        (False, 200, 0, LEAST_TOKENS),
-    ],
-)
-def test_idle_prompts_make_no_step_longer_than_others_make_it(
-    others_stream: bool, others_worth: int, num_streams: int, expected: int
-) -> None:
-    found = IdlePrompts().budget(
-        costs(), StepShape(num_streams), others_stream=others_stream, others_worth=others_worth, room=2000
-    )
-    assert found == pytest.approx(expected, rel=0.01)
-
-
-def test_idle_prompts_fill_steps_as_long_as_others_have_lately_made_them() -> None:
-    idle, streams = IdlePrompts(), StepShape(4)
-
-    def budget(others_worth: int) -> int:
-        return idle.budget(costs(), streams, others_stream=True, others_worth=others_worth, room=512)
-
-    assert (budget(0), budget(300)) == (0, 0)
-    assert 200 <= budget(0) <= 300
-    later = [budget(0) for _ in range(1000)]
-    assert later[100] < later[0]
-    assert [count for count in later[-400:] if count] == [LEAST_TOKENS, LEAST_TOKENS], "they always advance"
 
 
 def test_principal_that_comes_back_is_level_with_those_that_waited() -> None:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from cortex.neuron.engine.roofline.step_costs import StepCosts, StepShape
 from cortex.neuron.engine.roofline.step_work import StepWork
-from cortex.system.fair_turns import DEFAULT, IDLE, PRIORITY, VirtualTime
+from cortex.system.fair_turns import DEFAULT, PRIORITY, VirtualTime
 
 LEAST_TOKENS = 64
 """Smaller chunks cost more for each token."""
@@ -32,14 +32,6 @@ STREAM_SHARE = 1 / 3
 READS_PER_STEP = 16
 """A step of several prompts without streams takes at least this many times as long as reading the weights: shorter
 ones would spend more of their time on that."""
-
-IDLE_READS = 6
-"""A step of idle prompts alone takes at most this many times as long as reading the weights: a request that comes
-meanwhile waits for it."""
-USUAL_DECAY = 1 / 128
-"""The part by which each step forgets how long earlier ones were."""
-MOST_SKIPPED = 200
-"""Idle prompts advance at least once in this many steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,34 +138,6 @@ def turns(prompts: Ordered[Prompt], shares: Mapping[Sharer, int]) -> Turns:
     return Turns(overtaking, [index for index in range(len(prompts)) if index not in first])
 
 
-class IdlePrompts:
-    """How much of a step is for prompts of the idle class, for which nobody waits. Beside other requests they make no
-    step longer than these have lately made each other's. Belongs to the scheduler."""
-
-    def __init__(self) -> None:
-        self._usual_s = 0.0
-        """The longest expected step of other requests, of late."""
-        self._num_skipped = 0
-
-    def budget(self, costs: StepCosts, streams: StepShape, *, others_stream: bool, others_worth: int, room: int) -> int:
-        """What they are worth at most. `streams`: the step without prompts. `others_worth`: the prompts of other
-        classes in it."""
-        others_s = costs.seconds(streams.with_prompts(others_worth) if others_worth else streams)
-        if not others_stream and not others_worth:
-            most_s = max(others_s, IDLE_READS * costs.seconds(StepShape(1)))
-            return max(LEAST_TOKENS, costs.prompt_tokens(streams, most_s, room))
-        if others_stream:
-            self._usual_s = max(others_s, self._usual_s * (1 - USUAL_DECAY))
-        tokens = costs.prompt_tokens(streams, max(others_s, self._usual_s), room) - others_worth
-        self._num_skipped += 1
-        if self._num_skipped >= MOST_SKIPPED or not streams.num_streams:
-            tokens = max(tokens, LEAST_TOKENS)
-        if tokens < LEAST_CHUNK:
-            return 0
-        self._num_skipped = 0
-        return tokens
-
-
 class StepShares:
     """What is left of the principals' shares while a step is planned."""
 
@@ -202,9 +166,8 @@ class PrefillShares:
         self._prefilled: list[VirtualTime[Sharer]] = [VirtualTime() for _ in range(PRIORITY + 1)]
         self._waiting: set[Sharer] = set()
 
-    def of_step(self, budget: int, needed: Mapping[Sharer, int], idle_budget: int | None = None) -> dict[Sharer, int]:
-        """The shares of the next step: those of the highest class first, and within it see `fair_shares`.
-        `idle_budget`: what the idle class gets of `budget` at most; None: all that is left."""
+    def of_step(self, budget: int, needed: Mapping[Sharer, int]) -> dict[Sharer, int]:
+        """The shares of the next step: those of the highest class first, and within it see `fair_shares`."""
         for sharer in needed.keys() - self._waiting:
             self._prefilled[sharer.level].joins(sharer)
         for sharer in self._waiting - needed.keys():
@@ -213,8 +176,6 @@ class PrefillShares:
         shares: dict[Sharer, int] = {}
         for level in sorted({sharer.level for sharer in needed}, reverse=True):
             order = sorted((each for each in needed if each.level == level), key=self._prefilled[level].used)
-            if level == IDLE and idle_budget is not None:
-                budget = min(budget, idle_budget)
             shares |= fair_shares(budget, {sharer: needed[sharer] for sharer in order})
             budget -= sum(shares[sharer] for sharer in order)
         return shares

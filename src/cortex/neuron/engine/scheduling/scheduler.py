@@ -27,7 +27,6 @@ from cortex.neuron.engine.roofline.step_work import StepWork
 from cortex.neuron.engine.scheduling.admission import OffloadedPages, PromptTails, SequenceAdmission
 from cortex.neuron.engine.scheduling.budget import (
     LEAST_CHUNK,
-    IdlePrompts,
     PrefillShares,
     Prompt,
     SchedulerLimits,
@@ -35,6 +34,7 @@ from cortex.neuron.engine.scheduling.budget import (
     StepShares,
     turns,
 )
+from cortex.neuron.engine.scheduling.idle_work import IdleWork
 from cortex.neuron.engine.scheduling.picture_positions import NO_PICTURES, PicturePositions
 from cortex.neuron.engine.scheduling.sequence import NO_ROW, Sequence
 from cortex.neuron.engine.scheduling.sequence_states import SequenceStates
@@ -80,7 +80,8 @@ class Scheduler:
         self._admission = SequenceAdmission(pages, self._states, self._tails, self.running, limits.reserved_tokens)
         self._free_rows = list(range(limits.max_rows - 1, -1, -1))
         self._shares = PrefillShares()
-        self._idle_prompts = IdlePrompts()
+        self._idle_shares = PrefillShares()
+        self._idle_work = IdleWork()
         self._is_blocked = False
         """Whether a waiting sequence lacked pages, and none were released since."""
         self._starved: Sequence | None = None
@@ -184,9 +185,45 @@ class Scheduler:
         check, by the id of their request; only if no step is in flight."""
         draft = self._new_draft()
         self._preempt_lower_classes(draft)
-        self._plan_decodes(draft, drafted)
-        self._plan_prompts(draft)
+        if drafted:
+            for sequence in self.decoding:  # the host gives all tokens of a step that checks drafts
+                sequence.is_token_on_device = False
+        self._plan_decodes(draft, [sequence for sequence in self.decoding if sequence.level > IDLE], drafted)
+        is_full = self._plan_prompts(draft)
+        if self._has_idle:
+            self._plan_idle(draft, drafted, is_full=is_full)
         return self._finish(draft)
+
+    @property
+    def _has_idle(self) -> bool:
+        """The idle class is the last of both."""
+        return any(sequences and sequences[-1].level == IDLE for sequences in (self.running, self.waiting))
+
+    def _plan_idle(self, draft: StepDraft, drafted: Mapping[str, tuple[int, ...]], *, is_full: bool) -> None:
+        """Adds what the idle class may compute. `is_full`: a request of another class waits for room."""
+        work, others = self._idle_work, self._shape(draft)
+        decoding = [sequence for sequence in self.decoding if sequence.level == IDLE]
+        contexts = [sequence.scheduled for sequence in decoding]
+        room = work.room(self.costs, others)
+        has_prompts = not is_full and any(
+            each.level == IDLE and not each.drew_in_row for each in (*self.running, *self.waiting)
+        )
+        num_rows, skips_rows = 0, False
+        if room.is_alone and has_prompts and not work.rows_are_due and not room.leaves_prompts_room(contexts):
+            self._plan_prompts(draft, room.prompt_worth(others, self.limits.step_tokens))
+            skips_rows = bool(draft.rows)
+        if not skips_rows:
+            num_rows = room.num_rows(contexts)
+            self._plan_decodes(draft, decoding[:num_rows], drafted if room.is_alone else NOTHING_DRAFTED)
+            if has_prompts:
+                left = self.limits.step_tokens - draft.num_tokens
+                self._plan_prompts(draft, room.prompt_worth(self._shape(draft), left))
+        advances = self._shape(draft).prompt_tokens > others.prompt_tokens
+        leaves_out = (bool(decoding) and not num_rows) or (has_prompts and not advances)
+        work.planned(room, leaves_out=leaves_out, skips_rows=skips_rows)
+
+    def _shape(self, draft: StepDraft) -> StepShape:
+        return step_shape(draft.rows, self.costs.work)
 
     def _preempt_lower_classes(self, draft: StepDraft) -> None:
         """Makes room for the first waiting sequence, as far as running ones of lower classes have it."""
@@ -240,12 +277,12 @@ class Scheduler:
             self._is_blocked = False
         return draft.finish()
 
-    def _plan_decodes(self, draft: StepDraft, drafted: Mapping[str, tuple[int, ...]]) -> None:
-        decoding, spare = self.decoding, 0
+    def _plan_decodes(
+        self, draft: StepDraft, decoding: Ordered[Sequence], drafted: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        spare = 0
         if drafted:
-            spare = self.limits.step_tokens - sum([sequence.remaining for sequence in decoding])
-            for sequence in decoding:  # the host gives all tokens of a step that checks drafts
-                sequence.is_token_on_device = False
+            spare = self.limits.step_tokens - draft.num_tokens - sum([sequence.remaining for sequence in decoding])
         for sequence in decoding:
             if sequence.row == NO_ROW:
                 continue  # preempted
@@ -273,27 +310,33 @@ class Scheduler:
         draft.new_pages += [(sequence.row, *pages) for pages in added]
         return count
 
-    def _plan_prompts(self, draft: StepDraft) -> None:
-        """Adds chunks of prompts: of short ones that overtake, of running ones by age, of waiting ones in order."""
-        running = [sequence for sequence in self.running if not sequence.drew_in_row and sequence.wants_more]
+    def _plan_prompts(self, draft: StepDraft, idle_budget: int | None = None) -> bool:
+        """Adds chunks of prompts: of short ones that overtake, of running ones by age, of waiting ones in order.
+        `idle_budget`: what those of the idle class are worth at most; None: adds those of the other classes. True: a
+        request waits for room that others must not take."""
+        is_idle = idle_budget is not None
+        if idle_budget == 0:
+            return False
+        running = [each for each in self.running if not each.drew_in_row and each.wants_more]
+        running = [each for each in running if (each.level == IDLE) == is_idle]
         waiting: Ordered[Sequence] = () if self._is_blocked and running else self.waiting
+        waiting = [each for each in waiting if (each.level == IDLE) == is_idle]
         if self._offloaded is not None:
             waiting = [each for each in waiting if not self._offloaded.is_fetching(each.request.id)]
         sequences = sorted((*running, *islice(waiting, len(self._free_rows))), key=lambda each: -each.level)
         has_row = [sequence.row != NO_ROW for sequence in sequences]
         if not sequences:
-            return
-        streams = step_shape(draft.rows, self.costs.work)
-        budget, is_idle = self.limits.prompt_budget(self.costs, streams, len(sequences)), sequences[-1].level == IDLE
-        work = _COUNT if budget is None and not is_idle else self.costs.work
+            return bool(waiting)
+        streams = self._shape(draft)
+        budget = self.limits.prompt_budget(self.costs, streams, len(sequences)) if idle_budget is None else idle_budget
+        work = _COUNT if budget is None else self.costs.work
         prompts = self._prompts(sequences, draft, work)
         needed: dict[Sharer, int] = {}
         for sharer, worth in prompts:
             needed[sharer] = needed.get(sharer, 0) + worth
-        room = self.limits.step_tokens - draft.num_tokens
-        budget = room if budget is None else budget
-        idle_budget = self._idle_budget(streams, needed, budget) if is_idle else None
-        shares = StepShares(work, self._shares.of_step(budget, needed, idle_budget))
+        budget = self.limits.step_tokens - draft.num_tokens if budget is None else budget
+        prefill_shares = self._idle_shares if is_idle else self._shares
+        shares = StepShares(work, prefill_shares.of_step(budget, needed))
         order, preemptions, num_streams = turns(prompts, shares.left), self.preemptions, len(draft.rows)
         for index in (*order.overtaking, *order.by_age):
             sequence, overtakes = sequences[index], index in order.overtaking
@@ -304,20 +347,13 @@ class Scheduler:
                 if sequence.row != NO_ROW:  # else preempted
                     self._prefill_share(sequence, draft, shares)
             elif not self._free_rows or self.preemptions > preemptions:
-                return  # a sequence that has just lost its pages comes first
+                return True  # a sequence that has just lost its pages comes first
             elif overtakes:
                 if self._starved is None:
                     self._admit(sequence, draft, shares)
             elif not self._admit(sequence, draft, shares, is_next=True):
-                return
-
-    def _idle_budget(self, streams: StepShape, needed: Mapping[Sharer, int], room: int) -> int:
-        """What prompts of the idle class get of the step."""
-        others = sum(worth for sharer, worth in needed.items() if sharer.level > IDLE)
-        others_stream = any(sequence.level > IDLE and sequence.drew_in_row for sequence in self.running)
-        return self._idle_prompts.budget(
-            self.costs, streams, others_stream=others_stream, others_worth=min(others, room), room=room
-        )
+                return True
+        return False
 
     def _prompts(self, sequences: Ordered[Sequence], draft: StepDraft, work: StepWork) -> list[Prompt]:
         """What these need, of those that wait as far as it is known."""
@@ -353,7 +389,8 @@ class Scheduler:
         """Prefills what the share of the sequence's principal allows, and takes it off."""
         sharer, start = _sharer(sequence), sequence.scheduled
         num_tokens = self._prefill(sequence, draft, shares.tokens(sharer, start, sequence.remaining))
-        self._shares.count(sharer, shares.take(sharer, start, num_tokens))
+        prefilled = self._idle_shares if sharer.level == IDLE else self._shares
+        prefilled.count(sharer, shares.take(sharer, start, num_tokens))
         return num_tokens
 
     def _try_admit(self, sequence: Sequence, cached: int, draft: StepDraft) -> bool:

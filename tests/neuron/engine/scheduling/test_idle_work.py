@@ -1,0 +1,181 @@
+"""What the idle class gets of steps: as a decision, and through the scheduler."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cortex.neuron.engine.roofline.step_costs import StepCosts, StepShape
+from cortex.neuron.engine.roofline.step_work import DeviceLimits, StepWork
+from cortex.neuron.engine.scheduling.budget import LEAST_TOKENS
+from cortex.neuron.engine.scheduling.idle_work import (
+    FORCED_READS,
+    GROWTH,
+    MOST_PROMPT_STEPS,
+    MOST_SKIPPED,
+    READS,
+    IdleWork,
+)
+from cortex.neuron.engine.scheduling.scheduler import Scheduler
+from cortex.neuron.engine.scheduling.step_plan import StepPlan
+from cortex.system.fair_turns import DEFAULT, FLEX, IDLE
+
+from .planned_steps import PAGE, collect, other, planned, request, run_to_the_end, scheduler_of
+
+NOTHING = StepShape(0)
+
+
+def costs() -> StepCosts:
+    """An 8B model in bfloat16 on an H200, as steps were measured there."""
+    work = StepWork(15_000_000_000, token_bytes=131_072, weights_per_token=7_500_000_000, attention_width=131_072)
+    return StepCosts(work, DeviceLimits(4.0e12, 7.5e14))
+
+
+def step(scheduler: Scheduler) -> StepPlan:
+    plan = planned(scheduler)
+    collect(scheduler, plan)
+    return plan
+
+
+shapes = st.builds(
+    lambda streams, context, worth: StepShape(streams, context * streams).with_prompts(worth),
+    st.integers(1, 64),
+    st.integers(0, 4000),
+    st.integers(0, 1000),
+)
+
+
+@given(shapes, st.lists(st.integers(0, 8000), max_size=300))
+def test_rows_make_a_step_of_others_little_longer_and_as_many_join_as_do_so(
+    others: StepShape, contexts: list[int]
+) -> None:
+    known = costs()
+    count = IdleWork().room(known, others).num_rows(contexts)
+
+    def seconds(num_rows: int) -> float:
+        streams, context = others.num_streams + num_rows, others.context_tokens + sum(contexts[:num_rows])
+        return known.seconds(StepShape(streams, context, others.prompt_tokens, others.prompt_worth))
+
+    assert seconds(count) <= GROWTH * known.seconds(others)
+    assert count == len(contexts) or seconds(count + 1) > GROWTH * known.seconds(others)
+
+
+@given(shapes, st.integers(0, 4096))
+def test_prompts_make_a_step_of_others_little_longer(others: StepShape, room: int) -> None:
+    known = costs()
+    worth = IdleWork().room(known, others).prompt_worth(others, room)
+    assert worth == 0 or LEAST_TOKENS <= worth <= room
+    if worth:
+        longer = StepShape(
+            others.num_streams, others.context_tokens, others.prompt_tokens + worth, others.prompt_worth + worth
+        )
+        assert known.seconds(longer) <= GROWTH * known.seconds(others) * 1.01
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "join"),
+    [(0, True), (2, True), (64, False)],
+)
+def test_rows_join_prompts_in_a_step_of_their_own_while_they_take_little_of_it(num_rows: int, join: bool) -> None:
+    room = IdleWork().room(costs(), NOTHING)
+    assert room.is_alone
+    assert room.num_rows([500] * num_rows) == num_rows
+    assert room.leaves_prompts_room([500] * num_rows) is join
+
+
+def test_step_of_the_idle_class_alone_is_short() -> None:
+    known = costs()
+    room = IdleWork().room(known, NOTHING)
+    worth = room.prompt_worth(NOTHING, 16_384)
+    assert known.seconds(NOTHING.with_prompts(worth)) == pytest.approx(READS * known.seconds(StepShape(1)), rel=0.02)
+    assert room.prompt_worth(StepShape(512, 512 * 4000), 16_384) == LEAST_TOKENS, "a prompt always advances there"
+
+
+def test_prompt_advances_at_last_beside_streams_and_only_now_and_then() -> None:
+    known, work, streams = costs(), IdleWork(), StepShape(4, 2000)
+    advanced = []
+    for _ in range(3 * MOST_SKIPPED):
+        room = work.room(known, streams)
+        worth = room.prompt_worth(streams, 16_384)
+        advanced.append(worth)
+        work.planned(room, leaves_out=not worth, skips_rows=False)
+    chunks = [worth for worth in advanced if worth]
+    assert len(chunks) == 2
+    assert known.seconds(streams.with_prompts(chunks[0])) <= 1.01 * FORCED_READS * known.seconds(StepShape(1))
+    assert chunks[0] > 2 * LEAST_TOKENS
+
+
+def test_stream_has_no_idle_prompt_in_its_steps_and_the_prompt_goes_on_after_it() -> None:
+    scheduler = scheduler_of()
+    stream = scheduler.add(request("stream", PAGE, max_tokens=6))
+    step(scheduler)
+    idle = scheduler.add(other("idle", 40, 1000, level=IDLE))
+    while stream.wants_more:
+        assert [row.count for row in step(scheduler).rows] == [1], "its chunk would make the stream's steps longer"
+    assert idle.scheduled == 0
+    run_to_the_end(scheduler)
+    assert len(idle.tokens) == 44
+
+
+def test_prompt_of_another_class_does_not_wait_for_idle_rows() -> None:
+    scheduler = scheduler_of(pages=256, rows=16, step_tokens=256)
+    idle = [scheduler.add(other(f"idle{number}", PAGE, 100 * number, 40, level=IDLE)) for number in range(12)]
+    while not all(sequence.drew_in_row for sequence in idle):
+        step(scheduler)
+    first = scheduler.add(other("first", 20, 5000, max_tokens=8))
+    rows = step(scheduler).rows
+    assert max(row.count for row in rows) == 20, "the whole prompt at once"
+    assert len(rows) <= 2, "20 tokens, and one row more is within the bound"
+    while first.wants_more:
+        assert len(step(scheduler).rows) == 1, "a row more would double the step of one"
+    assert len(step(scheduler).rows) == 12, "nobody else is there"
+
+
+def test_oldest_idle_rows_join_first_so_that_each_ends() -> None:
+    scheduler = scheduler_of(pages=512, rows=64, step_tokens=256)
+    streams = [scheduler.add(other(f"stream{number}", PAGE, 100 * number, 60)) for number in range(30)]
+    while not all(sequence.drew_in_row for sequence in streams):
+        step(scheduler)
+    for sequence in streams[:15]:
+        scheduler.drop(sequence)
+    idle = [scheduler.add(other(f"idle{number}", PAGE, 9000 + 100 * number, 4, level=FLEX)) for number in range(3)]
+    assert all(sequence.level == FLEX for sequence in idle)
+    step(scheduler)
+    assert all(sequence.drew_in_row for sequence in idle), "only the idle class waits like this"
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 6), st.sampled_from([IDLE, FLEX, DEFAULT])), max_size=12))
+def test_every_request_of_every_class_ends(requests: list[tuple[int, int, int]]) -> None:
+    scheduler = scheduler_of(pages=32, rows=4, step_tokens=16)
+    added = [
+        scheduler.add(other(str(number), length, 1000 * number, max_tokens, level=level))
+        for number, (length, max_tokens, level) in enumerate(requests)
+    ]
+    plans = run_to_the_end(scheduler)
+    assert [len(each.tokens) - len(each.request.prompt) for each in added] == [each[1] for each in requests]
+    assert len(plans) <= sum(length + max_tokens for length, max_tokens, _ in requests)
+
+
+def test_idle_class_advances_while_another_stream_never_ends() -> None:
+    scheduler = scheduler_of(pages=1024, context=3000)
+    scheduler.add(request("stream", PAGE, max_tokens=2900))
+    step(scheduler)
+    idle = scheduler.add(other("idle", 20, 9000, max_tokens=2, level=IDLE))
+    steps = 0
+    while idle.wants_more and steps < 2000:
+        collect(scheduler, scheduler.plan() or pytest.fail("nothing to do"))
+        steps += 1
+    assert MOST_SKIPPED < steps <= 3 * (MOST_SKIPPED + 1)
+
+
+def test_rows_of_the_idle_class_advance_while_prompts_of_it_never_end() -> None:
+    scheduler = scheduler_of(pages=4096, rows=8, step_tokens=64)
+    idle = [scheduler.add(other(f"idle{number}", PAGE, 100 * number, 40, level=IDLE)) for number in range(6)]
+    while not all(sequence.drew_in_row for sequence in idle):
+        step(scheduler)
+    scheduler.add(other("long", 10_000, 50_000, max_tokens=1, level=IDLE))
+    before = [len(sequence.tokens) for sequence in idle]
+    for _ in range(MOST_PROMPT_STEPS + 1):
+        step(scheduler)
+    assert [len(sequence.tokens) for sequence in idle] == [count + 1 for count in before]

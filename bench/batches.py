@@ -1,16 +1,19 @@
 """What batches cost interactive requests, and what they get done: any gateway with `/v1/batches`.
 
     python bench/batches.py --url http://127.0.0.1:31313 --model MODEL --rate 2 --seconds 60
+    PYTHONPATH=src:bench python bench/batches.py --shape llama-3.1-8b --seconds 30
 
-Three phases with the same interactive requests, which arrive at random at `--rate`:
+`--shape` starts a node and a gateway of its own, which serve random weights. Three phases with the same interactive
+requests, which arrive at random at `--rate`:
 
 alone     nothing else runs
 batches   a batch runs beside them, through `/v1/batches`: the gateway decides how many lines run
 flood     the same lines as ordinary requests, `--flood` of them at once: what nobody holds back
 
-The table has times to the first token and between events of interactive requests, and the output tokens per second of
-batch lines. The last lines compare with the aim: TTFT p99 at most 1.5 times and gaps p99 at most 1.2 times those alone,
-at 70 % of the throughput of the flood.
+Each phase begins with `--settle` seconds of the same traffic that are not measured: the gateway learns how fast
+requests are without lines, and then how many lines may run. The table has times to the first token and between events
+of interactive requests, and the output tokens per second of batch lines. The last lines compare with the aim: TTFT p99
+at most 1.5 times and gaps p99 at most 1.2 times those alone, at 70 % of the throughput of the flood.
 """
 
 from __future__ import annotations
@@ -20,10 +23,11 @@ import asyncio
 import json
 import random
 import sys
+import tempfile
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +37,7 @@ from workloads import percentile
 
 BOUNDARY = "cortex-bench-batches"
 SETTLE_S = 2.0
+PREPARE_S = 90.0
 
 
 @dataclass(slots=True)
@@ -88,7 +93,7 @@ def interactive(server: Server, options: argparse.Namespace, seed: int) -> list[
     """When each request is due, and its body; the same in every phase but for the words."""
     draw, at, found = random.Random(options.seed), 0.0, []
     words = random.Random(seed)
-    while (at := at + draw.expovariate(options.rate)) < options.seconds:
+    while (at := at + draw.expovariate(options.rate)) < options.settle + options.seconds:
         found.append((at, body_of(server, words, options.prompt, options.response)))
     return found
 
@@ -149,16 +154,56 @@ async def measured(name: str, server: Server, options: argparse.Namespace) -> Ph
     due = interactive(server, options, seed)
     draw = random.Random(seed + 100)
     bodies = [body_of(server, draw, options.line_prompt, options.line_response) for _ in range(options.lines)]
+    start_s = time.monotonic() + 0.5
     if name == "alone":
-        return Phase(await _send(server, time.monotonic() + 0.5, due))
+        return _phase(await _send(server, start_s, due), start_s + options.settle)
     runs = batch(Gateway(server), bodies, server.model) if name == "batches" else flood(server, bodies, options.flood)
     async with runs as done:
-        await asyncio.sleep(SETTLE_S)
-        began_s, (tokens, lines) = time.monotonic(), await asyncio.to_thread(done)
-        records = await _send(server, time.monotonic() + 0.1, due)
+
+        async def settled() -> tuple[float, tuple[int, int]]:
+            await asyncio.sleep(start_s + options.settle - time.monotonic())
+            return time.monotonic(), await asyncio.to_thread(done)
+
+        before = asyncio.create_task(settled())
+        records = await _send(server, start_s, due)
+        began_s, (tokens, lines) = await before
         more_tokens, more_lines = await asyncio.to_thread(done)
         took_s = time.monotonic() - began_s
-    return Phase(records, (more_tokens - tokens) / took_s, more_lines - lines)
+    return _phase(records, start_s + options.settle, (more_tokens - tokens) / took_s, more_lines - lines)
+
+
+def _phase(records: list[Record], from_s: float, *lines: float) -> Phase:
+    return Phase([each for each in records if each.due_s >= from_s], *lines)
+
+
+@contextmanager
+def own_fleet(shape: str) -> Iterator[str]:
+    """The address of a gateway before a node with random weights of this shape, named like it."""
+    # Not needed where the fleet exists.
+    from daemon import running_neuron
+    from node_http import add_gateway
+    from random_checkpoint import write_checkpoint
+    from shapes import SHAPES
+
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        write_checkpoint(SHAPES[shape], folder / "model")
+        neuron, _ = stack.enter_context(running_neuron())
+        neuron.load(shape, str(folder / "model"))
+        _await_graphs(neuron.url)
+        yield add_gateway(stack, folder, int(neuron.url.rpartition(":")[2]))
+
+
+def _await_graphs(url: str) -> None:
+    """A node captures steps while it is idle. Returns when it has captured no further one for a while."""
+    deadline_s, known, since_s = time.monotonic() + PREPARE_S, "", time.monotonic()
+    while time.monotonic() < min(deadline_s, since_s + SETTLE_S):
+        with urllib.request.urlopen(f"{url}/metrics", timeout=600) as response:
+            lines = response.read().decode().splitlines()
+        found = "".join(line for line in lines if "graphs{" in line)
+        if found != known:
+            known, since_s = found, time.monotonic()
+        time.sleep(0.2)
 
 
 async def run(options: argparse.Namespace) -> dict[str, Phase]:
@@ -192,11 +237,14 @@ def table(found: dict[str, Phase]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:31313")
-    parser.add_argument("--model", required=True)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--model")
+    what.add_argument("--shape", help="serve random weights of this shape (bench/shapes.py)")
     parser.add_argument("--key", default="")
     parser.add_argument("--phases", default="alone,batches,flood")
     parser.add_argument("--rate", type=float, default=1.0, help="interactive requests per second")
-    parser.add_argument("--seconds", type=float, default=60.0, help="length of a phase")
+    parser.add_argument("--seconds", type=float, default=60.0, help="measured length of a phase")
+    parser.add_argument("--settle", type=float, default=15.0, help="seconds before that")
     parser.add_argument("--prompt", type=int, default=200, help="tokens of an interactive prompt")
     parser.add_argument("--response", type=int, default=64, help="tokens of an interactive response")
     parser.add_argument("--lines", type=int, default=2000, help="lines of the batch: more than it gets done")
@@ -206,7 +254,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    found = asyncio.run(run(options))
+    with ExitStack() as stack:
+        if options.shape is not None:
+            options.url, options.model = stack.enter_context(own_fleet(options.shape)), options.shape
+        found = asyncio.run(run(options))
     print("\n".join(table(found)))
     if options.json is not None:
         figures = {

@@ -3,11 +3,11 @@
 A step with streams is bounded by its expected time, because each stream waits for all of it. Prompts are measured in
 tokens without attention (`StepWork.prompt_worth`), so that a chunk late in a long prompt has fewer tokens.
 
-Prompts of a higher class come first, and those of the idle class make no step longer than the others do themselves
-(`IdlePrompts`). Within a class, principals whose prompts wait get the same shares, and what one
-does not need goes to the others, so that a long prompt of one principal delays the prompts of another by a chunk, not
-by itself. Shares are not smaller than `LEAST_TOKENS`: with more principals than fit into a step, those that had the
-fewest tokens so far go first. Within a principal, short prompts overtake a long one with half of its share.
+Prompts of a higher class come first; `idle_work.py` decides how much of a step the idle class gets. Within a class,
+principals whose prompts wait get the same shares, and what one does not need goes to the others, so that a long prompt
+of one principal delays the prompts of another by a chunk, not by itself. Shares are not smaller than `LEAST_TOKENS`:
+with more principals than fit into a step, those that had the fewest tokens so far go first. Within a principal, short
+prompts overtake a long one with half of its share.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 Every step is made of decode rows (sequences that need exactly their last drawn token computed) and a bounded chunk of
 prefill. Decode rows go first. Prompts extend the step up to a bound of its expected time, so that running streams keep
 their pace: principals get equal shares of it, and the prompts of one go by age, except that short ones overtake.
+Rows and prompts of the idle class come last, as far as they hardly delay the rest.
 When pages run out, the youngest sequence of the lowest class gives its pages back and is computed again later. It also
 does so for a waiting sequence of a higher class. The oldest of the highest class never does, so there is no deadlock.
 A step may be planned before the host knows the tokens of the previous one.

@@ -17,10 +17,10 @@ from cortex.neuron.kernels.attention.split_keys import (
     COMBINED,
     COMBINED_VALUES,
     PART_WORDS,
-    Parts,
     combine_last,
     counters,
     join,
+    parts_of,
 )
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.kernels.jit import (
@@ -56,7 +56,6 @@ def decode_attention(
     group_pad = max(MIN_GROUP, triton.next_power_of_2(group))
     dim_block = triton.next_power_of_2(dim)
     reached = min(batch.max_length, rules.window or batch.max_length)
-    window = rules.window or 0
     plan = decode_plan(
         rows,
         kv_heads,
@@ -67,14 +66,8 @@ def decode_attention(
         num_processors(q.device),
         shared_memory(q.device),
     )
-    division, is_planned = plan.division, False
-
-    def divide() -> Parts:
-        nonlocal is_planned
-        is_planned = True
-        return Parts(batch.lengths[:rows], batch.rows, division, window, has_new=False)
-
-    parts = batch.once(("parts", window, division), divide)
+    division = plan.division
+    parts, is_new = parts_of(batch, division, rules.window or 0, has_new=False)
     partial = sums = None
     if division.parts > 1:
         partial = torch.empty((division.programs, heads, dim), dtype=torch.float32, device=q.device)
@@ -105,7 +98,7 @@ def decode_attention(
         k.stride(0),
         v.stride(0),
         batch.page_table.stride(0),
-        int(is_planned or batch.shares_rows),
+        int(is_new or batch.shares_rows),
         HEADS=heads,
         KV_HEADS=kv_heads,
         GROUP=group,

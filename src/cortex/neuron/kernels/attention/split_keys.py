@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cortex.neuron.kernels.attention.decode_plan import KeyDivision
+from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, num_processors, tl, triton
 
 MAX_SPLITS = 16
@@ -98,6 +99,18 @@ class Parts:
             ROWS_BLOCK=PLANNED_ROWS,
             num_warps=4,
         )
+
+
+def parts_of(batch: Batch, division: KeyDivision, window: int = 0, *, has_new: bool) -> tuple[Parts, bool]:
+    """The parts of the decode rows of a step, which all layers share, and whether they are new: the kernel that is
+    launched next must not read them before its predecessor has ended. `has_new`: as of `Parts`."""
+    made = []
+
+    def make() -> Parts:
+        made.append(True)
+        return Parts(batch.lengths[: batch.num_decodes], batch.rows, division, window, has_new=has_new)
+
+    return batch.once(("parts", division, window, has_new), make), bool(made)
 
 
 def join(parts: Parts, partial: Tensor | None, sums: Tensor | None, out: Tensor) -> None:

@@ -18,7 +18,7 @@ from cortex.neuron.config import Limits
 from cortex.neuron.engine.request import EngineRequest, EngineStats, StepOutput
 from cortex.neuron.node.admission import Admission, QueuedRequest, QueueFull
 from cortex.neuron.node.generation import Generation
-from cortex.neuron.node.loading.library import FileStamps
+from cortex.neuron.node.library import FileStamps
 from cortex.neuron.node.power import EnergyMeter
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.memory import Reclaimed

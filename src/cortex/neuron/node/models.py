@@ -15,7 +15,7 @@ from cortex.neuron.engine.request import EngineStats
 from cortex.neuron.node.bench.results import BenchResults
 from cortex.neuron.node.controller import ModelController
 from cortex.neuron.node.instance import Instance
-from cortex.neuron.node.loading.library import KnownModel, Library, file_stamps
+from cortex.neuron.node.library import KnownModel, Library, file_stamps
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.model_files import ModelFiles
 from cortex.neuron.node.memory.ceilings import ModelHolding, equal_parts

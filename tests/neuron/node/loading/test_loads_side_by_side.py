@@ -13,9 +13,9 @@ from faulty_models import models, running_node, write_model
 
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.harness.estimates import Footprint
-from cortex.neuron.node.loading.device_choice import ChosenDevices
-from cortex.neuron.node.loading.library import KnownModel
-from cortex.neuron.node.loading.loads_in_progress import DeviceAllocation, LoadsInProgress, Reservation
+from cortex.neuron.node.library import KnownModel
+from cortex.neuron.node.loading.loads_in_progress import LoadsInProgress
+from cortex.neuron.node.memory.allocation import ChosenDevices, DeviceAllocation, Reservation
 from cortex.neuron.node.node import Node
 from cortex.neuron.worker.discovery import DeviceReading, Inventory
 from cortex.neuron.worker.memory import Reclaimed

@@ -13,7 +13,7 @@ import msgspec
 
 import cortex
 from cortex.neuron.models.host_division import Rates
-from cortex.neuron.node.loading.library import KnownModel
+from cortex.neuron.node.library import KnownModel
 from cortex.system.cache_folder import cache_folder
 from cortex.system.private_file import write
 from cortex.wire.node.bench import BenchResult

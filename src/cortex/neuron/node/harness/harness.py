@@ -8,9 +8,8 @@ from typing import Any, Protocol
 
 from cortex.neuron.node.harness.estimates import Estimates, FileFacts, Footprint
 from cortex.neuron.node.harness.upstream import Upstream
-from cortex.neuron.node.loading.device_choice import ChosenDevices
-from cortex.neuron.node.loading.library import KnownModel
-from cortex.neuron.node.loading.loads_in_progress import DeviceAllocation
+from cortex.neuron.node.library import KnownModel
+from cortex.neuron.node.memory.allocation import ChosenDevices, DeviceAllocation
 from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.system.tasks import finish_all

@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from cortex.neuron.node.harness.estimates import FileFacts
+from cortex.neuron.node.library import KnownModel
 from cortex.neuron.node.loading.device_allocator import DeviceAllocator
-from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.memory.ceilings import ModelHolding
 from cortex.neuron.node.models import IdleModel, Models

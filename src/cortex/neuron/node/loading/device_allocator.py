@@ -10,12 +10,12 @@ from functools import partial
 
 from cortex.formats.units import gib
 from cortex.neuron.node.devices import NodeDevices, ReadDevices
-from cortex.neuron.node.harness.estimates import Estimates, FileFacts
-from cortex.neuron.node.loading.device_choice import ChosenDevices, DeviceChoice, usable_now
-from cortex.neuron.node.loading.library import KnownModel
-from cortex.neuron.node.loading.loads_in_progress import DeviceAllocation, LoadsInProgress, OnWait, Reservation
+from cortex.neuron.node.harness.estimates import Estimates, FileFacts, NodeLimits
+from cortex.neuron.node.library import KnownModel
+from cortex.neuron.node.loading.device_choice import DeviceChoice, usable_now
+from cortex.neuron.node.loading.loads_in_progress import LoadsInProgress, OnWait
+from cortex.neuron.node.memory.allocation import ChosenDevices, DeviceAllocation, Reservation
 from cortex.neuron.node.memory.ceilings import MemoryCeilings, ModelHolding, smallest
-from cortex.neuron.node.memory.limits import NodeLimits
 from cortex.neuron.worker.discovery import DeviceReading
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.model_host import LoadRejected, ModelHost, Resident

@@ -10,9 +10,9 @@ import msgspec
 
 from cortex.formats.units import gib
 from cortex.neuron.engine.memory.reserve import MemoryReserve
-from cortex.neuron.engine.request import StageSpec
 from cortex.neuron.node.harness.estimates import Estimates, FileFacts
-from cortex.neuron.node.loading.library import KnownModel
+from cortex.neuron.node.library import KnownModel
+from cortex.neuron.node.memory.allocation import ChosenDevices
 from cortex.neuron.node.memory.ceilings import smallest
 from cortex.neuron.worker.discovery import DeviceReading
 from cortex.wire.errors import InsufficientCapacity, LoadFailed, ModelUnsupported
@@ -26,22 +26,6 @@ _SEQUENCES = (4, 8, 16, 32)
 
 DeviceLimit = Callable[[Device], int | None]
 """Bytes of a device; None: no limit."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChosenDevices:
-    devices: tuple[Device, ...]
-    """By index."""
-    stages: tuple[StageSpec, ...] = ()
-    """Those of each replica, if the model is divided by layers."""
-    free_bytes: tuple[int, ...] = ()
-    """What each device can give, if the layers are divided among nodes: their lead decides."""
-    limits: tuple[int | None, ...] = ()
-    """What other models leave of the operator's ceilings on each device."""
-
-    @property
-    def indices(self) -> tuple[int, ...]:
-        return tuple(device.index for device in self.devices)
 
 
 def check_devices(model: KnownModel, devices: Sequence[Device]) -> None:

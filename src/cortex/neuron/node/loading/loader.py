@@ -25,9 +25,9 @@ from cortex.neuron.node.devices import NodeDevices
 from cortex.neuron.node.harness.estimates import FileFacts, Footprint
 from cortex.neuron.node.harness.harness import Harnesses
 from cortex.neuron.node.instance import Instance, ModelCallbacks
+from cortex.neuron.node.library import Fetch, FileStamps, KnownModel, Library, file_stamps
 from cortex.neuron.node.loading.device_allocator import DeviceAllocator, RoomElsewhere, wake_settled
 from cortex.neuron.node.loading.device_choice import capacity_bytes, check_devices
-from cortex.neuron.node.loading.library import Fetch, FileStamps, KnownModel, Library, file_stamps
 from cortex.neuron.node.loading.loads_in_progress import OnWait
 from cortex.neuron.node.memory.host_budget import HostBudget
 from cortex.neuron.node.survey_process.client import Surveys

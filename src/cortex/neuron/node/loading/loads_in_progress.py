@@ -8,10 +8,9 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cortex.neuron.node.loading.device_choice import ChosenDevices
+from cortex.neuron.node.memory.allocation import Reservation
 from cortex.neuron.node.memory.ceilings import ModelHolding
 from cortex.neuron.worker.discovery import DeviceReading
-from cortex.neuron.worker.hosts.replicated import LockDevices
 from cortex.wire.node.protocol import Device
 
 _RECHECK_S = 1.0
@@ -19,43 +18,6 @@ _RECHECK_S = 1.0
 
 OnWait = Callable[[str | None], None]
 """Gets what a load waits for; None: it waits for nothing any more."""
-
-
-@dataclass(eq=False, slots=True)
-class Reservation:
-    """The memory of one load, from the decision about its devices to its end."""
-
-    model_id: str
-    device_bytes: Mapping[int, int]
-    """What it may take, by device index."""
-    taken_bytes: int = 0
-    """The part that it is known to hold already, over all its devices."""
-    was_alone: bool = True
-    """No other load ran on its devices meanwhile."""
-
-    def outstanding_bytes(self, index: int) -> int:
-        """What it will take of the device beyond what a reading shows."""
-        own, whole = self.device_bytes.get(index, 0), sum(self.device_bytes.values())
-        return max(0, own - self.taken_bytes * own // whole) if whole else 0
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceAllocation:
-    """The devices of one load, whose memory is reserved for it."""
-
-    chosen: ChosenDevices
-    lock_devices: LockDevices
-    """For later loads of a part of the model by its host."""
-    _reservation: Reservation
-
-    def took(self, num_bytes: int) -> None:
-        """The load holds this much by now, over all its devices."""
-        self._reservation.taken_bytes = num_bytes
-
-    @property
-    def was_alone(self) -> bool:
-        """No other load has run on its devices meanwhile, so that a change of their free memory is due to this one."""
-        return self._reservation.was_alone
 
 
 @dataclass(eq=False, slots=True)

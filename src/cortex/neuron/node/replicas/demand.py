@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from cortex.neuron.config import Limits
 from cortex.neuron.node.instance import Instance
-from cortex.neuron.node.loading.library import KnownModel
+from cortex.neuron.node.library import KnownModel
 from cortex.neuron.worker.hosts.replicated import ReplicatedHost
 from cortex.neuron.worker.model_host import LoadRejected
 from cortex.neuron.worker.process import WorkerLost

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from cortex.neuron.node.harness.command.sizes import ServerSizes
-from cortex.neuron.node.harness.estimates import Footprint
-from cortex.neuron.node.loading.library import KnownModel
+from cortex.neuron.node.harness.estimates import Footprint, NodeLimits
+from cortex.neuron.node.library import KnownModel
 from cortex.neuron.node.memory.ceilings import smallest
-from cortex.neuron.node.memory.limits import NodeLimits
 from cortex.neuron.servers.entry import HarnessEntry
 from cortex.wire.node.protocol import Device
 

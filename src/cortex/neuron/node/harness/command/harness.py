@@ -26,9 +26,8 @@ from cortex.neuron.node.harness.command.server_log import ServerLog, plain_lines
 from cortex.neuron.node.harness.command.server_memory import ServerMemory
 from cortex.neuron.node.harness.command.sizes import ServerSizes
 from cortex.neuron.node.harness.estimates import Footprint
-from cortex.neuron.node.loading.device_choice import ChosenDevices
-from cortex.neuron.node.loading.library import KnownModel
-from cortex.neuron.node.loading.loads_in_progress import DeviceAllocation
+from cortex.neuron.node.library import KnownModel
+from cortex.neuron.node.memory.allocation import ChosenDevices, DeviceAllocation
 from cortex.neuron.servers.entry import HarnessEntry
 from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.worker import amd, gpu_processes

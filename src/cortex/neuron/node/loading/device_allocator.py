@@ -13,7 +13,7 @@ from cortex.neuron.node.devices import NodeDevices, ReadDevices
 from cortex.neuron.node.harness.estimates import Estimates, FileFacts, NodeLimits
 from cortex.neuron.node.library import KnownModel
 from cortex.neuron.node.loading.device_choice import DeviceChoice, usable_now
-from cortex.neuron.node.loading.loads_in_progress import LoadsInProgress, OnWait
+from cortex.neuron.node.loading.loads_in_progress import LoadsInProgress, OnWait, Turn
 from cortex.neuron.node.memory.allocation import ChosenDevices, DeviceAllocation, Reservation
 from cortex.neuron.node.memory.ceilings import MemoryCeilings, ModelHolding, smallest
 from cortex.neuron.worker.discovery import DeviceReading
@@ -73,12 +73,9 @@ class DeviceAllocator:
     ) -> AsyncIterator[DeviceAllocation]:
         """The devices with room for the model, as many as it needs. Raises InsufficientCapacity."""
         async with contextlib.AsyncExitStack() as held:
-            candidates = self._devices
-            if self._estimates_of(model).loads_in_worker:
-                candidates = await self._likely_devices(model, facts, on_wait)
-                indices = tuple(device.index for device in candidates)
-                await held.enter_async_context(self._loads.turn(model.id, indices, on_wait))
-            chosen, reservation = await self._reserve(model, facts, candidates, on_wait)
+            in_worker = self._estimates_of(model).loads_in_worker
+            turn = held.enter_context(self._loads.queued(model.id)) if in_worker else None
+            chosen, reservation = await self._reserve(model, facts, turn, on_wait)
             held.callback(self._loads.end, reservation)
             await self._take_back(reservation, is_whole=not model.is_divided)
             on_wait(None)
@@ -90,19 +87,11 @@ class DeviceAllocator:
         readings = self._extras.without(await self._read())
         return self._choice(model, facts, self._devices, readings, counts_loads=True).split(host_bytes)
 
-    async def _likely_devices(self, model: KnownModel, facts: FileFacts, on_wait: OnWait) -> tuple[Device, ...]:
-        """Where a load would run in workers now; if possible, where no other one does. Raises InsufficientCapacity."""
-        busy = self._loads.devices_with_turns
-        idle = tuple(device for device in self._devices if device.index not in busy)
-        with contextlib.suppress(InsufficientCapacity):
-            return (await self._choose(model, facts, idle, on_wait)).devices
-        return (await self._choose(model, facts, self._devices, on_wait)).devices
-
     async def _reserve(
-        self, model: KnownModel, facts: FileFacts, candidates: tuple[Device, ...], on_wait: OnWait
+        self, model: KnownModel, facts: FileFacts, turn: Turn | None, on_wait: OnWait
     ) -> tuple[ChosenDevices, Reservation]:
-        """Raises InsufficientCapacity where the model would have no room without other loads, nor after the unloads in
-        progress."""
+        """Decides once the load can start, so that it takes its devices as they are then. Raises InsufficientCapacity
+        where the model would have no room without other loads, nor after the unloads in progress."""
         while True:
             async with self._deciding:
                 is_settling = any(map(_is_settling, self._supervisors.values()))
@@ -111,18 +100,28 @@ class DeviceAllocator:
                     reason = f"waits for one of {most} loads to end (limits.max_loads)"
                 else:
                     readings = self._extras.without(await self._read())
-                    choice = self._choice(model, facts, candidates, readings, counts_loads=True)
+                    choice = self._choice(model, facts, self._devices, readings, counts_loads=True)
                     try:
-                        chosen = choice.choose()
+                        chosen = self._best(choice, turn)
                     except InsufficientCapacity:
                         if not is_settling:
-                            reason = self._awaited(model, facts, candidates, readings)
+                            reason = self._awaited(model, facts, readings, turn)
                     else:
-                        return chosen, self._begin(model, facts, choice, chosen)
+                        reason = None if turn is None else self._loads.start(turn, chosen.indices)
+                        if reason is None:
+                            return chosen, self._begin(model, facts, choice, chosen)
                 changed = self._loads.changed
             if reason is not None:
                 on_wait(reason)
             await self._loads.wait(changed, *((SETTLE_INTERVAL_S,) if is_settling else ()))
+
+    def _best(self, choice: DeviceChoice, turn: Turn | None) -> ChosenDevices:
+        """If possible, where no other load runs. Raises InsufficientCapacity."""
+        if turn is not None and (busy := self._loads.busy_devices(turn)):
+            idle = tuple(device for device in self._devices if device.index not in busy)
+            with contextlib.suppress(InsufficientCapacity):
+                return replace(choice, devices=idle).choose()
+        return choice.choose()
 
     def _begin(self, model: KnownModel, facts: FileFacts, choice: DeviceChoice, chosen: ChosenDevices) -> Reservation:
         """Reserves what the load will take of the devices, as far as they have it; all of that for one that is divided,
@@ -257,7 +256,7 @@ class DeviceAllocator:
             if error.kind is not FaultKind.OUT_OF_MEMORY:
                 return False
         try:
-            chosen = await self._choose(model, facts, self._devices, lambda _: None)
+            chosen = await self._choose_alone(model, facts)
         except (InsufficientCapacity, LoadFailed):
             return False
         if chosen.free_bytes and sum(chosen.free_bytes) < resident.measured_bytes:  # its layers are divided
@@ -316,39 +315,37 @@ class DeviceAllocator:
 
         return DeviceChoice(model, facts, candidates, after_loads, estimates, left=left)
 
-    async def _choose(
-        self, model: KnownModel, facts: FileFacts, candidates: tuple[Device, ...], on_wait: OnWait
-    ) -> ChosenDevices:
+    async def _choose_alone(self, model: KnownModel, facts: FileFacts) -> ChosenDevices:
         """As if no other load were in progress. Waits for memory that is being freed, or was a moment ago, then raises
         InsufficientCapacity."""
         while True:
             readings = self._extras.without(await self._read())
             try:
-                return self._choice(model, facts, candidates, readings).choose()
+                return self._choice(model, facts, self._devices, readings).choose()
             except InsufficientCapacity:
                 if not any(map(_is_settling, self._supervisors.values())):
-                    on_wait(self._awaited(model, facts, candidates, readings))
+                    self._awaited(model, facts, readings, None)
             await asyncio.sleep(SETTLE_INTERVAL_S)
 
     def _awaited(
-        self,
-        model: KnownModel,
-        facts: FileFacts,
-        candidates: tuple[Device, ...],
-        readings: Mapping[int, DeviceReading],
+        self, model: KnownModel, facts: FileFacts, readings: Mapping[int, DeviceReading], turn: Turn | None
     ) -> str:
-        """What a load without room waits for. Raises InsufficientCapacity where nothing in progress makes room."""
+        """What a load without room waits for; `turn` then is on the devices that it will take. Raises
+        InsufficientCapacity where nothing in progress makes room."""
         try:
-            self._choice(model, facts, candidates, readings).choose()
+            indices = self._choice(model, facts, self._devices, readings).choose().indices
+            reason = self._loads.memory_awaited(indices)
         except InsufficientCapacity as error:
             gone = {holding.model_id for holding in self._leaving()}
             try:
                 soon = self._after_unloads(readings, self._leaving())
-                self._choice(model, facts, candidates, soon, gone=gone).choose()
+                indices = self._choice(model, facts, self._devices, soon, gone=gone).choose().indices
             except InsufficientCapacity:
                 raise error from None
-            return self._unloads_awaited()
-        return self._loads.memory_awaited([device.index for device in candidates])
+            reason = self._unloads_awaited()
+        if turn is not None:
+            turn.indices = frozenset(indices)
+        return reason
 
     def _unloads_awaited(self) -> str:
         names = dict.fromkeys(holding.model_id for holding in self._leaving())

@@ -171,7 +171,7 @@ class FileRoutes:
         except UpstreamFault as fault:
             raise UpstreamUnavailable(f"Node {client.name} did not respond: {fault}") from fault
         except CortexError as error:
-            raise type(error)(f"{client.name}: {error.message}", param=error.param) from error
+            raise error.in_words(f"{client.name}: {error.message}") from error
         variants = [
             {
                 "quant": variant.quant,

@@ -94,7 +94,8 @@ class _Pulls:
                 offline.append(client)
             else:
                 job.node_ended(client.name, error)
-                if error is not None:
+                if self._following[client.name].cancelled.is_set():
+                    job.end(error)
                     return
         await asyncio.gather(*(self._report(client, job) for client in (*waiting, *offline)))
 

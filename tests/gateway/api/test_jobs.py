@@ -7,7 +7,7 @@ import logging
 import sqlite3
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -308,12 +308,15 @@ async def test_pull_to_several_nodes_ends_with_the_last_and_names_each_that_fail
 ) -> None:
     nodes = [await neurons(name) for name in ("full", "fine", "lost")]
     client = await start_gateway(*nodes)
-    ends: tuple[tuple[Literal["failed", "done"], str | None], ...]
-    ends = ("failed", "no room"), ("done", None), ("failed", "gone")
+    ends = [
+        PullStatus(model_id="org/new", state="failed", reason="no room"),
+        PullStatus(model_id="org/new", state="done"),
+        PullStatus(model_id="org/new", state="failed", reason="gone"),
+    ]
     _, body = await client.post("/fleet/pull", {"model": "org/new", "nodes": ["full", "fine", "lost"]})
-    for node, (state, reason) in zip(nodes, ends, strict=True):
+    for node, end in zip(nodes, ends, strict=True):
         await until(lambda: node.pull_requests)  # noqa: B023
-        node.pull = PullStatus(model_id="org/new", state=state, reason=reason)
+        node.pull = end
     job = await ended(client, body["job"]["id"])
     assert (job["state"], job["error"]["message"]) == ("failed", "on full: no room; on lost: gone")
 

@@ -29,8 +29,7 @@ from cortex.neuron.node.harness.command.group import MemberPorts
 from cortex.neuron.node.harness.command.harness import CommandHarness
 from cortex.neuron.node.harness.engine import EngineHarness
 from cortex.neuron.node.harness.forecast import Forecast
-from cortex.neuron.node.harness.harness import Harnesses
-from cortex.neuron.node.harness.upstream import Upstream
+from cortex.neuron.node.harness.harness import Harnesses, Upstream
 from cortex.neuron.node.library import KnownModel, Library, files_digest, scan_cache, scan_folders
 from cortex.neuron.node.loading.context_allocator import ContextAllocator
 from cortex.neuron.node.loading.device_allocator import DeviceAllocator

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cortex.formats.units import gib
+from cortex.neuron.node.harness.command.estimates import quantile
 from cortex.neuron.node.harness.command.server_process import ServerProcess
-from cortex.neuron.node.harness.command.sizes import quantile
 from cortex.neuron.worker.memory import Reclaimed
 from cortex.system.tasks import run_once
 

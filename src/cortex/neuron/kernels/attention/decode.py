@@ -67,19 +67,19 @@ def decode_attention(
         num_processors(q.device),
         shared_memory(q.device),
     )
-    is_planned = False
+    division, is_planned = plan.division, False
 
     def divide() -> Parts:
         nonlocal is_planned
         is_planned = True
-        return Parts(batch.lengths, batch.rows, rows, window, plan)
+        return Parts(batch.lengths[:rows], batch.rows, division, window, has_new=False)
 
-    parts = batch.once(("parts", window, plan), divide)
+    parts = batch.once(("parts", window, division), divide)
     partial = sums = None
-    if plan.parts > 1:
-        partial = torch.empty((plan.programs, heads, dim), dtype=torch.float32, device=q.device)
-        sums = torch.empty((plan.programs, heads, 2), dtype=torch.float32, device=q.device)
-    _decode_kernel[(kv_heads, plan.programs)](
+    if division.parts > 1:
+        partial = torch.empty((division.programs, heads, dim), dtype=torch.float32, device=q.device)
+        sums = torch.empty((division.programs, heads, 2), dtype=torch.float32, device=q.device)
+    _decode_kernel[(kv_heads, division.programs)](
         q,
         k,
         v,
@@ -95,7 +95,7 @@ def decode_attention(
         out,
         partial,
         sums,
-        None if plan.parts == 1 or plan.joins else counters(q.device),
+        None if division.parts == 1 or plan.joins else counters(q.device),
         parts.of_programs,
         rules.scale * LOG2_E,
         (rules.softcap or 0.0) * LOG2_E,
@@ -119,9 +119,9 @@ def decode_attention(
         SINKS=rules.sinks is not None,
         CAPPED=rules.softcap is not None,
         PAGE=page_tokens,
-        TILE=plan.tile,
+        TILE=division.tile,
         HOLD=plan.holds,
-        SPLIT=plan.parts > 1,
+        SPLIT=division.parts > 1,
         JOINS=plan.joins,
         WORDS=PART_WORDS,
         COMBINED=max(1, min(COMBINED, COMBINED_VALUES // (group_pad * dim_block))),

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from cortex.neuron.kernels.shared_memory import SharedMemory
 
 TILE, SHORT_TILE = 64, 32
-PROGRAMS_PER_PROCESSOR, LARGE_PER_PROCESSOR = 4, 2
-"""This many programs saturate the memory bandwidth, or fit where heads are large; more splits only add work."""
+PROGRAMS_PER_PROCESSOR, LARGE_PER_PROCESSOR = 3, 2
+"""This many programs saturate the memory bandwidth, or fit where heads are large; more parts only add work."""
+FEW_PER_PROCESSOR, FEW_ROWS = 4, 16
+"""The keys of few rows are divided among more programs, which evens out when they end."""
 LARGE, LARGE_WARPS = 256, 4
 WIDE, WIDE_WARPS = 512, 8
 """From these head sizes on, fewer warps have too few registers."""
@@ -21,15 +23,31 @@ QUERY_BYTES = 4 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class DecodePlan:
+class KeyDivision:
+    """How programs divide the keys of the rows of a step, whose lengths only the device knows."""
+
     parts: int
-    """Into how many parts the keys of a row are divided, at most."""
+    """Of a row, at most."""
     shares: int
-    """See `num_shares`."""
+    """All keys are so many shares of one size. A row gets as many programs as it has shares, rounded, and at least one:
+    so rows of one length are divided evenly, and no program has more than one and a half shares."""
     programs: int
-    """For each kv head, enough for rows of any lengths."""
+    """Enough for rows of any lengths."""
     tile: int
-    """Positions that a program takes at once."""
+    """Positions that a program takes at once: a part is a multiple."""
+
+    @classmethod
+    def of(cls, rows: int, at_once: int, parts: int, tile: int) -> KeyDivision:
+        """`at_once`: programs that the device runs at once. Where rows are more than these, a share is a third longer
+        than the rows are on average."""
+        shares = rows * (at_once // rows) if rows <= at_once else max(1, at_once, rows * 3 // 4)
+        return cls(parts, shares, min(rows * parts, rows - 1 + shares), tile)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    division: KeyDivision
+    """For each kv head."""
     warps: int
     holds: bool
     """Whether the first tile is loaded into registers before the queries are there. Large heads need the registers."""
@@ -51,7 +69,9 @@ def decode_plan(
     """max_length: positions that a row attends to, at most. group_pad, dim_block: the query heads of a kv head and the
     dimensions of a head, as powers of two."""
     is_large = dim_block >= LARGE
-    per_processor = LARGE_PER_PROCESSOR if is_large else PROGRAMS_PER_PROCESSOR
+    per_processor = FEW_PER_PROCESSOR if rows <= FEW_ROWS else PROGRAMS_PER_PROCESSOR
+    if is_large:
+        per_processor = LARGE_PER_PROCESSOR
     at_once = per_processor * processors // kv_heads
     most = min(MAX_PARTS, -(-max_length // TILE))
     even_parts = max(1, min(most, at_once // rows))  # where all rows are of one length
@@ -61,24 +81,8 @@ def decode_plan(
         # With one part per row and at most two programs per processor, larger tiles keep more loads in flight.
         wanted = 2 * TILE if even_parts == 1 and rows * kv_heads <= 2 * processors else TILE
     tile = fitting_tile(wanted, group_pad, dim_block * element_bytes, shared)
-    shares = num_shares(rows, at_once)
-    return DecodePlan(
-        parts=most,
-        shares=shares,
-        programs=min(rows * most, rows - 1 + shares),
-        tile=tile,
-        warps=_num_warps(tile, dim_block),
-        holds=not is_large,
-        joins=is_large and most > 1,
-    )
-
-
-def num_shares(rows: int, at_once: int) -> int:
-    """Into how many shares of one size the keys of all rows are divided, for each kv head. A row gets as many programs
-    as it has shares, rounded, and at least one: so rows of one length are divided evenly, and no program has more than
-    one and a half shares. `at_once`: programs that run at once. Where rows are more than these, a share is a third
-    longer than the rows are on average."""
-    return rows * (at_once // rows) if rows <= at_once else max(1, at_once, rows * 3 // 4)
+    division = KeyDivision.of(rows, at_once, most, tile)
+    return DecodePlan(division, _num_warps(tile, dim_block), holds=not is_large, joins=is_large and most > 1)
 
 
 def fitting_tile(wanted: int, group_pad: int, head_bytes: int, shared: SharedMemory) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cortex.neuron.kernels.attention.decode_plan import DecodePlan
+from cortex.neuron.kernels.attention.decode_plan import KeyDivision
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, num_processors, tl, triton
 
 MAX_SPLITS = 16
@@ -72,10 +72,15 @@ class Parts:
     """How programs divide the keys of the decode rows of a step, on the device, because a captured graph serves many
     steps. Long rows have more programs: the longest of a step, with one, would keep all others waiting."""
 
-    def __init__(self, lengths: Tensor, table_rows: Tensor, num_rows: int, window: int, plan: DecodePlan) -> None:
-        self.of_programs = torch.empty((plan.programs, PART_WORDS), dtype=torch.int32, device=lengths.device)
+    def __init__(
+        self, lengths: Tensor, table_rows: Tensor, division: KeyDivision, window: int = 0, *, has_new: bool
+    ) -> None:
+        """`lengths` and `table_rows`: of each row. `has_new`: whether the newest key of a row is in the pages and
+        belongs to a part."""
+        num_rows, device = len(lengths), lengths.device
+        self.of_programs = torch.empty((division.programs, PART_WORDS), dtype=torch.int32, device=device)
         """What `_parts_kernel` writes for each program"""
-        self.of_rows = torch.empty((num_rows, 2), dtype=torch.int32, device=lengths.device)
+        self.of_rows = torch.empty((num_rows, 2), dtype=torch.int32, device=device)
         """The first program of each row and their number"""
         _parts_kernel[(1,)](
             lengths,
@@ -84,10 +89,11 @@ class Parts:
             self.of_rows,
             num_rows,
             window,
-            plan.shares,
-            plan.parts,
-            plan.programs,
-            TILE=plan.tile,
+            0 if has_new else 1,
+            division.shares,
+            division.parts,
+            division.programs,
+            TILE=division.tile,
             WORDS=PART_WORDS,
             ROWS_BLOCK=PLANNED_ROWS,
             num_warps=4,
@@ -119,7 +125,7 @@ def counters(device: torch.device) -> Tensor:
     return torch.zeros(MAX_CELLS, dtype=torch.int32, device=device)
 
 
-@jit(do_not_specialize=["num_rows", "window", "shares", "most", "programs"])
+@jit(do_not_specialize=["num_rows", "window", "left", "shares", "most", "programs"])
 def _parts_kernel(
     lengths,
     table_rows,
@@ -127,6 +133,7 @@ def _parts_kernel(
     of_rows,
     num_rows,
     window,
+    left,
     shares,
     most,
     programs,
@@ -136,19 +143,19 @@ def _parts_kernel(
 ):
     """For each program: the row, its row in the page table, its first key and the end of its keys, its part and the
     number of the row's parts, which is zero for a program without keys. Long rows come first: others fit behind them.
-    The new key of a row does not count."""
+    left: so many of the newest keys of a row are in no part."""
     keys = tl.zeros((ROWS_BLOCK,), tl.int64)
     for start in range(0, num_rows, ROWS_BLOCK):
         row = start + tl.arange(0, ROWS_BLOCK)
-        first, newest = _seen(lengths, row, num_rows, window)
-        keys += newest - first
+        first, end = _seen(lengths, row, num_rows, window, left)
+        keys += end - first
     share = tl.maximum(TILE, tl.cdiv(tl.sum(keys, 0), shares))
     listed = 0
     for is_short in tl.static_range(2):
         for start in range(0, num_rows, ROWS_BLOCK):
             row = start + tl.arange(0, ROWS_BLOCK)
-            first, newest = _seen(lengths, row, num_rows, window)
-            count = newest - first
+            first, end = _seen(lengths, row, num_rows, window, left)
+            count = end - first
             wanted = tl.minimum(tl.maximum(1, (count + share // 2) // share), most)
             tokens = tl.maximum(1, tl.cdiv(tl.cdiv(count, wanted), TILE)) * TILE
             parts = tl.maximum(1, tl.cdiv(count, tokens)).to(tl.int32)
@@ -164,7 +171,7 @@ def _parts_kernel(
                 tl.store(words, row, mask=has)
                 tl.store(words + 1, table_row, mask=has)
                 tl.store(words + 2, first + part * tokens, mask=has)
-                tl.store(words + 3, tl.minimum(newest, first + (part + 1) * tokens), mask=has)
+                tl.store(words + 3, tl.minimum(end, first + (part + 1) * tokens), mask=has)
                 tl.store(words + 4, part, mask=has)
                 tl.store(words + 5, parts, mask=has)
             listed += tl.sum(parts, 0)
@@ -174,10 +181,10 @@ def _parts_kernel(
 
 
 @jit
-def _seen(lengths, row, num_rows, window):
-    """The first earlier position that the newest token of a row sees, and the position of that token."""
-    length = tl.load(lengths + row, mask=row < num_rows, other=1)
-    return tl.where(window > 0, tl.maximum(0, length - window), 0), length - 1
+def _seen(lengths, row, num_rows, window, left):
+    """The first position that the newest token of a row sees, and the end of those that are divided."""
+    length = tl.load(lengths + row, mask=row < num_rows, other=left)
+    return tl.where(window > 0, tl.maximum(0, length - window), 0), length - left
 
 
 @jit

@@ -1,4 +1,4 @@
-"""Room for models on the devices of the node: which devices a load gets, what it may take, and what it waits for."""
+"""Allocates the devices of the node to loads: which devices a load gets, how much memory, and what it waits for."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SETTLE_INTERVAL_S = 0.2
 
 
 class RoomElsewhere(InsufficientCapacity):
-    """A sleeping model has no room on its devices, but has on others."""
+    """A sleeping model no longer fits on its devices, but fits on others."""
 
 
 class DeviceAllocator:
@@ -82,8 +82,8 @@ class DeviceAllocator:
             yield DeviceAllocation(chosen, partial(self._for_reload, model, facts), reservation)
 
     async def split(self, model: KnownModel, facts: FileFacts, host_bytes: int) -> HostSplit | str:
-        """What a load may leave to host memory, which has `host_bytes`, next to the loads in progress; or why that
-        cannot be."""
+        """The weights that a load may put into host memory, of which `host_bytes` are free, next to the loads in
+        progress; or why that is impossible."""
         readings = self._extras.without(await self._read())
         return self._choice(model, facts, self._devices, readings, counts_loads=True).split(host_bytes)
 
@@ -116,7 +116,7 @@ class DeviceAllocator:
             await self._loads.wait(changed, *((SETTLE_INTERVAL_S,) if is_settling else ()))
 
     def _best(self, choice: DeviceChoice, turn: Turn | None) -> ChosenDevices:
-        """If possible, where no other load runs. Raises InsufficientCapacity."""
+        """Prefers devices where no other load runs. Raises InsufficientCapacity."""
         if turn is not None and (busy := self._loads.busy_devices(turn)):
             idle = tuple(device for device in self._devices if device.index not in busy)
             with contextlib.suppress(InsufficientCapacity):
@@ -124,8 +124,8 @@ class DeviceAllocator:
         return choice.choose()
 
     def _begin(self, model: KnownModel, facts: FileFacts, choice: DeviceChoice, chosen: ChosenDevices) -> Reservation:
-        """Reserves what the load will take of the devices, as far as they have it; all of that for one that is divided,
-        whose parts are not known yet."""
+        """Reserves what the load is expected to take of its devices; all that it may take, if it is divided, because
+        its parts are not known yet."""
         estimates = self._estimates_of(model)
         sizes = {device.index: choice.usable_bytes(device) for device in chosen.devices}
         if not model.is_divided:
@@ -137,7 +137,7 @@ class DeviceAllocator:
 
     @contextlib.asynccontextmanager
     async def _for_reload(self, model: KnownModel, facts: FileFacts, indices: tuple[int, ...]) -> AsyncIterator[None]:
-        """Room for a part of a loaded model that was lost, on the same devices, which have no extra replicas then."""
+        """Reserves memory for a lost part of a loaded model on the same devices, which have no extra replicas then."""
         estimates = self._estimates_of(model)
         need = {each.index: estimates.expected_bytes(model, facts, each) for each in self._devices}
         async with (
@@ -149,8 +149,8 @@ class DeviceAllocator:
 
     @contextlib.asynccontextmanager
     async def _reserved(self, reservation: Reservation, on_wait: OnWait) -> AsyncIterator[None]:
-        """Reserves memory of given devices, once loads and unloads in progress leave it. If there would be too little
-        then, too, the load itself finds that out."""
+        """Reserves memory of given devices once the loads and unloads in progress leave enough. If they never do, the
+        load itself fails."""
         indices = reservation.device_bytes.keys()
         while True:
             async with self._deciding:
@@ -171,8 +171,8 @@ class DeviceAllocator:
             self._loads.end(reservation)
 
     async def _take_back(self, reservation: Reservation, *, is_whole: bool = True) -> None:
-        """Has extra replicas give way where a device has less than the reserved bytes left; anywhere, for a model of
-        which each device gets a part."""
+        """Unloads extra replicas where a device has less free memory than reserved; on all its devices, for a divided
+        model."""
         own = reservation.device_bytes
         readings = await self._read()
         sharing = self._extras.sharing(own)
@@ -229,7 +229,7 @@ class DeviceAllocator:
     async def for_wake(
         self, model: KnownModel, host: ModelHost, resident: Resident, on_wait: OnWait = lambda _: None
     ) -> AsyncIterator[None]:
-        """Room for the sleeping model on its devices. Raises InsufficientCapacity."""
+        """Reserves memory for the sleeping model on its devices. Raises InsufficientCapacity."""
         indices = host.device_indices
         sizes = dict(zip(indices, resident.device_bytes(len(indices)), strict=True))
         async with contextlib.AsyncExitStack() as held:
@@ -285,7 +285,7 @@ class DeviceAllocator:
                 )
 
     def _left_bytes(self, device: Device, num_devices: int, model_id: str) -> int | None:
-        """What models and loads in progress leave of the operator's ceilings for the model."""
+        """Bytes of the operator's ceilings that other models and loads in progress leave to the model."""
         loading = self._loads.holdings()
         return self._ceilings.left_bytes(device.index, num_devices, but=model_id, loading=loading)
 
@@ -330,8 +330,8 @@ class DeviceAllocator:
     def _awaited(
         self, model: KnownModel, facts: FileFacts, readings: Mapping[int, DeviceReading], turn: Turn | None
     ) -> str:
-        """What a load without room waits for; `turn` then is on the devices that it will take. Raises
-        InsufficientCapacity where nothing in progress makes room."""
+        """What a load that does not fit waits for. Sets the devices of `turn` to those that the load will take. Raises
+        InsufficientCapacity if nothing in progress frees enough."""
         try:
             indices = self._choice(model, facts, self._devices, readings).choose().indices
             reason = self._loads.memory_awaited(indices)

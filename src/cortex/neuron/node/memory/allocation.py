@@ -1,4 +1,4 @@
-"""The devices that a load has been given, and the memory of them that is reserved for it."""
+"""The devices chosen for a load, and the memory reserved for it there."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class ChosenDevices:
     devices: tuple[Device, ...]
     """By index."""
     stages: tuple[StageSpec, ...] = ()
-    """Those of each replica, if the model is divided by layers."""
+    """The stages of each replica, if the model is divided by layers."""
     free_bytes: tuple[int, ...] = ()
-    """What each device can give, if the layers are divided among nodes: their lead decides."""
+    """Free memory of each device, if the layers are divided among nodes: the first node decides."""
     limits: tuple[int | None, ...] = ()
-    """What other models leave of the operator's ceilings on each device."""
+    """Per device: what other models leave of the operator's memory ceilings."""
 
     @property
     def indices(self) -> tuple[int, ...]:
@@ -32,14 +32,14 @@ class Reservation:
 
     model_id: str
     device_bytes: Mapping[int, int]
-    """What it may take, by device index."""
+    """Device index → bytes that the load may take."""
     taken_bytes: int = 0
-    """The part that it is known to hold already, over all its devices."""
+    """Bytes that the load already holds, over all devices."""
     was_alone: bool = True
-    """No other load ran on its devices meanwhile."""
+    """No other load has run on its devices so far."""
 
     def outstanding_bytes(self, index: int) -> int:
-        """What it will take of the device beyond what a reading shows."""
+        """Bytes that the load will still take of the device: a reading does not show them yet."""
         own, whole = self.device_bytes.get(index, 0), sum(self.device_bytes.values())
         return max(0, own - self.taken_bytes * own // whole) if whole else 0
 
@@ -50,14 +50,14 @@ class DeviceAllocation:
 
     chosen: ChosenDevices
     lock_devices: LockDevices
-    """For later loads of a part of the model by its host."""
+    """Locks devices while the host loads a part of the model again."""
     _reservation: Reservation
 
     def took(self, num_bytes: int) -> None:
-        """The load holds this much by now, over all its devices."""
+        """Reports the bytes that the load holds so far, over all devices."""
         self._reservation.taken_bytes = num_bytes
 
     @property
     def was_alone(self) -> bool:
-        """No other load has run on its devices meanwhile, so that a change of their free memory is due to this one."""
+        """No other load has run on its devices, so a change of their free memory is due to this one."""
         return self._reservation.was_alone

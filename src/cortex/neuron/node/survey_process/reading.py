@@ -107,7 +107,7 @@ def _reporting(function: F) -> F:
     return reporting  # type: ignore[return-value]
 
 
-class _Facts(msgspec.Struct, frozen=True, array_like=True):
+class _PackedFacts(msgspec.Struct, frozen=True, array_like=True):
     config: str
     quant: str | None
     recipe: str | None
@@ -127,14 +127,14 @@ def pack_facts(facts: ModelFacts) -> bytes:
         raise LoadFailed(f"{path} has more than {MAX_TENSORS} tensors; download the model again")
     members = {name: (info.shape, info.dtype, info.num_bytes, info.scaled) for name, info in tensors.items()}
     recipe = None if facts.recipe is None else facts.recipe.name
-    encoded = msgspec.msgpack.encode(_Facts(config, facts.quant, recipe, members, facts.sample))
+    encoded = msgspec.msgpack.encode(_PackedFacts(config, facts.quant, recipe, members, facts.sample))
     if len(encoded) > MAX_REPLY_BYTES:
         raise LoadFailed(f"the tensors of {path} take more than {MAX_REPLY_BYTES >> 20} MiB to list; is it a model?")
     return encoded
 
 
 def unpack_facts(facts: bytes, read: Read) -> ModelFacts:
-    packed = msgspec.msgpack.decode(facts, type=_Facts)
+    packed = msgspec.msgpack.decode(facts, type=_PackedFacts)
     raw: dict[str, Any] = json.loads(packed.config)
     architecture = read_architecture(raw)
     if read.num_ranks > 1:

@@ -156,7 +156,7 @@ class Step(NamedTuple):
     launched_s: float
     """What the host took to launch the one after it, which may include reading this one."""
     notes: str
-    """What may have held that launch up: device memory taken or freed, garbage collected."""
+    """What may have held that launch up: memory taken, garbage collected."""
 
 
 @contextmanager
@@ -173,8 +173,7 @@ def recorded_steps() -> Iterator[list[Step]]:
             collecting_s[0] += time.perf_counter() - collecting_s[1]
 
     def allocated() -> tuple[int, int]:
-        found = torch.cuda.memory_stats()
-        return found["num_device_alloc"], found["num_device_free"]
+        return torch.cuda.memory_stats()["num_device_alloc"], torch.cuda.host_memory_stats()["num_host_alloc"]
 
     def recorded(costs: StepCosts, shape: StepShape, seconds: float) -> None:
         steps.append(Step(shape, seconds, launched_s, notes))
@@ -186,11 +185,12 @@ def recorded_steps() -> Iterator[list[Step]]:
         start = time.perf_counter()
         result = launch(runner, *arguments)
         launched_s = time.perf_counter() - start
-        taken, freed = (now - then for now, then in zip(allocated(), before, strict=True))
+        device, host = (now - then for now, then in zip(allocated(), before, strict=True))
+        plan = arguments[0]
         notes = (
-            f"{arguments[0].num_tokens} tokens in {len(arguments[0].rows)} rows, {taken} allocations, {freed} freed, "
+            f"{plan.num_tokens} tokens in {len(plan.rows)} rows, memory taken on the device {device} and here {host} "
         )
-        notes += f"{collecting_s[0] * 1e3:.1f} ms of garbage collection"
+        notes += f"times, {collecting_s[0] * 1e3:.1f} ms of garbage collection"
         return result
 
     gc.callbacks.append(collecting)

@@ -20,6 +20,18 @@ _DTYPES = {
 }
 _pinned = partial(torch.empty, dtype=torch.uint8, pin_memory=True)
 
+_RESERVED = {**{1 << bits: 8 for bits in range(9, 18)}, **{1 << bits: 3 for bits in range(18, 21)}}
+"""Bytes of page-locked memory, and how many pieces of them the steps in flight hold."""
+
+
+def reserve_host_memory(device: torch.device) -> None:
+    """Lets torch keep page-locked memory for the arrays of several steps, 8 MB in all. Whoever takes it later waits
+    until the device has computed all steps that were launched."""
+    if device.type == "cuda":
+        for size, count in _RESERVED.items():
+            pieces = [_pinned(size) for _ in range(count)]  # all at once: a piece that is free would be given again
+            pieces.clear()
+
 
 def upload(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:
     """The arrays on the device, in one copy: each copy takes the host as long as many kilobytes do. It does not wait

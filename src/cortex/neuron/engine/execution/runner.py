@@ -38,7 +38,7 @@ from cortex.neuron.engine.execution.threads import StepThreads
 from cortex.neuron.engine.memory.sequences import SequenceMemory
 from cortex.neuron.engine.sampling.sampler import Draw, Drawn, GrammarMask, Sampler, draw_lines
 from cortex.neuron.engine.scheduling.step_plan import StepPlan
-from cortex.neuron.engine.uploads import upload
+from cortex.neuron.engine.uploads import reserve_host_memory, upload
 from cortex.neuron.kernels.batch import Batch, PictureVectors, PrefillRow, prefill_tiles
 from cortex.neuron.kernels.sampling.rows import Draws
 from cortex.neuron.models.decoder import Decoder
@@ -88,6 +88,7 @@ class Runner:
         self._memory = memory
         self._states = memory.states
         self.device = model.parameters.device
+        reserve_host_memory(self.device)
         self.page_tokens = page_tokens
         self._block_tokens = block_tokens
         is_batch_invariant = block_tokens is not None

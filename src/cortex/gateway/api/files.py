@@ -94,7 +94,8 @@ class _Pulls:
                 offline.append(client)
             else:
                 job.node_ended(client.name, error)
-                if error is not None:
+                if self._following[client.name].cancelled.is_set():
+                    job.end(error)
                     return
         await asyncio.gather(*(self._report(client, job) for client in (*waiting, *offline)))
 
@@ -171,7 +172,7 @@ class FileRoutes:
         except UpstreamFault as fault:
             raise UpstreamUnavailable(f"Node {client.name} did not respond: {fault}") from fault
         except CortexError as error:
-            raise type(error)(f"{client.name}: {error.message}", param=error.param) from error
+            raise error.in_words(f"{client.name}: {error.message}") from error
         variants = [
             {
                 "quant": variant.quant,

@@ -20,7 +20,7 @@ from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.inference.server_slot import NoSlot, ServerSlot
 from cortex.neuron.api.inference.session import ready
 from cortex.neuron.api.metrics import RequestWatch
-from cortex.neuron.node.harness.upstream import Upstream
+from cortex.neuron.node.harness.harness import Upstream
 from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import CortexError, MethodNotAllowed, UpstreamInterrupted
 from cortex.wire.fields.request_class import level_of

@@ -55,8 +55,7 @@ from cortex.gateway.page.page import Page
 from cortex.gateway.page.sign_in_attempts import SignInAttempts
 from cortex.gateway.page.signing_in import SigningIn
 from cortex.gateway.pictures import PictureFetcher, PictureInlining
-from cortex.gateway.proxy.accounting.activity import ActivityLog
-from cortex.gateway.proxy.accounting.activity_file import ActivityFile
+from cortex.gateway.proxy.accounting.activity import ActivityFile, ActivityLog
 from cortex.gateway.proxy.accounting.disconnected_usage import DisconnectedUsage
 from cortex.gateway.proxy.accounting.request_log import RequestLog
 from cortex.gateway.proxy.accounting.running import RunningRequests

@@ -121,7 +121,7 @@ class Inference:
                 exchange.on_disconnect(partial(_cancel, task))
                 return
             read = envelopes.read_relayed(request.body, route.dialect, route.generates, strip_billing)
-            if (preset := self._preset(read, route, key)) is not None:
+            if has_presets and (preset := self._preset(read, route, key)) is not None:
                 read = envelopes.read_preset(read.body, route.dialect, route.generates, preset, is_opaque(route))
         except CortexError as error:
             self.reject_unread(exchange, route, key, id, span, error)

@@ -19,8 +19,7 @@ from cortex.system.tasks import run_once
 from cortex.telemetry.spans import Span
 from cortex.wire.errors import CortexError, ModelNotFound, ShuttingDown
 from cortex.wire.opaque.fields import OpaqueFields
-from cortex.wire.opaque.health_checks import HEALTH_CHECKS
-from cortex.wire.opaque.routes import split_upstream, with_slash
+from cortex.wire.opaque.routes import HEALTH_CHECKS, split_upstream, with_slash
 from cortex.wire.request_summary import RequestSummary
 
 

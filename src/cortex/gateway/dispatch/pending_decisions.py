@@ -91,9 +91,7 @@ class PendingDecisions:
             idle = fleet().as_if_idle(node)
             quiet = idle.node(name) or node
             now = clock()
-            if any(
-                may_fit(each, quiet, idle, now, origin=origin) for each, origin in self._partly_assessed.items()
-            ):
+            if any(may_fit(each, quiet, idle, now, origin=origin) for each, origin in self._partly_assessed.items()):
                 self.awaited |= {name}
         if name in self.awaited:
             self.nodes.add(name)

@@ -26,7 +26,7 @@ from cortex.wire.errors import CortexError, MethodNotAllowed, UpstreamInterrupte
 from cortex.wire.fields.request_class import level_of
 from cortex.wire.node import headers as our_headers
 from cortex.wire.node.protocol import ModelState
-from cortex.wire.opaque.health_checks import not_ready
+from cortex.wire.opaque.routes import not_ready
 
 _JSON = (b"content-type", b"application/json")
 _RELAYED: Headers = ((our_headers.RELAYED.encode(), b"1"),)

@@ -92,15 +92,18 @@ def attention_rules() -> AttentionRules:
     return AttentionRules(DIM**-0.5, normal(CONTEXT, DIM, dtype=torch.float32), normal(DIM), normal(DIM), EPS)
 
 
-def decode_batch(rows: int, length: int, table: Tensor) -> Batch:
-    """One token for each row, after `length - 1` others."""
+def decode_batch(rows: int, length: int, table: Tensor, longest: int | None = None) -> Batch:
+    """One token for each row, after `length - 1` others, or after `longest - 1` in the last row."""
     index = torch.arange(rows, device=DEVICE)
+    lengths = torch.full((rows,), length, dtype=torch.int32, device=DEVICE)
+    lengths[-1] = longest or length
+    newest = (lengths - 1).long()
     return Batch(
         tokens=index,
-        positions=torch.full((rows,), length - 1, device=DEVICE),
-        slots=table[:, -1].long() * PAGE + (length - 1) % PAGE,
+        positions=newest,
+        slots=table[index, newest // PAGE].long() * PAGE + newest % PAGE,
         rows=index,
-        lengths=torch.full((rows,), length, dtype=torch.int32, device=DEVICE),
+        lengths=lengths,
         page_table=table,
         num_decodes=rows,
         max_length=CONTEXT,
@@ -163,15 +166,17 @@ def matrices(limits: Limits) -> Iterator[Row]:
 def attention(limits: Limits) -> Iterator[Row]:
     """One new token per row."""
     rules = attention_rules()
-    for rows, length in ((1, 640), (1, 16384), (8, 640), (32, 640), (64, 640), (128, 640), (256, 640)):
-        read = 2 * rows * length * KV_HEADS * DIM * 2
-        table = page_table(rows, length)
-        batch = decode_batch(rows, length, table)
+    even = [(rows, 640, 640) for rows in (1, 8, 32, 64, 128, 256)]
+    for rows, length, longest in (*even, (1, 16384, 16384), (48, 640, 4096), (32, 640, 32768)):
+        read = 2 * (rows * length + longest - length) * KV_HEADS * DIM * 2
+        table = page_table(rows, longest)
+        batch = decode_batch(rows, length, table, longest)
         caches = [normal(2, table.numel() + 1, PAGE, KV_HEADS, DIM) for _ in range(copies(read))]
         q, k, v = normal(rows, HEADS + 2 * KV_HEADS, DIM).split([HEADS, KV_HEADS, KV_HEADS], 1)
         out = torch.empty(rows, HEADS, DIM, device=DEVICE, dtype=DTYPE)
         us = chain_us([partial(decode_attention, q, k, v, rules, batch, keys, values, out) for keys, values in caches])
-        yield Row("attention, one token", f"{rows} × {length}", us, limits.floor_us(read, 0))
+        size = f"{rows} × {length}" + (f", one {longest}" if longest > length else "")
+        yield Row("attention, one token", size, us, limits.floor_us(read, 0))
 
 
 def prompts(limits: Limits) -> Iterator[Row]:

@@ -31,7 +31,7 @@ from cortex.http.server.server import Server
 from cortex.http.ticker import Ticker
 from cortex.neuron.api import responses
 from cortex.neuron.api.calls import ApiCall
-from cortex.neuron.api.routes.kv_blocks import KvBlocks
+from cortex.neuron.api.routes.transfers import KvBlocks
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.host_pages import block_files, tier
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory

@@ -11,6 +11,7 @@ Weights are random, and draft tokens are off: a random model repeats itself.
 from __future__ import annotations
 
 import argparse
+import gc
 import random
 import time
 from collections import defaultdict
@@ -154,31 +155,52 @@ class Step(NamedTuple):
     took_s: float
     launched_s: float
     """What the host took to launch the one after it, which may include reading this one."""
+    notes: str
+    """What may have held that launch up: memory taken, garbage collected."""
 
 
 @contextmanager
 def recorded_steps() -> Iterator[list[Step]]:
     """All steps of the block, from where the step loop measures them."""
     record, launch, steps = StepCosts.record, Runner.launch, list[Step]()
-    launched_s = 0.0
+    launched_s, notes = 0.0, ""
+    collecting_s = [0.0, 0.0]
+
+    def collecting(phase: str, _info: dict[str, int]) -> None:
+        if phase == "start":
+            collecting_s[1] = time.perf_counter()
+        else:
+            collecting_s[0] += time.perf_counter() - collecting_s[1]
+
+    def allocated() -> tuple[int, int]:
+        return torch.cuda.memory_stats()["num_device_alloc"], torch.cuda.host_memory_stats()["num_host_alloc"]
 
     def recorded(costs: StepCosts, shape: StepShape, seconds: float) -> None:
-        steps.append(Step(shape, seconds, launched_s))
+        steps.append(Step(shape, seconds, launched_s, notes))
         record(costs, shape, seconds)
 
     def launched(runner: Runner, *arguments: Any) -> Any:
-        nonlocal launched_s
+        nonlocal launched_s, notes
+        before, collecting_s[0] = allocated(), 0.0
         start = time.perf_counter()
         result = launch(runner, *arguments)
         launched_s = time.perf_counter() - start
+        device, host = (now - then for now, then in zip(allocated(), before, strict=True))
+        plan = arguments[0]
+        notes = (
+            f"{plan.num_tokens} tokens in {len(plan.rows)} rows, memory taken on the device {device} and here {host} "
+        )
+        notes += f"times, {collecting_s[0] * 1e3:.1f} ms of garbage collection"
         return result
 
+    gc.callbacks.append(collecting)
     with patch.object(StepCosts, "record", recorded), patch.object(Runner, "launch", launched):
         yield steps
+    gc.callbacks.remove(collecting)
 
 
 def by_kind(steps: list[Step]) -> Iterator[str]:
-    """By the number of streams, in sixteens, and of prompt tokens, in powers of two."""
+    """By the number of streams, in sixteens, and of prompt tokens, in powers of two; and the slowest launches."""
     kinds: defaultdict[tuple[int, int], list[Step]] = defaultdict(list)
     for step in steps:
         kinds[step.shape.num_streams // 16 * 16, step.shape.prompt_tokens.bit_length()].append(step)
@@ -189,6 +211,8 @@ def by_kind(steps: list[Step]) -> Iterator[str]:
         took = _percentiles([step.took_s for step in own])
         launched = _percentiles([step.launched_s for step in own])
         yield f"    {share:4.0%} in {len(own):4} steps of {streams}+ streams, {prompt}: {took}; launch {launched}"
+    for step in sorted(steps, key=lambda step: -step.launched_s)[:4]:
+        yield f"    {step.launched_s * 1e3:.0f} ms of the host to launch {step.notes}"
 
 
 def _percentiles(seconds: list[float]) -> str:

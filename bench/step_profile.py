@@ -1,6 +1,9 @@
 """Profiles one decode step of a shape inside its graph: each kernel with its launches and times.
 
     PYTHONPATH=src python bench/step_profile.py --model qwen3.6-35b-a3b --quant q4 --layers 8
+    PYTHONPATH=src python bench/step_profile.py --model llama-3.1-8b --streams 96 --joining 1024 --top-p 0.9
+
+With `--joining`, a prompt joins the streams in every step.
 
 Kernels of one name are told apart by their grids. `us` is the time from the start of a launch to its end. Launches
 overlap, so `adds` is what a launch adds to the step: from the end of the one before it to its own end. The matrices
@@ -10,6 +13,7 @@ follow with the time that their bytes take at the limit measured in the same run
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import tempfile
 import time
@@ -42,22 +46,38 @@ class Launches:
     adds_us: list[float] = field(default_factory=list)
 
 
-def profiled(engine: Engine, streams: int) -> tuple[list[dict[str, Any]], float]:
-    """The kernels of STEPS decode steps, by start, and the microseconds of a step that is not profiled."""
-    for number in range(streams):
-        prompt = tuple(1000 + (number * 7919 + place) % 30_000 for place in range(PROMPT_TOKENS))
-        engine.submit(EngineRequest(str(number), prompt, STEPS + TIMED_STEPS + 40, SamplingParams(temperature=0.0)))
+def profiled(
+    engine: Engine, streams: int, joining: int, sampling: SamplingParams
+) -> tuple[list[dict[str, Any]], float]:
+    """The kernels of STEPS decode steps, by start, and the microseconds of a step that is not profiled. A prompt of
+    `joining` tokens joins each of them."""
+    numbers = itertools.count()
+
+    def submit(num_tokens: int, max_tokens: int) -> None:
+        number = next(numbers)
+        prompt = tuple(1000 + (number * 7919 + place) % 30_000 for place in range(num_tokens))
+        engine.submit(EngineRequest(str(number), prompt, max_tokens, sampling))
+
+    def step() -> None:
+        if joining:
+            submit(joining, 1)
+        engine.step()
+
+    for _ in range(streams):
+        submit(PROMPT_TOKENS, STEPS + TIMED_STEPS + 60)
     for _ in range(20):
         engine.step()
+    for _ in range(10):
+        step()
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(TIMED_STEPS):
-        engine.step()
+        step()
     torch.cuda.synchronize()
     step_us = (time.perf_counter() - start) / TIMED_STEPS * 1e6
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(STEPS):
-            engine.step()
+            step()
         torch.cuda.synchronize()
     while engine.has_work:
         engine.step()
@@ -88,19 +108,27 @@ def main() -> None:
     parser.add_argument("--quant", help="as in bench/engine.py")
     parser.add_argument("--layers", type=int, help="fewer layers, for a faster start")
     parser.add_argument("--streams", type=int, default=1)
+    parser.add_argument("--joining", type=int, default=0, metavar="TOKENS", help="of a prompt in every step")
+    parser.add_argument("--top-p", type=float, help="draw tokens; default: greedy")
     arguments = parser.parse_args()
     device = torch.device("cuda")
     torch.cuda.set_device(0)
     bytes_per_s = read_limit(device)
     if arguments.layers:
         SHAPES[arguments.model] |= {"num_hidden_layers": arguments.layers}
-    spec = LoadSpec("", max_num_seqs=max(8, arguments.streams), speculation="off", memory_bytes=MEMORY_BYTES)
+    spec = LoadSpec(
+        "",
+        max_num_seqs=max(8, arguments.streams + min(8, arguments.joining)),
+        speculation="off",
+        memory_bytes=MEMORY_BYTES,
+    )
     engine = random_engine(arguments.model, device, spec, arguments.quant)
     engine.warm_up()
     while engine.prepare():
         pass
     print(weights_read(engine.info))
-    events, step_us = profiled(engine, arguments.streams)
+    sampling = SamplingParams(temperature=0.0) if arguments.top_p is None else SamplingParams(top_p=arguments.top_p)
+    events, step_us = profiled(engine, arguments.streams, arguments.joining, sampling)
     launches = by_kernel(events)
     adds_us = sum(sum(own.adds_us) for own in launches.values()) / STEPS
     print(

@@ -9,7 +9,7 @@ import ast
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -151,6 +151,8 @@ class Import:
     line: int
     lazy: bool
     """Inside a function, so that it runs only when the function does."""
+    for_types: bool
+    """Under `if TYPE_CHECKING:`, so that it never runs."""
 
 
 def package_of(module: str) -> str:
@@ -168,31 +170,24 @@ def module_name(source: Path, path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-@cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
-
-
 def _is_for_types(test: ast.expr) -> bool:
     """Whether it is `TYPE_CHECKING` or `typing.TYPE_CHECKING`."""
     name = test.attr if isinstance(test, ast.Attribute) else test.id if isinstance(test, ast.Name) else ""
     return name == "TYPE_CHECKING"
 
 
-def imports_in(
-    tree: ast.Module, module: str, *, is_package: bool, modules: set[str], for_types: bool = False
-) -> Iterator[Import]:
-    """Every import that runs, relative ones resolved; those under `if TYPE_CHECKING:` only where `for_types`."""
+def imports_in(tree: ast.Module, module: str, *, is_package: bool, modules: Container[str]) -> Iterator[Import]:
+    """Every import, relative ones resolved."""
     package = module if is_package else module.rpartition(".")[0]
 
-    def walk(node: ast.AST, *, lazy: bool) -> Iterator[Import]:
-        for child in ast.iter_child_nodes(node):
-            if not for_types and isinstance(child, ast.If) and _is_for_types(child.test):
-                for other in child.orelse:
-                    yield from walk(other, lazy=lazy)
+    def walk(nodes: Iterable[ast.AST], *, lazy: bool = False, for_types: bool = False) -> Iterator[Import]:
+        for child in nodes:
+            if isinstance(child, ast.If) and _is_for_types(child.test):
+                yield from walk(child.body, lazy=lazy, for_types=True)
+                yield from walk(child.orelse, lazy=lazy, for_types=for_types)
             elif isinstance(child, ast.Import):
                 for alias in child.names:
-                    yield Import(alias.name, child.lineno, lazy)
+                    yield Import(alias.name, child.lineno, lazy, for_types)
             elif isinstance(child, ast.ImportFrom):
                 base = child.module or ""
                 if child.level:
@@ -200,12 +195,12 @@ def imports_in(
                     base = ".".join([*anchor, *([child.module] if child.module else [])])
                 for alias in child.names:
                     member = f"{base}.{alias.name}"
-                    yield Import(member if member in modules else base, child.lineno, lazy)
+                    yield Import(member if member in modules else base, child.lineno, lazy, for_types)
             elif not isinstance(child, ast.expr):  # which has no imports
                 inside_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
-                yield from walk(child, lazy=lazy or inside_function)
+                yield from walk(ast.iter_child_nodes(child), lazy=lazy or inside_function, for_types=for_types)
 
-    yield from walk(tree, lazy=False)
+    yield from walk(tree.body)
 
 
 @cache
@@ -215,11 +210,11 @@ def modules_of(source: Path) -> dict[str, Path]:
 
 
 @cache
-def imports_of(source: Path, module: str, *, for_types: bool = False) -> tuple[Import, ...]:
+def imports_of(source: Path, module: str) -> tuple[Import, ...]:
     modules = modules_of(source)
     path = modules[module]
-    is_package = path.stem == "__init__"
-    return tuple(imports_in(parsed(path), module, is_package=is_package, modules=set(modules), for_types=for_types))
+    tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    return tuple(imports_in(tree, module, is_package=path.stem == "__init__", modules=modules))
 
 
 def violation(package: str, found: Import) -> str | None:
@@ -246,7 +241,7 @@ def violations(source: Path) -> list[str]:
             found.append(f"{module}: package {package!r} is not in the import rules; add it to RULES")
             continue
         for entry in imports_of(source, module):
-            if reason := violation(package, entry):
+            if not entry.for_types and (reason := violation(package, entry)):
                 found.append(f"{path.relative_to(source)}:{entry.line}: {reason}")
     return found
 
@@ -298,8 +293,7 @@ def import_cycles(source: Path) -> list[str]:
     """One line for each module of an import cycle. Lazy and type-only imports count."""
     modules = modules_of(source)
     imported = {
-        module: {entry.module for entry in imports_of(source, module, for_types=True) if entry.module in modules}
-        - {module}
+        module: {entry.module for entry in imports_of(source, module) if entry.module in modules} - {module}
         for module in modules
     }
     while True:
@@ -331,22 +325,18 @@ def folder_circles(package: Path) -> list[str]:
     name = module_name(source, package / "__init__.py")
     imported = set()
     for module, path in modules_of(source).items():
-        if package not in path.parents[1:]:
+        if not module.startswith(f"{name}.") or path.parent == package:
             continue
-        for entry in imports_of(source, module, for_types=True):
+        for entry in imports_of(source, module):
             if entry.module.startswith(f"{name}."):
                 here, there = (each.removeprefix(f"{name}.").split(".")[0] for each in (module, entry.module))
                 imported.add((here, there))
     return [f"{one} ↔ {other}" for one, other in sorted(imported) if one < other and (other, one) in imported]
 
 
-LOADS_AND_HARNESSES = Path("neuron/node")
-"""Its loader asks harnesses and surveys, which know the models that it loads."""
-
-
 def test_folders_of_a_package_do_not_import_each_other() -> None:
     root = SOURCE / "cortex"
-    packages = {path.parent.relative_to(root) for path in root.rglob("__init__.py")} - {Path(), LOADS_AND_HARNESSES}
+    packages = {path.parent.relative_to(root) for path in root.rglob("__init__.py")} - {Path()}
     assert {str(package): found for package in packages if (found := folder_circles(root / package))} == {}
 
 

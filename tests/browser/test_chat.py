@@ -16,7 +16,7 @@ from .small_fleet import EVIL, card
 from .stage import REPLY, DirectedNode, Stage
 
 if TYPE_CHECKING:
-    from playwright.sync_api import FilePayload, Page
+    from playwright.sync_api import FilePayload, Page, Route
 
 pytestmark = pytest.mark.usefixtures("node")
 
@@ -68,6 +68,25 @@ def test_response_is_stopped_regenerated_and_edited(page: Page, stage: Stage, no
     page.get_by_role("button", name="Send again").click()
     page.get_by_text("an edited one").wait_for()
     assert [message["content"] for message in node.seen[-1].body["messages"]] == ["second question"]
+
+
+def test_reply_that_ends_while_another_conversation_is_open_is_kept(
+    page: Page, stage: Stage, node: DirectedNode
+) -> None:
+    def with_kept_conversations(route: Route) -> None:
+        response = route.fetch()
+        route.fulfill(response=response, json={**response.json(), "conversations": True})
+
+    page.route("**/session", with_kept_conversations)
+    page.route("**/session/conversations", lambda route: route.fulfill(json={"conversations": []}))
+    page.route("**/session/conversations/*", lambda route: route.fulfill(json={}))
+    node.script, gate = unfinished(stage)
+    page.goto("#/playground")
+    say(page, "first question")
+    page.get_by_text("word3").wait_for()
+    page.get_by_role("button", name="New chat").click()
+    with page.expect_request(lambda sent: sent.method == "PUT" and '"status":"done"' in (sent.post_data or "")):
+        stage.open(gate)
 
 
 def test_two_models_respond_side_by_side_with_settings_and_tool_calls(page: Page, node: DirectedNode) -> None:

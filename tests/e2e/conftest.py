@@ -23,10 +23,10 @@ from cortex.cli.up.demo import SMOLLM2, ensure_demo_model
 from cortex.neuron.kernels.native.library import native_library_or_none
 
 from ..ports import free_port
+from ..programs import PYTHONPATH
 from ..waiting import WAIT_S
 
 MARK = "E2E_TEST_RUN"
-SOURCE = Path(__file__).parents[2] / "src"
 
 
 @dataclass
@@ -162,7 +162,7 @@ def start(cache: Path) -> Iterator[Start]:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(SOURCE), "CORTEX_CACHE": str(cache), MARK: mark, **environment},
+            env={**os.environ, "PYTHONPATH": PYTHONPATH, "CORTEX_CACHE": str(cache), MARK: mark, **environment},
         )
         gateway_port, metrics_port, neuron_port = ports
         run = Run(process, gateway_port, metrics_port, neuron_port, mark)
@@ -219,7 +219,7 @@ def start_second_gateway(up: Run, tmp_path_factory: pytest.TempPathFactory) -> I
             f'[[neurons]]\nname = "local"\nendpoint = "http://127.0.0.1:{up.neuron_port}"\n' + "\n".join(sections)
         )
         command = [sys.executable, "-m", "cortex.gateway", "--config", str(config)]
-        process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(SOURCE)})
+        process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": PYTHONPATH})
         processes.append(process)
         gateway = Gateway(f"http://127.0.0.1:{port}", config)
         _wait_until_listed(gateway, key, process)

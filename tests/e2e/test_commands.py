@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from contextlib import redirect_stderr, redirect_stdout
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from unittest.mock import patch
 
@@ -22,6 +21,7 @@ import pytest
 from cortex.cli.cortex import main
 from cortex.cli.up.demo import SMOLLM2
 
+from ..programs import PYTHONPATH
 from ..waiting import WAIT_S
 
 if TYPE_CHECKING:
@@ -31,11 +31,9 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.e2e
 
-SOURCE = Path(__file__).parents[2] / "src"
-
 
 def environment(run: Run) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(SOURCE), "CORTEX_URL": run.url, "TERM": "xterm", "COLUMNS": "200"}
+    return {**os.environ, "PYTHONPATH": PYTHONPATH, "CORTEX_URL": run.url, "TERM": "xterm", "COLUMNS": "200"}
 
 
 class Ended(NamedTuple):

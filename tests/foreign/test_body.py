@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cortex.foreign.body import ServerBody, server_body
-from cortex.wire.dialects.by_path import TABLES
+from cortex.foreign.body import TABLES, ServerBody, server_body
 from cortex.wire.errors import InvalidValue, MalformedJSON
 
 from ..examples import MANY

@@ -17,10 +17,10 @@ import pytest_asyncio
 
 from ..e2e.daemon.conftest import write_model
 from ..ports import free_port
+from ..programs import PYTHONPATH
 from ..waiting import WAIT_S
 from .target import MEBIBYTE, Target
 
-SOURCE = Path(__file__).parents[2] / "src"
 ENDLESS = ("{{ (7**99999999) % 7 }}", "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")
 GROWTH_BYTES = 150 * MEBIBYTE
 """The daemon stays below it over all attacks together; each of them would take gigabytes."""
@@ -94,7 +94,7 @@ async def attacked(tmp_path: Path, scaled: Callable[[int, int], int]) -> AsyncIt
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env={**os.environ, "PYTHONPATH": str(SOURCE)},
+            env={**os.environ, "PYTHONPATH": PYTHONPATH},
         )
     try:
         yield Target(port, process.pid, log), hostile

@@ -217,7 +217,7 @@ def _findings(path: Path | None) -> Iterator[Finding]:
     yield from checks.libraries()
     from cortex.neuron.api.server import Front, KeyNeeded
     from cortex.neuron.config import NeuronConfig
-    from cortex.neuron.node.loading.library import cache_directory
+    from cortex.neuron.node.library import cache_directory
 
     settings = NeuronConfig()
     yield from configuration_checks.environment(path)

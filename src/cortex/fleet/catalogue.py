@@ -288,7 +288,7 @@ class Catalogue(Section, frozen=True, dict=True):
         """The group of each model that is in one."""
         return {member: name for name, group in self.swap_groups.items() for member in group.members}
 
-    def is_kept_from(self, model_id: str, newcomer: str) -> bool:
+    def is_persistent_beside(self, model_id: str, newcomer: str) -> bool:
         """Whether the model's group is persistent, and another model wants its room."""
         name = self.swap_group_of.get(model_id)
         is_outside = name is not None and self.swap_group_of.get(newcomer) != name

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 MAX_TTFT_RATIO = 1.5
 """Limit of the time to first token while batch lines run, relative to that without them."""
@@ -43,26 +43,35 @@ MAX_PATIENCE = 64
 
 
 class _Pace:
-    """Samples of one kind: those without batches, and all."""
+    """Samples of one kind, by whether lines of batches ran meanwhile."""
 
-    __slots__ = ("all", "clean")
+    __slots__ = ("clean", "shared")
 
     def __init__(self) -> None:
         self.clean: deque[float] = deque(maxlen=NUM_KEPT)
-        self.all: deque[float] = deque(maxlen=NUM_KEPT)
-
-    def add(self, value: float, *, is_clean: bool) -> None:
-        self.all.append(value)
-        if is_clean:
-            self.clean.append(value)
+        self.shared: deque[float] = deque(maxlen=NUM_KEPT)
 
     @property
     def baseline(self) -> float:
-        """What requests take without batches; infinite while too little is known. Where a node was never seen without
+        """What requests take without batches; infinite while too little is known. Where a node was hardly seen without
         batches, its fastest requests stand for that."""
         if len(self.clean) >= NUM_CLEAN:
             return _quantile(self.clean, TAIL)
-        return _quantile(self.all, 0.25) if len(self.all) >= NUM_CLEAN else math.inf
+        samples = [*self.clean, *self.shared]
+        return _quantile(samples, 0.25) if len(samples) >= NUM_CLEAN else math.inf
+
+
+def _is_slow(paces: dict[Hashable, _Pace], kind: Hashable, value: float, lines: int, most: float) -> bool:
+    """Record a sample. Whether it is above `most` times its baseline, because lines of batches run."""
+    pace = paces.get(kind)
+    if pace is None:
+        pace = paces[kind] = _Pace()
+    if not lines:
+        pace.clean.append(value)
+        return False
+    is_slow = value > most * pace.baseline
+    pace.shared.append(value)
+    return is_slow
 
 
 class _NodeCap:
@@ -128,18 +137,14 @@ class IdleCaps:
         self, node: str, model: str, now: float, *, ttft_s: float | None, num_tokens: int, gap_s: float | None
     ) -> None:
         """An interactive request was served, with `num_tokens` computed of its prompt."""
-        at, lines = self._at(node), self.lines[node]
+        at, lines = self._at(node), self.lines.get(node, 0)
         at.interactive_at = now
         is_slow = False
-        for paces, key, value, most in (
-            (at.ttfts, (model, num_tokens.bit_length() // 2), ttft_s, MAX_TTFT_RATIO),
-            (at.gaps, model, gap_s, MAX_GAP_RATIO),
-        ):
-            if value is None:
-                continue
-            pace = paces.setdefault(key, _Pace())
-            is_slow = is_slow or (lines > 0 and value > most * pace.baseline)
-            pace.add(value, is_clean=lines == 0)
+        if ttft_s is not None:
+            kind = (model, num_tokens.bit_length() // 2)
+            is_slow = _is_slow(at.ttfts, kind, ttft_s, lines, MAX_TTFT_RATIO)
+        if gap_s is not None:
+            is_slow |= _is_slow(at.gaps, model, gap_s, lines, MAX_GAP_RATIO)
         if lines > 0:
             at.judged.append(is_slow)
         if is_slow:
@@ -184,6 +189,6 @@ class IdleCaps:
         return found
 
 
-def _quantile(samples: deque[float], share: float) -> float:
+def _quantile(samples: Iterable[float], share: float) -> float:
     ordered = sorted(samples)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

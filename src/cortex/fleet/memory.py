@@ -15,8 +15,7 @@ from cortex.wire.node.load_options import ENGINE
 from cortex.wire.node.protocol import ModelState, ModelStatus
 
 from .catalogue import ModelSpec
-from .devices import DeviceState
-from .holdings import ON_DEVICE, bytes_held
+from .devices import ON_DEVICE, DeviceState, bytes_held
 from .index import remembered
 from .topology import Fleet, Measured, Node
 

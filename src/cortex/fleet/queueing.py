@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 import msgspec
 
 from cortex.fleet.placement.decision import Decision, Origin, Verdict
-from cortex.fleet.placement.search import may_have_room, search
+from cortex.fleet.placement.search import may_fit, search
 from cortex.fleet.topology import STARTING, Fleet, ModelOnNode, Node, Residency
 from cortex.wire.node.protocol import ModelState
 
@@ -53,8 +53,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """The nodes where requests must end before a model that waits can be loaded."""
         places = [place for wait in self.waits for each in wait.assessments for place in (each, *each.parts)]
         blocked = [place for place in places if place.verdict is Verdict.BLOCKED]
-        leads = {occupant.lead for place in blocked for occupant in place.occupants if occupant.lead is not None}
-        return frozenset(leads | {place.node for place in blocked})
+        leaders = {occupant.leader for place in blocked for occupant in place.occupants if occupant.leader is not None}
+        return frozenset(leaders | {place.node for place in blocked})
 
     @property
     def partly_assessed(self) -> dict[str, Origin]:
@@ -107,7 +107,7 @@ def plan(
         is_urgent = group.model_id in urgent or group.model_id not in blocked
         if not is_urgent and group.model_id not in in_rotation:
             origin = group.origin
-            if not any(may_have_room(group.model_id, node, fleet, now, origin=origin) for node in news or ()):
+            if not any(may_fit(group.model_id, node, fleet, now, origin=origin) for node in news or ()):
                 still_blocked.add(group.model_id)
                 continue
         decision = search(group.model_id, fleet, now, origin=group.origin)

@@ -6,8 +6,7 @@ import msgspec
 
 from cortex.wire.node.protocol import Device, DeviceHealth, Discovery, Health, ModelState, ModelStatus
 
-from .devices import Ceilings, DeviceState
-from .holdings import bytes_held
+from .devices import Ceilings, DeviceState, bytes_held
 from .topology import Node, Residency
 
 _CHANGING_MEMORY = frozenset({ModelState.LOADING, ModelState.UNLOADING, ModelState.RECOVERING})

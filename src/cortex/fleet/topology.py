@@ -25,8 +25,7 @@ from cortex.wire.node.protocol import (
 
 from .catalogue import Catalogue, ModelSpec
 from .demand import Demand
-from .devices import Ceilings, DeviceState, MemoryReservation
-from .holdings import bytes_held
+from .devices import Ceilings, DeviceState, MemoryReservation, bytes_held
 from .index import FleetIndex, carry, remembered
 from .rules import EvictionRules, PlacementRules
 

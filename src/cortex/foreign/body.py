@@ -7,15 +7,18 @@ gets what this program has read and checked, and nothing else.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
 from cortex.ipc.channel import ChannelMessage
-from cortex.wire.dialects.by_path import TABLES
+from cortex.wire.dialects import llama_cpp_infill, openai_chat, openai_completions
 from cortex.wire.dialects.registry import DIALECTS, ROUTES
 from cortex.wire.errors import InvalidValue, MalformedJSON
 from cortex.wire.fields.body import decode_object
+from cortex.wire.fields.tables import opaque, pooling
+from cortex.wire.fields.tables.table import FieldTable
+from cortex.wire.opaque.routes import PATHS as OPAQUE_PATHS
 from cortex.wire.pictures.media_urls import check_media
 from cortex.wire.pooling.parse import ROUTES as POOLING_ROUTES
 from cortex.wire.tenant import EVERYBODY, SALT
@@ -99,3 +102,13 @@ def _check_parsed(path: str, body: bytes) -> None:
         POOLING_ROUTES[path](body)
     else:
         DIALECTS[ROUTES[path]].parse(body)
+
+
+TABLES: Final[Mapping[str, FieldTable]] = {
+    **{codec.PATH: codec.FIELDS for codec in (openai_chat, openai_completions, llama_cpp_infill)},
+    "/v1/embeddings": pooling.EMBEDDINGS,
+    "/embed": pooling.EMBED,
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), pooling.RERANK),
+    **dict.fromkeys(("/v1/score", "/score"), pooling.SCORE),
+    **dict.fromkeys(OPAQUE_PATHS, opaque.FIELDS),
+}

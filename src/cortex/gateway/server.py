@@ -28,7 +28,6 @@ from cortex.gateway.api.ollama.creation import CreationRoutes
 from cortex.gateway.api.ollama.inference import OllamaInference
 from cortex.gateway.api.ollama.routes import OllamaRoutes
 from cortex.gateway.api.orders import OrderRoutes
-from cortex.gateway.api.parts import DeferredResponses
 from cortex.gateway.api.usage import UsageRoutes
 from cortex.gateway.batches.api import BatchService
 from cortex.gateway.config import Config
@@ -55,12 +54,12 @@ from cortex.gateway.page.page import Page
 from cortex.gateway.page.sign_in_attempts import SignInAttempts
 from cortex.gateway.page.signing_in import SigningIn
 from cortex.gateway.pictures import PictureFetcher, PictureInlining
-from cortex.gateway.proxy.accounting.activity import ActivityLog
-from cortex.gateway.proxy.accounting.activity_file import ActivityFile
+from cortex.gateway.proxy.accounting.activity import ActivityFile, ActivityLog
 from cortex.gateway.proxy.accounting.disconnected_usage import DisconnectedUsage
 from cortex.gateway.proxy.accounting.request_log import RequestLog
 from cortex.gateway.proxy.accounting.running import RunningRequests
 from cortex.gateway.proxy.admission import AdmissionController
+from cortex.gateway.proxy.deferred_responses import DeferredResponses
 from cortex.gateway.proxy.inference import Inference
 from cortex.gateway.proxy.listener import api_server, client_limits, metrics_server, paths_without_key
 from cortex.gateway.proxy.services import Services

@@ -59,8 +59,8 @@ def read(body: bytes, dialect: Dialect, generates: bool = True) -> Envelope:
         facts = RequestSummary(fields.model(), False, 0, 1)
     if not fields.is_empty(SALT):
         facts = msgspec.structs.replace(facts, cache_salt=bytes(fields.bytes_of(SALT)[0]))
-    if (asked := asked_class(fields, codec.FIELDS.facts)) is not None:
-        facts = msgspec.structs.replace(facts, asked_class=asked)
+    if (names := codec.FIELDS.class_fields) and fields.has_any(*names):
+        facts = msgspec.structs.replace(facts, asked_class=asked_class(fields, names))
     pictures = find_pictures(body, fields, dialect)
     if pictures.number:
         _, num_bytes, num_tokens = pictures

@@ -7,10 +7,9 @@ plain numbers with the unit in the key: `ttl_s`, `vram_mb`.
 
 from .environment import check_key_variables, check_variables, is_one_key
 from .listen import Listen
-from .loading import load, loads
+from .loading import Stamp, load, loads, stamp
 from .reference import reference
 from .section import Section, SettingsError
-from .stamps import Stamp, stamp
 
 __all__ = [
     "Listen",

@@ -75,3 +75,15 @@ def _read(path: Path) -> str:
         raise SettingsError(f"{path} line {line} is not UTF-8 text: save the file as UTF-8") from error
     except OSError as error:
         raise SettingsError(f"cannot read config file {path}: {error.strerror}") from error
+
+
+Stamp = tuple[int, ...]
+
+
+def stamp(file: Path) -> Stamp:
+    """A value that changes when the file does; empty for a file that cannot be read."""
+    try:
+        status = file.stat()
+    except (OSError, ValueError):  # missing, not accessible, or no valid name: the same until it can be read
+        return ()
+    return (status.st_mtime_ns, status.st_size, status.st_ino)

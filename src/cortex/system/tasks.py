@@ -110,6 +110,29 @@ class Supervisor:
         return tuple(task.name for task in self._tasks if task.is_failing)
 
 
+class OwnedTasks:
+    """Tasks that run once and end with their owner. Their work handles its own errors. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def start(self, work: Coroutine[Any, Any, Any], name: str | None = None) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def finish(self) -> None:
+        """Returns when all have ended."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def cancel(self) -> None:
+        """End all of them at their next step, and wait for that."""
+        for task in self._tasks:
+            task.cancel()
+        await self.finish()
+
+
 def run_once(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
     """A task for work that runs once. A failure is logged as soon as it happens."""
     task = asyncio.create_task(work, name=name)

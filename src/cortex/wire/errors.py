@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 MAX_ECHO = 200
 """Characters of a client's own text that an error repeats."""
@@ -60,6 +60,10 @@ class CortexError(Exception):
         self.retry_after_s = retry_after_s if retry_after_s is not None else (1.0 if self.retryable else None)
         self.details = dict(details or {})
         """Machine-readable facts added to the OpenAI envelope, such as the per-device table."""
+
+    def in_words(self, message: str) -> Self:
+        """The same error with another message."""
+        return type(self)(message, param=self.param, retry_after_s=self.retry_after_s, details=self.details)
 
 
 class _InvalidRequest(CortexError):

@@ -203,3 +203,19 @@ def test_audit_shows_who_did_what_oldest_first(gateway: CannedGateway, invoke: I
     assert [each["action"] for each in json.loads(invoke("audit", "--json").stdout)] == ["POST /keys", "DELETE /keys/b"]
     gateway.responses = AnyQuery({("GET", "/fleet/audit"): {"entries": []}})
     assert invoke("audit").stdout == "nothing was changed, and nobody signed in\n"
+
+
+def test_load_of_a_profile_goes_on_after_a_failure_and_names_each(gateway: CannedGateway, invoke: Invoke) -> None:
+    jobs = {
+        model: {"id": f"job_{model}", "kind": "load", "model": model, "nodes": ["n"], "state": state}
+        | ({"error": {"code": "load_failed", "message": f"{reason}; repair it."}} if reason else {})
+        for model, state, reason in (("a", "failed", "is damaged"), ("b", "done", ""), ("c", "failed", "is new"))
+    }
+    orders = [{"model": model, "nodes": ["n"], "job": job} for model, job in jobs.items()]
+    gateway.responses["POST", "/fleet/profiles/work/load"] = {"profile": "work", "models": orders}
+    for job in jobs.values():
+        gateway.responses["GET", f"/fleet/jobs/{job['id']}"] = job
+    outcome = invoke("load", "work", "--profile")
+    assert outcome.stdout.splitlines() == ["b is ready on n"]
+    assert "a: is damaged; c: is new" in outcome.error
+    assert outcome.code is ExitCode.FAILED

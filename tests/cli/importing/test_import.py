@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
+from cortex.cli.importing import server_command
 from cortex.cli.importing.llama_swap import KEYS, NotLlamaSwap, convert
 from cortex.cli.importing.matrix_sets import MatrixProblem, expanded
 from cortex.fleet.catalogue import Catalogue, ModelSpec, SwapGroup
@@ -101,6 +102,21 @@ def test_fixed_port_becomes_the_port_that_the_node_chooses() -> None:
     notes = read(FULL)[3]
     assert any("port 8999" in note for note in notes)
     assert any(note.startswith("portless: its cmd has no port") for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("s --port 8080 -c 8080", ("s", "--port", "${PORT}", "-c", "8080")),
+        ("s --http-port=8080 --lora /x/qwen-8080.bin", ("s", "--http-port=${PORT}", "--lora", "/x/qwen-8080.bin")),
+        ("docker run -p 8080:8080 i", ("docker", "run", "-p", "${PORT}:8080", "i")),
+        ("docker run -p 127.0.0.1:8080:80 i", ("docker", "run", "-p", "127.0.0.1:${PORT}:80", "i")),
+        ("s --url http://localhost:8080/v1", ("s", "--url", "http://localhost:${PORT}/v1")),
+        ("python -m http.server 8080 --seed 8080", ("python", "-m", "http.server", "${PORT}", "--seed", "8080")),
+    ],
+)
+def test_fixed_port_is_replaced_only_where_it_is_a_port(command: str, expected: tuple[str, ...]) -> None:
+    assert server_command.read(command, "http://localhost:8080").argv == expected
 
 
 def test_container_keeps_its_paths_and_is_stopped_by_name() -> None:
@@ -212,6 +228,9 @@ def test_peer_keeps_its_models_and_filters() -> None:
     assert (peer.models, peer.strip_params, peer.set_params) == (("third",), ("top_k",), {"provider": {"zdr": True}})
     assert catalogue.aliases["away/third"] == "third"
     assert any("filters of stream" in note for note in notes)
+    stripped = yaml.safe_load(EVERY)
+    stripped["peers"]["away"]["filters"] = {"strip_params": ["n, top_k"]}
+    assert any("filters of n " in note for note in convert(stripped).notes)
 
 
 def test_selectors_are_aliases_of_their_first_model() -> None:
@@ -334,6 +353,7 @@ def test_files_are_written_and_not_replaced_without_being_told(tmp_path: Path, i
     [
         (None, ExitCode.USAGE),
         ("a: [", ExitCode.CONFIG),
+        ("models: {m: {cmd: 's ${PORT}', metadata: &own {itself: *own}}}", ExitCode.CONFIG),
         ("models: {m: {cmd: 's ${PORT}', aliases: [n]}, n: {cmd: 's ${PORT}'}}", ExitCode.CONFIG),
         ("models: {torch: {cmd: 's ${PORT}'}}", ExitCode.CONFIG),
         ("!!python/object/apply:os.system ['touch executed']", ExitCode.CONFIG),

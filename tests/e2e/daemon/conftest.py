@@ -23,9 +23,9 @@ from cortex.neuron.engine.memory.host import anonymous_bytes
 
 from ...neuron.tiny_models import write_llama
 from ...ports import free_port
+from ...programs import PYTHONPATH
 from ...waiting import WAIT_S
 
-SOURCE = Path(__file__).parents[3] / "src"
 TINY, WIDE = "tiny", "wide"
 FORK_SERVER = "fork server"
 _PROGRAMS = {
@@ -220,7 +220,7 @@ def daemons(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Itera
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, "PYTHONPATH": str(SOURCE), **(environment or {})},
+                env={**os.environ, "PYTHONPATH": PYTHONPATH, **(environment or {})},
             )
         daemon = Daemon(process, f"http://{listen}", log, key)
         started.append(daemon)
@@ -261,7 +261,7 @@ def start_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartGat
                 [sys.executable, "-m", "cortex.gateway", "--config", str(folder / "cortex.toml")],
                 stdin=subprocess.DEVNULL,
                 stderr=output,
-                env={**os.environ, "PYTHONPATH": str(SOURCE), **keys},
+                env={**os.environ, "PYTHONPATH": PYTHONPATH, **keys},
             )
         gateway = Daemon(process, f"http://127.0.0.1:{port}", folder / "log", key)
         gateways.append(gateway)

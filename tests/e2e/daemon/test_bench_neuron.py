@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import SOURCE
+from ...programs import PYTHONPATH
 
 pytestmark = pytest.mark.e2e
 
@@ -24,7 +24,7 @@ def test_every_scenario_is_measured_from_files_it_wrote_itself(tmp_path: Path, m
     options = ["--shape", "tiny", "--folder", str(model), "--json", str(report), "--settle-s", "0"]
     monkeypatch.setattr(sys, "argv", ["neuron.py", *options, "--scenarios", ",".join(SCENARIOS)])
     monkeypatch.syspath_prepend(str(BENCH))
-    monkeypatch.setenv("PYTHONPATH", str(SOURCE))
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     monkeypatch.setenv("NEURON_LIMITS__SLEEP_MB", "64")  # on a CPU nothing sleeps without it
     assert import_module("neuron").main() == 0
     results = json.loads(report.read_text())["results"]
@@ -35,7 +35,7 @@ def test_every_scenario_is_measured_from_files_it_wrote_itself(tmp_path: Path, m
 
 def test_traffic_reaches_a_node_with_schemas_and_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCH))
-    monkeypatch.setenv("PYTHONPATH", str(SOURCE))
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     traffic, checkpoint = import_module("traffic"), import_module("random_checkpoint")
     checkpoint.write_checkpoint(import_module("shapes").SHAPES["tiny"], tmp_path / "model")
     with import_module("daemon").running_neuron() as (node, _):

@@ -21,6 +21,7 @@ from cortex.cli.cortex import cortex
 from cortex.gateway.ledger.keys import as_toml, generate
 
 from ...ports import free_port
+from ...programs import PYTHONPATH
 from ...telemetry.otlp_collector import Collector, ReceivedSpan
 from ...waiting import WAIT_S
 from .conftest import WIDE
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.e2e
 
-SOURCE = Path(__file__).parents[3] / "src"
 
 KEY = generate("anna")
 TRACE_ID, SPAN_ID = "1" * 32, "2" * 16
@@ -63,7 +63,7 @@ class Fleet:
                 [sys.executable, "-m", "cortex.gateway", "--config", str(self.folder / "cortex.toml")],
                 stdin=subprocess.DEVNULL,
                 stderr=output,
-                env={**os.environ, "PYTHONPATH": str(SOURCE)},
+                env={**os.environ, "PYTHONPATH": PYTHONPATH},
             )
         until(lambda: all(self.is_ready(name) for name in self.nodes))
 

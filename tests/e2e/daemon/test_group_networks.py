@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from .conftest import SOURCE, Daemon, StartGateway, nodes_of, until
+from ...programs import PYTHONPATH
+from .conftest import Daemon, StartGateway, nodes_of, until
 
 pytestmark = [
     pytest.mark.e2e,
@@ -76,7 +77,7 @@ class Hosts:
             f'[[harnesses]]\nname = "torchrun"\nargs = "{program} --port ${{PORT}}"\nmemory_mb = 400\n'
         )
         command = [sys.executable, "-m", "cortex.neuron", "--config", str(folder / "neuron.toml")]
-        environment = {"PATH": f"{self.folder}:{os.environ['PATH']}", "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+        environment = {"PATH": f"{self.folder}:{os.environ['PATH']}", "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
         with (folder / "log").open("ab") as log:
             process = subprocess.Popen(
                 ["ip", "netns", "exec", self.space(name), *command],

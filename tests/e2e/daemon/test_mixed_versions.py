@@ -21,8 +21,9 @@ import pytest
 from cortex.gateway.ledger.keys import as_toml, generate
 
 from ...ports import free_port
+from ...programs import SOURCE
 from ...waiting import WAIT_S
-from .conftest import SOURCE, TINY, Daemon, until
+from .conftest import TINY, Daemon, until
 
 REVISION = os.environ.get("MIXED_WITH", "")
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not REVISION, reason="make mixed sets MIXED_WITH")]

@@ -96,6 +96,8 @@ def test_cold_load_on_a_node_without_the_hub_takes_the_files_of_another_one(flee
 def test_copy_needs_a_node_that_has_the_files(fleet: Fleet) -> None:
     rejected = fleet.pull(nodes=["two"], copy=True)
     assert "No other node" in str(rejected), rejected
+    local = fleet.pull(model="tiny", nodes=["two"], copy=True)
+    assert "a path on its node" in str(local), local
     assert fleet.pull(node="one")["state"] == "done"
     until(lambda: fleet.holders() == {"one"}, "the files are not reported")
     fleet.hub.requests.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cortex.fleet.catalogue import Catalogue, ModelSpec
+from cortex.fleet.catalogue import Catalogue, ModelSpec, SwapGroup
 from cortex.fleet.devices import DeviceState
 from cortex.fleet.placement.feasibility import Feasibility
 from cortex.fleet.placement.place import place
@@ -57,3 +57,13 @@ def test_agrees_with_placement_for_every_model_and_node() -> None:
         assert set(feasibility.nodes(model)) == one_by_one, model
     assert set(feasibility.nodes("d")) == set()
     assert "large" in feasibility.nodes("a")
+
+
+def test_large_fleets_follow_the_rules_of_groups() -> None:
+    ready = ModelState.READY
+    nodes = tuple(node(f"n{index}", 24, kept=(ready, 2)) for index in range(9))
+    models = (ModelSpec(id="kept", load="pinned"), ModelSpec(id="new", vram_mb=4096))
+    group = SwapGroup(members=("kept", "new"))
+    fleet = Fleet(nodes=nodes, catalogue=Catalogue(models=models, swap_groups={"one": group}))
+    assert place("new", fleet, NOW, origin="operator").action == "reject"
+    assert Feasibility(fleet, NOW).nodes("new") == ()

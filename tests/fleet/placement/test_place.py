@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from cortex.fleet.catalogue import SwapGroup
 from cortex.fleet.placement.decision import Verdict
 from cortex.fleet.placement.explain import rejection
 from cortex.fleet.placement.place import place, place_new, unmet_pins
@@ -344,3 +345,21 @@ def test_model_that_no_node_has_is_placed_by_its_size(model: Make, node: Make, f
         "small": "too_small",
     }
     assert (decision.node, decision.victims) == ("free", ())
+
+
+def test_new_model_is_placed_by_the_rules_of_groups(model: Make, node: Make, fleet: Make) -> None:
+    snapshot = fleet(node("kept", [24], model("always", 20)), node("alone", [24], model("small", 2)))
+    groups = {"base": SwapGroup(members=("always",), swap=False, persistent=True)}
+    persistent = msgspec.structs.replace(snapshot.catalogue, swap_groups=groups)
+    decision = place_new("new", 12 * GIB, msgspec.structs.replace(snapshot, catalogue=persistent), NOW)
+    assert verdicts(decision) == {"kept": "held", "alone": "fits"}
+    apart = msgspec.structs.replace(snapshot.catalogue, together=(("always", "small"),))
+    decision = place_new("new", 12 * GIB, msgspec.structs.replace(snapshot, catalogue=apart), NOW)
+    assert verdicts(decision) == {"kept": "fits_after_eviction", "alone": "fits_after_eviction"}
+
+
+def test_free_evictions_are_no_reason_for_more_of_them(model: Make, node: Make, fleet: Make, spec: Make) -> None:
+    cheap = [spec(name, 12, evict_cost=0) for name in "abc"]
+    here = node("n", [24, 24], model("a", 12, devices=(0,)), model("b", 12, devices=(0,)), model("c", 20, devices=(1,)))
+    decision = place("new", fleet(here, specs=[*cheap, spec("new", 22)]), NOW)
+    assert decision.victims == ("c",)

@@ -303,6 +303,24 @@ async def test_pull_is_cancelled_fails_with_the_reason_and_needs_a_known_name(
         assert (await client.post("/fleet/pull", wrong))[0] == status
 
 
+async def test_pull_to_several_nodes_ends_with_the_last_and_names_each_that_failed(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    nodes = [await neurons(name) for name in ("full", "fine", "lost")]
+    client = await start_gateway(*nodes)
+    ends = [
+        PullStatus(model_id="org/new", state="failed", reason="no room"),
+        PullStatus(model_id="org/new", state="done"),
+        PullStatus(model_id="org/new", state="failed", reason="gone"),
+    ]
+    _, body = await client.post("/fleet/pull", {"model": "org/new", "nodes": ["full", "fine", "lost"]})
+    for node, end in zip(nodes, ends, strict=True):
+        await until(lambda: node.pull_requests)  # noqa: B023
+        node.pull = end
+    job = await ended(client, body["job"]["id"])
+    assert (job["state"], job["error"]["message"]) == ("failed", "on full: no room; on lost: gone")
+
+
 async def test_files_are_deleted_on_one_node_and_disk_use_is_shown(
     neurons: StartNeuron, start_gateway: StartGateway
 ) -> None:

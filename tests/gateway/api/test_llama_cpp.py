@@ -152,6 +152,18 @@ async def test_models_of_a_profile_are_loaded_together(neurons: StartNeuron, sta
     assert (status, "there are work" in body["error"]["message"]) == (404, True)
 
 
+async def test_models_of_a_profile_that_cannot_be_loaded_do_not_keep_the_others_from_it(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    beast = await neurons("beast", sizes={"huge": 900 * GB, "a": GB})
+    client = await start_gateway(beast, catalogue=Catalogue(profiles={"work": ("huge", "a")}))
+    status, body = await client.post("/fleet/profiles/work/load", {})
+    jobs = {each["model"]: each["job"] for each in body["models"]}
+    assert (status, jobs["huge"]["state"], jobs["huge"]["error"]["code"]) == (202, "failed", "insufficient_capacity")
+    assert "huge" in jobs["huge"]["error"]["message"]
+    await until(lambda: beast.states.get("a") is ModelState.READY)
+
+
 async def test_logs_have_the_events_of_the_fleet_and_follow_them(
     neurons: StartNeuron, start_gateway: StartGateway
 ) -> None:

@@ -14,7 +14,7 @@ from cortex.gateway.dispatch.groups import start_group, unload_group
 from cortex.gateway.dispatch.model_jobs import MemberPlan
 from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.gateway.dispatch.nodes.neighbours import Neighbours
-from cortex.wire.errors import GroupClaimed, LoadFailed, UpstreamUnavailable
+from cortex.wire.errors import CortexError, GroupClaimed, InsufficientCapacity, LoadFailed, UpstreamUnavailable
 from cortex.wire.node.groups import PreparedMember, PrepareMember
 from cortex.wire.node.orders import FilesRequest, LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import ModelState, ModelStatus, PullStatus
@@ -39,6 +39,7 @@ class NotedNode:
         self._fleet, self._leaves = fleet, leaves
         self._lacks_files, self._digest, self._num_claims, self._state = lacks_files, digest, num_claims, state
         self.orders: list[str] = []
+        self.load_error: CortexError | None = None
         self.before: Callable[[str], Awaitable[None]] | None = None
         """Called with each order that may take long."""
 
@@ -68,6 +69,8 @@ class NotedNode:
         return ModelStatus(id=model, state=self._state)
 
     async def load(self, request: LoadRequest) -> ModelStatus:
+        if self.load_error is not None:
+            raise self.load_error
         await self._note(f"load {request.model_id}")
         return ModelStatus(id=request.model_id, state=ModelState.READY)
 
@@ -88,6 +91,18 @@ async def test_group_whose_node_leaves_the_fleet_during_the_start_fails_and_is_e
     with pytest.raises(UpstreamUnavailable, match="second"):
         await start_group(fleet, plans, LoadRequest(model_id="m", harness="vllm"), no_neighbours(fleet))
     assert leader.orders == ["prepare m", "check ports of m", "unload m"]
+
+
+@pytest.mark.parametrize(("failing", "message"), [("a", "it needs 9 GiB"), ("b", "on b: it needs 9 GiB")])
+async def test_error_of_a_member_keeps_its_facts_and_has_its_name_unless_it_leads(failing: str, message: str) -> None:
+    fleet: dict[str, NodeClient] = {}
+    nodes = {name: NotedNode(fleet) for name in "ab"}
+    fleet.update(cast("dict[str, NodeClient]", nodes))
+    nodes[failing].load_error = InsufficientCapacity("it needs 9 GiB", details={"devices": [{"have_bytes": 5}]})
+    request = LoadRequest(model_id="m", harness="h")
+    with pytest.raises(InsufficientCapacity) as caught:
+        await start_group(fleet, [MemberPlan(name, ()) for name in "ab"], request, no_neighbours(fleet))
+    assert (caught.value.message, caught.value.details) == (message, {"devices": [{"have_bytes": 5}]})
 
 
 async def test_files_come_before_the_load_and_once_from_the_hub() -> None:

@@ -22,10 +22,9 @@ from cortex.system.exits import ExitCode
 from cortex.wire.sse import Parser
 
 from ...ports import free_port
+from ...programs import PYTHONPATH
 from ...waiting import NEVER_S, WAIT_S
 from ..tiny_models import write_llama
-
-SOURCE = Path(__file__).parents[3] / "src"
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +61,7 @@ def start(folder: Path, config: str, port: int) -> Daemon:
     file = folder / f"neuron-{port}.toml"
     file.write_text(f'listen = "127.0.0.1:{port}"\nkeepalive_s = 0.2\n{config}')
     log = folder / f"neuron-{port}.log"
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "HF_HUB_CACHE": str(folder / "hub"), "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "HF_HUB_CACHE": str(folder / "hub"), "HF_HUB_OFFLINE": "1"}
     process = subprocess.Popen(
         [sys.executable, "-m", "cortex.neuron", "--config", str(file)], stderr=log.open("wb"), env=environment
     )

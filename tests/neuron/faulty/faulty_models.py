@@ -18,10 +18,9 @@ from lasting_workers import lasting_workers
 
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.dependencies import NodeDependencies
-from cortex.neuron.node.loading.files import find_local
-from cortex.neuron.node.loading.preflight import ModelFacts
 from cortex.neuron.node.node import Node
-from cortex.neuron.node.survey_process.reading import Read, read_facts
+from cortex.neuron.node.survey_process.preflight import ModelFacts
+from cortex.neuron.node.survey_process.reading import Read, find_local, read_facts
 from cortex.neuron.text.model import TextModel, TextSurvey
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.wire.node.load_options import SamplingDefaults
@@ -91,10 +90,11 @@ def survey_text(path: Path) -> TextSurvey:
 class LocalSurveys:
     """Reads the files of models on threads of this process."""
 
-    find: Callable[[str, Path, str | None], Path | None] = find_local
+    find: Callable[[str, str, str | None], str | None] = find_local
 
     async def find_local(self, source: str, cache: Path, quant: str | None) -> Path | None:
-        return await asyncio.to_thread(self.find, source, cache, quant)
+        path = await asyncio.to_thread(self.find, source, str(cache), quant)
+        return None if path is None else Path(path)
 
     async def read(self, job: Read) -> ModelFacts:
         return await asyncio.to_thread(read_facts, job)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 from triton.language import core, standard
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
@@ -33,6 +34,7 @@ _element_type = _interpreter.TensorHandle.get_element_ty
 _unwrap_if_constexpr = _core._unwrap_if_constexpr
 _patch_attr = _interpreter._patch_attr
 _numpy_dtype = _interpreter._get_np_dtype
+_convert_float = _interpreter._convert_float
 
 _NEVER_WRAP = frozenset((_Tensor, core.dtype, core.pointer_type, _BlockType, int, bool, float, str, type(None)))
 
@@ -45,6 +47,7 @@ _expanded: dict[tuple[str, int], Any] = {}
 _constants: dict[tuple[type, str], Any] = {}
 _element_types: dict[str, Any] = {}
 _largest_bytes: dict[str, int] = {}
+_conversions: dict[tuple[Any, ...], Any] = {}
 _NEW_AXIS = [(slice(None),) * axis + (None,) for axis in range(8)]
 
 
@@ -157,6 +160,22 @@ def _binary_op_of_known_size(builder: Any, left: Any, right: Any, operation: Any
     return _interpreter.TensorHandle(output, dtype)
 
 
+def _convert_by_table(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+    """The bits of floats as those of another type: of up to 16 bits each value is converted once, and bfloat16 is the
+    upper half of float32."""
+    bits = source.primitive_bitwidth
+    if bits == 32 and target.name == "bf16" and rounding is None:
+        return np.asarray(data.view(np.uint32) >> 16, np.uint16)
+    if bits > 16:
+        return _convert_float(data, source, target, rounding)
+    numbers = np.uint8 if bits == 8 else np.uint16
+    key = source.name, target.name, rounding
+    if (table := _conversions.get(key)) is None:
+        every = np.arange(1 << bits, dtype=numbers)
+        table = _conversions[key] = _convert_float(every, source, target, rounding)
+    return np.asarray(table[data.view(numbers)])
+
+
 def _cast_where_types_differ(semantic: Any, operand: Any, dtype: Any, fp_downcast_rounding: str | None = None) -> Any:
     if operand.dtype is dtype.scalar:
         return operand
@@ -209,6 +228,7 @@ def speed_up() -> None:
     _core._unwrap_if_constexpr = _unwrap
     _interpreter._patch_attr = _give_semantic
     _interpreter._get_np_dtype = _known_numpy_dtype
+    _interpreter._convert_float = _convert_by_table
 
     # It would replace the functions of the language again at every call of a device function, and assert at every sum
     # and product of integers that it does not overflow, which tensors as small as these never do.

@@ -18,7 +18,7 @@ from cortex.neuron.kernels.layouts import MatrixLayout
 from cortex.neuron.kernels.quantised.layout import FP4, Q4, Q6, Q8
 from cortex.neuron.kernels.quantised.recipes import RECIPES
 from cortex.neuron.models.packing import MatrixDevice, choose_layout, choose_layouts
-from cortex.neuron.node.loading import forecast
+from cortex.neuron.node.harness import forecast
 from cortex.neuron.weights.stored import TensorInfo
 from cortex.wire.node.protocol import Device
 

@@ -11,7 +11,7 @@ import pytest
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node import devices as node_devices
 from cortex.neuron.node.devices import NodeDevices, inventory_of
-from cortex.neuron.node.loading.forecast import Forecast
+from cortex.neuron.node.harness.forecast import Forecast
 from cortex.neuron.node.memory.ceilings import Ceilings
 from cortex.neuron.worker.discovery import Inventory, with_amd_cards
 from cortex.neuron.worker.factory import WorkerFactory

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cortex.wire.dialects.by_path import TABLES
+from cortex.foreign.body import TABLES
 from cortex.wire.errors import InvalidValue
 from cortex.wire.pictures.media_urls import check_form
 from cortex.wire.pictures.media_urls import check_media as check_body

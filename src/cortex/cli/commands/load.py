@@ -17,7 +17,7 @@ from cortex.cli.output import console, json_option, print_json, size
 from cortex.cli.views.jobs import follow, parse
 from cortex.cli.views.load import context_of
 from cortex.wire.node.protocol import ModelState
-from cortex.wire.words import plural
+from cortex.wire.words import about, plural
 
 node_option = click.option("--node", help="The node to act on; the gateway chooses when absent.")
 wait_option = click.option("--wait/--no-wait", default=True, help="Wait until it is done (the default).")
@@ -202,13 +202,23 @@ def order(
 
 def _load_profile(gateway: GatewayClient, name: str, *, wait: bool, as_json: bool) -> None:
     response = gateway.post(f"/fleet/profiles/{quote(name, safe='')}/load", {})
+    failures: dict[str, CommandError] = {}
     for order in response["models"]:
-        if wait:
-            order["job"] = _ended(gateway, order)
+        try:
+            if wait or order["job"]["state"] == "failed":
+                order["job"] = _ended(gateway, order)
+        except CommandError as error:
+            failures[order["model"]] = error
+            order["job"] = gateway.get(f"/fleet/jobs/{order['job']['id']}")
+            continue
         if not as_json:
             _print(f"{order['model']} {'is ready' if wait else 'is being loaded'} on {', '.join(order['nodes'])}")
     if as_json:
         print_json(response)
+    if failures:
+        first = next(iter(failures.values()))
+        problems = "; ".join(about(model, error.message) for model, error in failures.items())
+        raise CommandError(problems, first.remedy, first.exit_code)
 
 
 def _context(gateway: GatewayClient, model: str) -> str:

@@ -66,6 +66,8 @@ def _converted(file: Path) -> Imported:
         imported = convert(_read(file), file.name)
         for name, kind in (("models.toml", Catalogue), ("neuron.toml", NeuronConfig), ("cortex.toml", Config)):
             loads(kind, imported.files[name], file=Path(name))
+    except RecursionError as error:
+        raise CommandError(f"{file} is nested too deeply", "correct it there", ExitCode.CONFIG) from error
     except NotLlamaSwap as error:
         raise CommandError(str(error), f"correct {file}", ExitCode.CONFIG) from error
     except SettingsError as error:

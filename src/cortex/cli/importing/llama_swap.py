@@ -397,12 +397,16 @@ def _with_presets(names: Mapping[str, str], presets: Mapping[str, dict[str, Any]
 
 def _parameters(filters: Mapping[str, Any], params: Mapping[str, Any], without: frozenset[str]) -> dict[str, Any]:
     """What filters are here."""
-    stripped = _texts(filters, "stripParams") or _texts(filters, "strip_params")
-    names = [name.strip() for text in stripped for name in text.split(",")]
-    names = [name for name in names if name and name not in without]
+    names = [name for name in _stripped(filters) if name not in without]
     values = {str(name): _without_null(value) for name, value in params.items() if name not in without}
     values = {name: value for name, value in values.items() if value is not None}
     return ({"strip_params": names} if names else {}) | ({"set_params": values} if values else {})
+
+
+def _stripped(filters: Mapping[str, Any]) -> list[str]:
+    """The parameters that filters remove."""
+    given = _texts(filters, "stripParams") or _texts(filters, "strip_params")
+    return [name.strip() for text in given for name in text.split(",") if name.strip()]
 
 
 def _without_null(value: Any) -> Any:
@@ -531,7 +535,7 @@ def _peer(name: str, raw: Any, data: Mapping[str, Any], note: Any) -> dict[str, 
     if models := _texts(raw, "models"):
         peer["models"] = models
     filters = _mapping(raw, "filters")
-    given = {*_mapping(filters, "setParams"), *(name.strip() for name in str(filters.get("stripParams")).split(","))}
+    given = {*_mapping(filters, "setParams"), *_stripped(filters)}
     if fixed := sorted((ROUTED_FIELDS - {"model"}) & given):
         note(f"the peer {name}: its filters of {', '.join(fixed)} are left out, which the gateway itself reads")
     return peer | _parameters(filters, _mapping(filters, "setParams"), ROUTED_FIELDS)

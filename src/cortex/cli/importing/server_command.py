@@ -13,6 +13,7 @@ _CONTAINERS = frozenset({"docker", "podman", "nerdctl"})
 _MODEL_OPTIONS = ("-m", "--model")
 _CONTEXT_OPTIONS = ("-c", "--ctx-size", "--max-model-len")
 _PARALLEL_OPTIONS = ("-np", "--parallel")
+_PORT_OPTION = re.compile(r"-p|--publish|--?[\w-]*(port|listen|bind|addr|address)")
 PORT = "${PORT}"
 
 
@@ -58,7 +59,7 @@ def read(command: str, proxy: str) -> ServerArguments:
         raise ValueError("its cmd is empty")
     fixed = None if any(PORT in argument for argument in argv) else port_of(proxy)
     if fixed is not None:
-        argv = [re.sub(rf"(?<!\d){fixed}(?!\d)", PORT, argument, count=1) for argument in argv]
+        argv = _with_port(argv, str(fixed))
     in_container = PurePosixPath(argv[0]).name in _CONTAINERS
     source = None
     place = None if in_container else _place(argv, _MODEL_OPTIONS)
@@ -69,6 +70,23 @@ def read(command: str, proxy: str) -> ServerArguments:
     if _place(argv, _PARALLEL_OPTIONS) is None and (place := _place(argv, _CONTEXT_OPTIONS)) is not None:
         context = int(argv[place]) if argv[place].isdigit() and int(argv[place]) > 1 else None
     return ServerArguments(tuple(argv), source, context, fixed if any(PORT in each for each in argv) else None)
+
+
+def _with_port(argv: Sequence[str], fixed: str) -> list[str]:
+    """`argv` with `PORT` where `fixed` is a port: in an address, or as the value of an option that is named after one.
+    Where there is no such place, the first argument that is nothing but `fixed` counts."""
+    options = ("", *argv)
+    in_address = re.compile(rf"(?:(?<=:)|^(?=\d+:)|(?<=port=)|(?<=listen=)|(?<=-p)){fixed}(?=[:/]|$)")
+    found = [
+        PORT if each == fixed and _PORT_OPTION.fullmatch(option) else in_address.sub(PORT, each, count=1)
+        for option, each in zip(options, argv, strict=False)
+    ]
+    if found == [*argv]:
+        others = (*_CONTEXT_OPTIONS, *_PARALLEL_OPTIONS)
+        places = (place for place, each in enumerate(argv) if each == fixed and options[place] not in others)
+        if (first := next(places, None)) is not None:
+            found[first] = PORT
+    return found
 
 
 def _place(argv: Sequence[str], options: Sequence[str]) -> int | None:

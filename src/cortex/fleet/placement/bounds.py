@@ -41,7 +41,7 @@ class _Resident(NamedTuple):
     is_reserved: bool
 
 
-class _DeviceRoom(NamedTuple):
+class _DeviceMemory(NamedTuple):
     device: DeviceLedger
     available_bytes: int
     capacity_bytes: int
@@ -49,8 +49,8 @@ class _DeviceRoom(NamedTuple):
     residents: tuple[_Resident, ...]
 
 
-class _NodeRoom(NamedTuple):
-    devices: tuple[_DeviceRoom, ...]
+class _NodeMemory(NamedTuple):
+    devices: tuple[_DeviceMemory, ...]
     available_bytes: tuple[int, ...]
     """What a load could take of each device now, ascending."""
     max_capacity_bytes: int
@@ -66,14 +66,14 @@ class _NodeRoom(NamedTuple):
 
 
 @remembered
-def node_room(node: Node) -> _NodeRoom:
+def node_memory(node: Node) -> _NodeMemory:
     """The memory of `node`, prepared for bounds."""
     devices = eligible_devices(whole_ledger(node))
     reserved = {reservation.model_id for reservation in node.reservations}
     shared = {member.id for member in node.members}
     may_be_leaving = bool(shared) or any(held.state is ModelState.UNLOADING for held in node.active)
-    rooms = tuple(
-        _DeviceRoom(
+    parts = tuple(
+        _DeviceMemory(
             device,
             device.available_bytes,
             device.capacity_bytes,
@@ -90,14 +90,14 @@ def node_room(node: Node) -> _NodeRoom:
         )
         for device in devices
     )
-    return _NodeRoom(
-        rooms,
-        tuple(sorted(room.available_bytes for room in rooms)),
-        max((room.capacity_bytes for room in rooms), default=0),
-        sum(room.capacity_bytes for room in rooms),
+    return _NodeMemory(
+        parts,
+        tuple(sorted(each.available_bytes for each in parts)),
+        max((each.capacity_bytes for each in parts), default=0),
+        sum(each.capacity_bytes for each in parts),
         any(each.ceiling_bytes is not None or each.node_left_bytes is not None for each in devices),
-        node.max_devices_per_model > 1 and len(rooms) > 1,
-        bool(rooms)
+        node.max_devices_per_model > 1 and len(parts) > 1,
+        bool(parts)
         and node.healthy
         and not node.draining
         and node.takes_orders
@@ -119,16 +119,16 @@ def by_free_memory(spec: ModelSpec, node: Node, need: MemoryNeed | None, *, pack
     held = node.residencies.get(spec.id)
     if _may_wake(spec, node, held) or node.num_nodes_of(spec) > 1:
         return (_ASLEEP,)
-    is_elsewhere, room = node.name not in spec.pinned_on, node_room(node)
-    bound = by_room(room, need, packs=packs, is_elsewhere=is_elsewhere, is_divided=_is_divided(spec, held))
-    return (_SOON_OF[bound[0]], is_elsewhere) if bound[0] in _SOON_OF and room.may_be_leaving else bound
+    is_elsewhere, memory = node.name not in spec.pinned_on, node_memory(node)
+    bound = of_load(memory, need, packs=packs, is_elsewhere=is_elsewhere, is_divided=_is_divided(spec, held))
+    return (_SOON_OF[bound[0]], is_elsewhere) if bound[0] in _SOON_OF and memory.may_be_leaving else bound
 
 
-def by_room(
-    room: _NodeRoom, need: MemoryNeed | None, *, packs: bool, is_elsewhere: bool = True, is_divided: bool = False
+def of_load(
+    memory: _NodeMemory, need: MemoryNeed | None, *, packs: bool, is_elsewhere: bool = True, is_divided: bool = False
 ) -> Bound:
     """The same for a model that is not asleep there. `is_elsewhere`: the catalogue does not pin it on the node."""
-    return _or_split(_by_room(room, need, packs=packs, is_elsewhere=is_elsewhere, is_divided=is_divided), need)
+    return _or_split(_of_whole_load(memory, need, packs=packs, is_elsewhere=is_elsewhere, is_divided=is_divided), need)
 
 
 def _or_split(bound: Bound, need: MemoryNeed | None) -> Bound:
@@ -136,8 +136,10 @@ def _or_split(bound: Bound, need: MemoryNeed | None) -> Bound:
     return _SPLIT if need is not None and need.splits is not None and bound > _SPLIT else bound
 
 
-def _by_room(room: _NodeRoom, need: MemoryNeed | None, *, packs: bool, is_elsewhere: bool, is_divided: bool) -> Bound:
-    available = room.available_bytes
+def _of_whole_load(
+    memory: _NodeMemory, need: MemoryNeed | None, *, packs: bool, is_elsewhere: bool, is_divided: bool
+) -> Bound:
+    available = memory.available_bytes
     if not available:
         return _TOO_SMALL
     most_bytes = available[-1]
@@ -148,57 +150,57 @@ def _by_room(room: _NodeRoom, need: MemoryNeed | None, *, packs: bool, is_elsewh
         left_over = _left_over(available, (whole_bytes,), packs=packs)
         fits = _FITS_SHORT if need.is_short(most_bytes) else _FITS
         return (fits, is_elsewhere, True, 0.0, 0, 0.0, 0, False, False, 0.0, left_over)
-    if is_divided or (room.may_divide and whole_bytes > room.max_capacity_bytes):
-        if need.least_bytes > room.total_bytes:
+    if is_divided or (memory.may_divide and whole_bytes > memory.max_capacity_bytes):
+        if need.least_bytes > memory.total_bytes:
             return _TOO_SMALL
         if need.least_bytes > sum(available):
-            free_bytes = sum(max(0, each.balance_bytes) for each in room.devices)
+            free_bytes = sum(max(0, each.balance_bytes) for each in memory.devices)
             return (_EVICTION, is_elsewhere, True, 0.0, max(0, need.least_bytes - free_bytes))
         return (_FITS, is_elsewhere)
     wanted_bytes, least_bytes = need.wanted_bytes, need.least_bytes
-    if wanted_bytes > most_bytes and (wide := _wide(room, wanted_bytes)):
+    if wanted_bytes > most_bytes and (wide := _wide(memory, wanted_bytes)):
         return (_EVICTION, is_elsewhere, True, 0.0, min(_missing(each, wanted_bytes) for each in wide))
     if least_bytes <= most_bytes:
         left_over = _left_over(available, need.tried_bytes, packs=packs)
         fits = _FITS if wanted_bytes <= most_bytes else _FITS_SHORT
         is_cut = need.takes_bytes > most_bytes
         return (fits, is_elsewhere, True, 0.0, 0, 0.0, 0, False, is_cut, 0.0, left_over)
-    if wide := _wide(room, least_bytes):
+    if wide := _wide(memory, least_bytes):
         return (_EVICTION_SHORT, is_elsewhere, True, 0.0, min(_missing(each, least_bytes) for each in wide))
     return _TOO_SMALL
 
 
-def has_free(room: _NodeRoom, need: MemoryNeed) -> bool:
+def has_free(memory: _NodeMemory, need: MemoryNeed) -> bool:
     """Whether a device has enough free memory for `need`, or several may have it together."""
-    return room.may_divide or need.least_bytes <= room.available_bytes[-1]
+    return memory.may_divide or need.least_bytes <= memory.available_bytes[-1]
 
 
 def by_residents(
     spec: ModelSpec, node: Node, need: MemoryNeed | None, fleet: Fleet, now: float, origin: Origin, bound: Bound
 ) -> Bound:
     """`bound` of `by_free_memory`, raised by what the models that hold memory there allow."""
-    room = node_room(node)
+    memory = node_memory(node)
     held = node.residencies.get(spec.id)
-    if bound[0] != _EVICTION or need is None or room.has_ceilings or _is_divided(spec, held):
+    if bound[0] != _EVICTION or need is None or memory.has_ceilings or _is_divided(spec, held):
         return bound
-    if room.may_divide and need.whole_bytes > room.max_capacity_bytes:
+    if memory.may_divide and need.whole_bytes > memory.max_capacity_bytes:
         return bound
 
     def at_best(size: int) -> Bound:
-        rooms = _wide(room, size)
-        return min(_by_residents(each, spec, node, size, fleet, now, origin, bound) for each in rooms)
+        wide = _wide(memory, size)
+        return min(_by_residents(each, spec, node, size, fleet, now, origin, bound) for each in wide)
 
     best = at_best(need.wanted_bytes)
     if best[0] <= _BLOCKED or need.wanted_bytes == need.least_bytes:
         return _or_split(best, need)
-    if need.least_bytes <= room.available_bytes[-1]:
+    if need.least_bytes <= memory.available_bytes[-1]:
         return _or_split((_FITS_SHORT,), need)
     best = at_best(need.least_bytes)
     return _or_split((_SHORT_OF[best[0]], *best[1:]), need)
 
 
 def _by_residents(
-    room: _DeviceRoom,
+    memory: _DeviceMemory,
     spec: ModelSpec,
     node: Node,
     size: int,
@@ -208,10 +210,10 @@ def _by_residents(
     bound: Bound,
 ) -> Bound:
     """For a load that takes `size` of the device."""
-    missing = _missing(room, size)
+    missing = _missing(memory, size)
     evictable: list[tuple[int, float]] = []
     later_bytes = kept_bytes = 0
-    for resident in room.residents:
+    for resident in memory.residents:
         kept = None
         if not resident.is_reserved:
             held = None if resident.is_part else node.residencies.get(resident.model_id)
@@ -229,7 +231,7 @@ def _by_residents(
         return (*bound[:4], *_least_harm(evictable, missing))
     if now_bytes + later_bytes >= missing:
         return (RANK[Verdict.BLOCKED],)
-    with_foreign = now_bytes + later_bytes + room.device.foreign_bytes
+    with_foreign = now_bytes + later_bytes + memory.device.foreign_bytes
     is_held = with_foreign < missing <= with_foreign + kept_bytes
     return (RANK[Verdict.HELD if is_held else Verdict.CROWDED],)
 
@@ -252,12 +254,12 @@ def _left_over(available: Sequence[int], sizes: Sequence[int], *, packs: bool) -
     return min(each - size for size in sizes for each in available if each >= size)
 
 
-def _wide(room: _NodeRoom, size: int) -> list[_DeviceRoom]:
-    return [each for each in room.devices if each.capacity_bytes >= size]
+def _wide(memory: _NodeMemory, size: int) -> list[_DeviceMemory]:
+    return [each for each in memory.devices if each.capacity_bytes >= size]
 
 
-def _missing(room: _DeviceRoom, size: int) -> int:
-    return max(0, room.device.free_bytes_for(size) - room.balance_bytes)
+def _missing(memory: _DeviceMemory, size: int) -> int:
+    return max(0, memory.device.free_bytes_for(size) - memory.balance_bytes)
 
 
 def _may_wake(spec: ModelSpec, node: Node, held: Residency | None) -> bool:

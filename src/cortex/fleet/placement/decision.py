@@ -174,7 +174,7 @@ class Assessment(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def evictions(self) -> tuple[ModelOnNode, ...]:
         """The victims, each on the node that serves it."""
-        return tuple(ModelOnNode(victim.lead or self.node, victim.model_id) for victim in self.victims)
+        return tuple(ModelOnNode(victim.leader or self.node, victim.model_id) for victim in self.victims)
 
     @property
     def waits_for_foreground(self) -> bool:

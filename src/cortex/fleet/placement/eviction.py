@@ -13,7 +13,7 @@ from enum import StrEnum
 import msgspec
 
 from cortex.fleet.catalogue import ModelSpec
-from cortex.fleet.holdings import ON_DEVICE, sleep_frees
+from cortex.fleet.devices import ON_DEVICE, sleep_frees
 from cortex.fleet.memory import DeviceLedger, whole_ledger
 from cortex.fleet.rules import EvictionRules
 from cortex.fleet.topology import Fleet, ModelOnNode, Node, Residency
@@ -68,7 +68,7 @@ class Occupant(msgspec.Struct, frozen=True, kw_only=True):
     """`None`: it may be evicted."""
     reason: str | None = None
     """The protection in words, with its values."""
-    lead: str | None = None
+    leader: str | None = None
     """The node that serves it, if this one has only a part of it: it is unloaded there."""
     num_nodes: int = 1
     """Those that run it together."""
@@ -104,7 +104,7 @@ def protected(
     if not node.takes_orders:
         return Protection.UNMANAGED
     spec = fleet.catalogue.spec(held.model_id)
-    if held.pinned or spec.is_pinned_on(node.name) or fleet.catalogue.is_kept_from(held.model_id, newcomer.id):
+    if held.pinned or spec.is_pinned_on(node.name) or fleet.catalogue.is_persistent_beside(held.model_id, newcomer.id):
         return Protection.PINNED
     if spec.priority > newcomer.priority:
         return Protection.PRIORITY

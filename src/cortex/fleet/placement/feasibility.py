@@ -7,7 +7,7 @@ import msgspec
 from cortex.fleet.memory import MemoryNeed, need_of
 from cortex.fleet.topology import Fleet, Node
 
-from .bounds import by_free_memory, by_residents, is_plain, node_room
+from .bounds import by_free_memory, by_residents, is_plain, node_memory
 from .decision import RANK, Verdict
 from .eviction import occupies
 from .place import ACTIONS, assess, place
@@ -19,7 +19,7 @@ _WORST_FEASIBLE = max(RANK[verdict] for verdict in ACTIONS)
 
 
 class Feasibility:
-    """Which nodes could serve a model, now or after making room, if the operator loads it.
+    """Which nodes could serve a model, now or after making memory, if the operator loads it.
 
     For one snapshot of the fleet, and for a catalogue of many models: of those that a node lists, only the ones that
     hold memory matter for another model, and they are found once.
@@ -58,12 +58,13 @@ class Feasibility:
         elsewhere = need_of(spec, Node(name=""), fleet)
         is_simple = is_plain(spec, fleet, "operator") and not spec.min_device_vram_mb
         is_simple &= elsewhere is not None and elsewhere.splits is None
+        is_simple &= not (fleet.catalogue.together or fleet.catalogue.swap_groups or fleet.placement.max_loaded)
         order = [*listing, *(each for each in range(len(nodes)) if each not in set(listing))]
         found: list[str] = []
         for position in order:
             node = nodes[position]
             if is_simple and elsewhere is not None and model_id not in node.residencies and _is_simple(node):
-                is_feasible = self._has_room(model_id, node, elsewhere)
+                is_feasible = self._fits(model_id, node, elsewhere)
             else:
                 is_feasible = assess(spec, node, fleet, self._now, origin="operator").verdict in ACTIONS
             if is_feasible and node.name not in unable:
@@ -72,8 +73,8 @@ class Feasibility:
                 break
         return tuple(found)
 
-    def _has_room(self, model_id: str, node: Node, need: MemoryNeed) -> bool:
-        """Whether the model fits on a node where bounds are exact, now or after making room."""
+    def _fits(self, model_id: str, node: Node, need: MemoryNeed) -> bool:
+        """Whether the model fits on a node where bounds are exact, now or after making memory."""
         spec = self._fleet.catalogue.spec(model_id)
         bound = by_free_memory(spec, node, need, packs=True)
         if bound[0] == RANK[Verdict.FITS_AFTER_EVICTION]:
@@ -82,5 +83,5 @@ class Feasibility:
 
 
 def _is_simple(node: Node) -> bool:
-    room = node_room(node)
-    return room.is_plain and not room.has_ceilings and not room.may_divide
+    memory = node_memory(node)
+    return memory.is_plain and not memory.has_ceilings and not memory.may_divide

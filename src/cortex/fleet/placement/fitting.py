@@ -17,21 +17,20 @@ from cortex.wire.node.host_splits import HostSplit, speed_in_words
 from cortex.wire.node.protocol import ModelState, ModelStatus
 from cortex.wire.words import plural
 
+from .allocations import MOST_LAYERS, Allocation, Division, allocations, free_devices, harm
 from .decision import Assessment, DeviceRow, Origin, Verdict
 from .eviction import Occupant, Protection
-from .exclusion import rivals
-from .occupants import occupants_of
-from .rooms import MOST_LAYERS, Division, Room, free_devices, harm, rooms
+from .occupants import occupants_of, rivals
 
 _STARTS = (Verdict.FITS, Verdict.FITS_SOON, Verdict.FITS_AFTER_EVICTION)
 
 
 class _Finding(msgspec.Struct, frozen=True):
-    """What `_find_room` found."""
+    """What `_find_allocation` found."""
 
     verdict: Verdict
     reason: str
-    room: Room = Room(())
+    allocation: Allocation = Allocation(())
     held_by: frozenset[Protection] = frozenset()
 
 
@@ -165,7 +164,7 @@ class Fitting:
         limit = node.max_devices_per_model
         count = _device_count(spec, candidates, size, limit=limit, by_layers=by_layers, num_layers=num_layers)
         division = None if size is None else Division(size, count or spec.tensor_parallel, by_layers, num_layers)
-        found = _find_room(
+        found = _find_allocation(
             spec,
             node,
             candidates,
@@ -178,7 +177,7 @@ class Fitting:
             by_layers=by_layers,
             split=split,
         )
-        verdict, reason, room = found.verdict, found.reason, found.room
+        verdict, reason, allocation = found.verdict, found.reason, found.allocation
         is_measured = split is not None and need is not None and need.splits is not None and need.splits.is_measured
         if split is not None and verdict in _STARTS:
             speed = speed_in_words(split.tokens_per_s, is_measured=is_measured)
@@ -187,8 +186,8 @@ class Fitting:
             reason += _smaller_form(self._held.status, candidates) + _last_resort(spec, self._held.status)
         if asleep and verdict is Verdict.FITS:
             verdict, reason = Verdict.ASLEEP, f"asleep on this node; {reason}"
-        takes_bytes = None if need is None or size is None else _taken(need.takes_bytes, size, room)
-        context = _context(spec, need, size, room, 0 if split is None else split.saved_bytes)
+        takes_bytes = None if need is None or size is None else _taken(need.takes_bytes, size, allocation)
+        context = _context(spec, need, size, allocation, 0 if split is None else split.saved_bytes)
         if asleep and self._held is not None:  # it wakes with the context that it had
             context = _Context(self._held.status.context_tokens, context.full_tokens)
         return Assessment(
@@ -199,15 +198,15 @@ class Fitting:
             asleep=asleep,
             need_bytes=size,
             takes_bytes=takes_bytes,
-            max_bytes=room.max_bytes,
+            max_bytes=allocation.max_bytes,
             is_cut=need is not None and takes_bytes is not None and takes_bytes < need.takes_bytes,
-            context_tokens=context.tokens if room.devices else None,
+            context_tokens=context.tokens if allocation.devices else None,
             full_context_tokens=context.full_tokens,
             min_context_tokens=context.least_tokens,
             is_short=context.is_short,
-            devices=tuple(sorted(device.index for device in room.devices)),
-            victims=room.victims,
-            rows=_rows(self._devices, division, room),
+            devices=tuple(sorted(device.index for device in allocation.devices)),
+            victims=allocation.victims,
+            rows=_rows(self._devices, division, allocation),
             held_by=found.held_by,
             ceiling_bytes=node.ceiling_bytes,
             occupants=self._occupants,
@@ -225,19 +224,19 @@ def capacity_bytes(spec: ModelSpec, node: Node, count: int) -> int:
 
 def need_and_have(node: Node, need: MemoryNeed | None, count: int) -> tuple[DeviceRow, ...]:
     """The device rows for a model over `count` devices, where memory does not decide the verdict."""
-    return _rows(ledger(node), None if need is None else Division(need.takes_bytes, count), Room(()))
+    return _rows(ledger(node), None if need is None else Division(need.takes_bytes, count), Allocation(()))
 
 
-def _taken(wanted_bytes: int, sure_bytes: int, room: Room) -> int:
-    """What a load will take of `room`: `wanted_bytes`, or what is usable once the victims are unloaded."""
-    return min(wanted_bytes, max(sure_bytes, _room_bytes(room)))
+def _taken(wanted_bytes: int, sure_bytes: int, allocation: Allocation) -> int:
+    """What a load will take of `allocation`: `wanted_bytes`, or what is usable once the victims are unloaded."""
+    return min(wanted_bytes, max(sure_bytes, _usable_bytes(allocation)))
 
 
-def _room_bytes(room: Room) -> int:
-    """What a load can take of `room`. If all devices get the same share, the one with the least room decides."""
-    usable_bytes = list(map(room.usable_bytes, room.devices))
-    room_bytes = sum(usable_bytes) if room.by_layers else len(usable_bytes) * min(usable_bytes, default=0)
-    return room_bytes if room.max_bytes is None else min(room_bytes, room.max_bytes)
+def _usable_bytes(allocation: Allocation) -> int:
+    """What a load can take of `allocation`. If all devices get the same share, the one with the least room decides."""
+    usable_bytes = list(map(allocation.usable_bytes, allocation.devices))
+    allocation_bytes = sum(usable_bytes) if allocation.by_layers else len(usable_bytes) * min(usable_bytes, default=0)
+    return allocation_bytes if allocation.max_bytes is None else min(allocation_bytes, allocation.max_bytes)
 
 
 class _Context(NamedTuple):
@@ -249,22 +248,26 @@ class _Context(NamedTuple):
     is_short: bool = False
 
 
-def _context(spec: ModelSpec, need: MemoryNeed | None, size: int | None, room: Room, saved_bytes: int = 0) -> _Context:
-    """That of a load into `room`, where at least `size` is found. `saved_bytes`: what is in host memory instead."""
+def _context(
+    spec: ModelSpec, need: MemoryNeed | None, size: int | None, allocation: Allocation, saved_bytes: int = 0
+) -> _Context:
+    """That of a load into `allocation`, which has at least `size`. `saved_bytes`: what is in host memory instead."""
     if need is None or size is None or need.contexts is None:
-        is_short = need is not None and size is not None and need.is_short(saved_bytes + max(size, _room_bytes(room)))
+        is_short = (
+            need is not None and size is not None and need.is_short(saved_bytes + max(size, _usable_bytes(allocation)))
+        )
         # What is not known here is decided by the node. An operator who gave the size has decided it.
         is_decided = is_short or spec.vram_bytes is not None
         return _Context(
             least_tokens=1 if is_decided else tolerated(spec.context_tokens or AGENT_TOKENS), is_short=is_short
         )
-    room_bytes = size if saved_bytes else max(size, _room_bytes(room))  # more room is for weights
-    tokens, full_tokens = need.contexts.tokens_in(saved_bytes + room_bytes), need.contexts.full_tokens
+    allocation_bytes = size if saved_bytes else max(size, _usable_bytes(allocation))  # more room is for weights
+    tokens, full_tokens = need.contexts.tokens_in(saved_bytes + allocation_bytes), need.contexts.full_tokens
     is_short = need.contexts.is_short(tokens)
     return _Context(tokens, full_tokens, 1 if is_short else tolerated(need.contexts.wanted_tokens), is_short)
 
 
-def _find_room(
+def _find_allocation(
     spec: ModelSpec,
     node: Node,
     eligible: Sequence[DeviceLedger],
@@ -302,14 +305,14 @@ def _find_room(
             _Finding(
                 Verdict.FITS,
                 "size unknown until its first load; the node checks it then",
-                Room(tuple(emptiest), by_layers=by_layers),
+                Allocation(tuple(emptiest), by_layers=by_layers),
             ),
             *(excluded, rivals, eligible),
         )
     if excluded:
         emptied = [_without(excluded, device) for device in eligible]
         others = tuple(occupant for occupant in occupants if occupant not in excluded)
-        found = _find_room(
+        found = _find_allocation(
             *(spec, node, emptied, others, {}, fleet, stage_layers),
             count=count,
             division=division,
@@ -321,7 +324,7 @@ def _find_room(
     if host_missing_bytes <= 0 and (devices := free_devices(eligible, division, fleet.placement)):
         size = gib(division.num_bytes) if by_layers else f"{gib(division.share)} per device"
         reason = f"needs {size}, which is free{division.explained(devices, stage_layers)}"
-        return _Finding(Verdict.FITS, reason, Room(devices, by_layers=by_layers))
+        return _Finding(Verdict.FITS, reason, Allocation(devices, by_layers=by_layers))
 
     sets = [
         devices
@@ -329,31 +332,31 @@ def _find_room(
         if division.fits(devices, lambda device: device.capacity_bytes)
     ]
 
-    def cheapest(candidates: Sequence[Occupant], have: Callable[[DeviceLedger], int]) -> Room | None:
-        found = rooms(sets, candidates, fleet, division, have, host_missing_bytes)
+    def cheapest(candidates: Sequence[Occupant], have: Callable[[DeviceLedger], int]) -> Allocation | None:
+        found = allocations(sets, candidates, fleet, division, have, host_missing_bytes)
         return min(found, key=harm, default=None)
 
     if any(occupant.is_unloading for occupant in occupants) and (
-        room := cheapest([_while_others_stay(each) for each in occupants], lambda device: device.balance_bytes)
+        allocation := cheapest([_while_others_stay(each) for each in occupants], lambda device: device.balance_bytes)
     ):
-        names = ", ".join(victim.model_id for victim in room.victims)
-        return _Finding(Verdict.FITS_SOON, f"fits once {names} is gone, which is being unloaded", room)
-    if room := cheapest(occupants, lambda device: device.balance_bytes):
-        names = ", ".join(victim.model_id for victim in room.victims)
-        return _Finding(Verdict.FITS_AFTER_EVICTION, f"fits after unloading {names}", room)
+        names = ", ".join(victim.model_id for victim in allocation.victims)
+        return _Finding(Verdict.FITS_SOON, f"fits once {names} is gone, which is being unloaded", allocation)
+    if allocation := cheapest(occupants, lambda device: device.balance_bytes):
+        names = ", ".join(victim.model_id for victim in allocation.victims)
+        return _Finding(Verdict.FITS_AFTER_EVICTION, f"fits after unloading {names}", allocation)
     later = [_after_waiting(occupant) for occupant in occupants]
-    if room := cheapest(later, lambda device: device.balance_bytes):
-        return _Finding(Verdict.BLOCKED, _waits_for(room.victims, occupants))
-    if room := cheapest(later, lambda device: device.balance_bytes + device.foreign_bytes):
-        foreign = sum(device.foreign_bytes for device in room.devices)
+    if allocation := cheapest(later, lambda device: device.balance_bytes):
+        return _Finding(Verdict.BLOCKED, _waits_for(allocation.victims, occupants))
+    if allocation := cheapest(later, lambda device: device.balance_bytes + device.foreign_bytes):
+        foreign = sum(device.foreign_bytes for device in allocation.devices)
         return _Finding(Verdict.CROWDED, f"other programs use {gib(foreign)} of its memory")
     gone = [msgspec.structs.replace(occupant, protection=None) for occupant in occupants]
-    room = cheapest(gone, lambda device: device.balance_bytes + device.foreign_bytes)
-    if room is None and host_missing_bytes > 0:
+    allocation = cheapest(gone, lambda device: device.balance_bytes + device.foreign_bytes)
+    if allocation is None and host_missing_bytes > 0:
         return _Finding(Verdict.TOO_SMALL, f"{gib(host_missing_bytes)} of host memory are missing for its weights")
-    if room is None:
+    if allocation is None:
         return _Finding(Verdict.CROWDED, "the device reports less free memory than its models and other programs leave")
-    in_the_way = {victim.model_id for victim in room.victims}
+    in_the_way = {victim.model_id for victim in allocation.victims}
     kept = [each for each in later if each.protection is not None and each.model_id in in_the_way]
     reasons = "; ".join(f"{occupant.model_id}: {occupant.reason}" for occupant in kept)
     return _Finding(
@@ -381,15 +384,15 @@ def _with_rivals(
     """What was found once these have left, for which they must."""
     if not excluded or found.verdict not in (Verdict.FITS, Verdict.FITS_SOON, Verdict.FITS_AFTER_EVICTION):
         return found
-    victims = (*excluded, *found.room.victims)
+    victims = (*excluded, *found.allocation.victims)
     by_index = {device.index: device for device in devices}
-    taken = tuple(by_index[device.index] for device in found.room.devices)
+    taken = tuple(by_index[device.index] for device in found.allocation.devices)
     is_soon = all(victim.is_unloading for victim in victims)
     reasons = ", ".join(f"{each.model_id}, {rivals[each.model_id]}" for each in excluded)
     return _Finding(
         Verdict.FITS_SOON if is_soon else Verdict.FITS_AFTER_EVICTION,
         f"cannot be loaded together with {reasons}; {found.reason}",
-        Room(taken, victims, found.room.by_layers),
+        Allocation(taken, victims, found.allocation.by_layers),
     )
 
 
@@ -500,12 +503,12 @@ def _smaller_form(status: ModelStatus, devices: Sequence[DeviceLedger]) -> str:
     return ""
 
 
-def _rows(devices: Sequence[DeviceLedger], division: Division | None, room: Room) -> tuple[DeviceRow, ...]:
-    chosen = frozenset(device.index for device in room.devices)
+def _rows(devices: Sequence[DeviceLedger], division: Division | None, allocation: Allocation) -> tuple[DeviceRow, ...]:
+    chosen = frozenset(device.index for device in allocation.devices)
     shares: dict[int, int] = {}
     if division is not None:
         shares = dict.fromkeys((device.index for device in devices), division.share)
-        shares |= division.shares(room.devices, room.usable_bytes)
+        shares |= division.shares(allocation.devices, allocation.usable_bytes)
     return tuple(
         DeviceRow(
             index=device.index,

@@ -8,12 +8,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from cortex.fleet.catalogue import MEBIBYTE, Catalogue, ModelSpec
+from cortex.fleet.catalogue import MEBIBYTE, ModelSpec
+from cortex.fleet.devices import bytes_held
 from cortex.fleet.index import remembered
 from cortex.fleet.memory import MemoryNeed, need_of
 from cortex.fleet.rules import PlacementRules
-from cortex.fleet.topology import STARTING, Fleet, Node, Residency
+from cortex.fleet.topology import STARTING, Fleet, ModelOnNode, Node, Residency
 from cortex.wire.node.bench import BenchResult
+from cortex.wire.node.contexts import tolerated
 from cortex.wire.node.protocol import HostKV, ModelState
 from cortex.wire.words import duration, replicas_in_words
 
@@ -74,7 +76,8 @@ def place_new(model_id: str, num_bytes: int, fleet: Fleet, now: float) -> Decisi
     """Where the operator could load a model that no node has yet, of which only the size is known."""
     spec = ModelSpec(id=model_id, vram_mb=max(1, -(-num_bytes // MEBIBYTE)))
     others = tuple(known for known in fleet.catalogue.models if known.id != model_id)
-    catalogue = Catalogue(models=(*others, spec))
+    # An alias of the same name gives way, as it does in the load.
+    catalogue = msgspec.structs.replace(fleet.catalogue, models=(*others, spec), aliases={})
     return place(model_id, msgspec.structs.replace(fleet, catalogue=catalogue), now, origin="operator")
 
 
@@ -302,3 +305,42 @@ def preference(assessment: Assessment, rules: PlacementRules) -> tuple[float | s
         left_over if size_known and rules.strategy == "pack" else -left_over,
         assessment.node,
     )
+
+
+def to_load_again(model_id: str, tokens: int, fleet: Fleet, now: float) -> ModelOnNode | None:
+    """The idle replica that would get a context of `tokens` by another load, evicting idle models. None: one has it,
+    requests run or would be lost, or there is no memory for it. A model of several nodes stays as it is."""
+    spec = fleet.catalogue.spec(model_id)
+    for node in fleet.listing(model_id):
+        held = node.residencies[model_id]
+        if held.state is ModelState.READY and (held.status.context_tokens or tokens) >= tokens:
+            return None
+    for node in fleet.listing(model_id):
+        held = node.residencies[model_id]
+        is_kept = held.pinned or spec.is_pinned_on(node.name) or held.is_busy or held.closed
+        is_movable = held.state is ModelState.READY and not is_kept
+        if not (is_movable and node.healthy and node.takes_orders and not node.draining) or held.status.nodes:
+            continue
+        emptied = _without(node, held)
+        need = need_of(spec, emptied, fleet)
+        if need is None or need.contexts is None or need.contexts.full_tokens <= (held.status.context_tokens or 0):
+            continue
+        found = assess(spec, emptied, fleet.with_node(emptied), now, origin="request")
+        is_start = found.verdict in (Verdict.FITS, Verdict.FITS_AFTER_EVICTION)
+        if is_start and (found.context_tokens or 0) >= tolerated(min(tokens, need.contexts.full_tokens)):
+            return ModelOnNode(node.name, model_id)
+    return None
+
+
+def _without(node: Node, held: Residency) -> Node:
+    """The node once the model is unloaded."""
+    devices = [
+        msgspec.structs.replace(
+            device, free_bytes=device.free_bytes + bytes_held(device.index, device.kind, held.status)
+        )
+        for device in node.devices
+    ]
+    cold = msgspec.structs.replace(
+        held, status=msgspec.structs.replace(held.status, state=ModelState.COLD, measured_bytes=None)
+    )
+    return msgspec.structs.replace(node, devices=tuple(devices), residencies={**node.residencies, held.model_id: cold})

@@ -9,7 +9,7 @@ from cortex.fleet.catalogue import ModelSpec
 from cortex.fleet.memory import MemoryNeed, need_of
 from cortex.fleet.topology import Fleet, Node
 
-from .bounds import Bound, by_free_memory, by_residents, by_room, has_free, is_plain, node_room
+from .bounds import Bound, by_free_memory, by_residents, has_free, is_plain, node_memory, of_load
 from .decision import RANK, START_RANKS, Assessment, Decision, Origin, Verdict
 from .place import assess, decided, preference, raised_need, without_memory
 
@@ -42,7 +42,7 @@ def search(model_id: str, fleet: Fleet, now: float, *, origin: Origin = "request
     return decided(spec, fleet, now, origin, found, num_omitted=len(fleet.nodes) - len(found))
 
 
-def may_have_room(model_id: str, node: Node, fleet: Fleet, now: float, *, origin: Origin) -> bool:
+def may_fit(model_id: str, node: Node, fleet: Fleet, now: float, *, origin: Origin) -> bool:
     """Whether it cannot be ruled out that the model can be loaded on `node` now. It takes no assessment."""
     candidates = _Candidates(fleet.catalogue.spec(model_id), fleet, now, origin, only_on=node)
     bound = candidates.bound()
@@ -94,7 +94,7 @@ class _Candidates:
         for position, node in enumerate(self._fleet.nodes):
             if position in listing:
                 continue
-            if need is not None and (room := node_room(node)).is_plain and not has_free(room, need):
+            if need is not None and (memory := node_memory(node)).is_plain and not has_free(memory, need):
                 self._full.append(position)
             else:
                 self._queue.append(self._entry(position))
@@ -121,8 +121,8 @@ class _Candidates:
     def _entry(self, position: int) -> tuple[Bound, int, bool]:
         node, spec = self._fleet.nodes[position], self._spec
         held = node.residencies.get(spec.id)
-        if held is None and self._is_plain and (room := node_room(node)).is_plain:
-            return self._entry_of(by_room(room, self._elsewhere, packs=self._packs), position)
+        if held is None and self._is_plain and (memory := node_memory(node)).is_plain:
+            return self._entry_of(of_load(memory, self._elsewhere, packs=self._packs), position)
         if (found := without_memory(spec, node, held, self._fleet, self._now, self._origin)) is not None:
             return (RANK[found[0]],), position, True
         return self._entry_of(by_free_memory(spec, node, self._need(node), packs=self._packs), position)

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from cortex.gateway.api.live.event_streams import EventStreams
-from cortex.gateway.api.parts import ApiRoute, DeferredResponses, expect, number_in_query, time_in_query
+from cortex.gateway.api.parts import ApiRoute, expect, number_in_query, time_in_query
 from cortex.gateway.database import StoreError
 from cortex.gateway.dispatch.operator.audit import AuditLog
 from cortex.gateway.history.history import WINDOWS, History
@@ -24,6 +24,7 @@ from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.proxy.accounting.activity import ActivityLog, Capture, RequestRecord
 from cortex.gateway.proxy.accounting.request_log import MAX_SEARCHED, Matches, RequestLog, SearchTooLong
 from cortex.gateway.proxy.accounting.running import RunningRequest, RunningRequests
+from cortex.gateway.proxy.deferred_responses import DeferredResponses
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.request import Request
 from cortex.http.routing import Route, query

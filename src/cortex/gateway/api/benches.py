@@ -24,6 +24,7 @@ from cortex.gateway.proxy.routes import error_response, json_response
 from cortex.http.routing import Route
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
+from cortex.system.tasks import OwnedTasks
 from cortex.wire.error_encoding import from_code
 from cortex.wire.errors import CortexError, Family, ModelUnsupported
 from cortex.wire.node.bench import BenchRequest, BenchStatus
@@ -54,7 +55,7 @@ class BenchRoutes:
         self._nodes = nodes
         self._board = board
         self._metering = metering
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = OwnedTasks()
 
     def routes(self) -> list[ApiRoute]:
         return [Route("POST", "/fleet/models/(?P<name>.+)/bench", self._begin)]
@@ -72,9 +73,7 @@ class BenchRoutes:
 
     async def close(self) -> None:
         """Stop watching; nodes finish without us."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.cancel()
 
     def _start(self, model: str, order: _BenchOrder, by: str) -> Job:
         targets = self._targets(model, order.node)
@@ -90,9 +89,7 @@ class BenchRoutes:
 
         names = [target.node for target in targets]
         job = self._board.start("bench", model, names, by=by, awaited=names, read_stage=stage, cancel=cancel)
-        task = asyncio.create_task(_run_all(runs, job), name=f"measure {model}")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(_run_all(runs, job), f"measure {model}")
         return job
 
     def _targets(self, model: str, node: str | None) -> list[ModelOnNode]:

@@ -19,13 +19,14 @@ from cortex.gateway.api.health import GatewayHealth, is_ready
 from cortex.gateway.api.live.event_streams import EventStreams
 from cortex.gateway.api.live.fleet_feed import FleetFeed, node_statuses
 from cortex.gateway.api.live.public_view import FleetView
-from cortex.gateway.api.parts import ApiPart, DeferredResponses, expect, listing_key
+from cortex.gateway.api.parts import ApiPart, expect, listing_key
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.operator.audit import MAX_DETAIL, AuditLog
 from cortex.gateway.dispatch.view import DispatchView
 from cortex.gateway.ledger import keys
 from cortex.gateway.ledger.meter import ANONYMOUS, Meter
 from cortex.gateway.proxy.admission import resolve_listed
+from cortex.gateway.proxy.deferred_responses import DeferredResponses
 from cortex.gateway.proxy.listener import OLLAMA_LISTINGS, OPEN_PATHS
 from cortex.gateway.proxy.redaction import shown_to
 from cortex.gateway.proxy.routes import OPAQUE, ROUTES, error_response, family_of, json_response

@@ -18,16 +18,18 @@ from cortex.fleet.known_models import known_repository
 from cortex.fleet.topology import Node
 from cortex.gateway.api.jobs import Job, JobBoard
 from cortex.gateway.api.live.event_streams import Following
-from cortex.gateway.api.parts import ApiRoute, DeferredResponses, read_body
+from cortex.gateway.api.parts import ApiRoute, read_body
 from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.gateway.dispatch.nodes.neighbours import Neighbours
 from cortex.gateway.dispatch.view import DispatchView
 from cortex.gateway.ledger.meter import Metering
+from cortex.gateway.proxy.deferred_responses import DeferredResponses
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.routing import Route, query
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.http.upstream.faults import UpstreamFault
+from cortex.system.tasks import OwnedTasks
 from cortex.wire.errors import (
     CortexError,
     HubUnavailable,
@@ -94,7 +96,8 @@ class _Pulls:
                 offline.append(client)
             else:
                 job.node_ended(client.name, error)
-                if error is not None:
+                if self._following[client.name].cancelled.is_set():
+                    job.end(error)
                     return
         await asyncio.gather(*(self._report(client, job) for client in (*waiting, *offline)))
 
@@ -140,7 +143,7 @@ class FileRoutes:
         self._board = board
         self._metering = metering
         self._deferred = deferred
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = OwnedTasks()
 
     def routes(self) -> list[ApiRoute]:
         return [
@@ -171,7 +174,7 @@ class FileRoutes:
         except UpstreamFault as fault:
             raise UpstreamUnavailable(f"Node {client.name} did not respond: {fault}") from fault
         except CortexError as error:
-            raise type(error)(f"{client.name}: {error.message}", param=error.param) from error
+            raise error.in_words(f"{client.name}: {error.message}") from error
         variants = [
             {
                 "quant": variant.quant,
@@ -202,9 +205,7 @@ class FileRoutes:
 
     async def close(self) -> None:
         """Stop watching; nodes finish their downloads without us."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.cancel()
 
     @property
     def are_shared(self) -> bool:
@@ -235,9 +236,7 @@ class FileRoutes:
             read_stage=pulls.stage,
             cancel=pulls.cancel,
         )
-        task = asyncio.create_task(pulls.outcomes(job), name=f"pull {files.model_id}")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(pulls.outcomes(job), f"pull {files.model_id}")
         return job
 
     def source_of(self, name: str) -> FilesRequest:
@@ -248,6 +247,9 @@ class FileRoutes:
         """Raises InvalidValue or ModelNotFound."""
         if not self._neighbours.is_on:
             raise InvalidValue("Nodes do not share files: set `share_files` of [gateway] to true.", param="copy")
+        if self._neighbours.is_on_path(files.model_id, files.source):
+            what = f"{shorten(files.model_id)} is a path on its node, and nodes share only files of the hub"
+            raise InvalidValue(f"{what}; copy it by other means.", param="model")
         for client in clients:
             if not self._neighbours.holders(client.name, files.model_id, files.source):
                 what = f"No other node that {client.name} can reach has {shorten(files.model_id)} in its hub cache"

@@ -19,6 +19,7 @@ from cortex.http.routing import Route
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.wire.errors import CortexError, InvalidValue, RouteNotFound, shorten
+from cortex.wire.node.groups import of_node
 from cortex.wire.node.protocol import Progress
 
 PATH = "/fleet/jobs"
@@ -51,6 +52,7 @@ class Job:
     results: dict[str, Any] = field(default_factory=dict)
     """What it found on each node, as far as its kind finds anything."""
     _remaining: set[str] = field(default_factory=set)
+    _failures: dict[str, CortexError] = field(default_factory=dict)
     _listeners: list[Callable[[], None]] = field(default_factory=list)
 
     def on_end(self, listener: Callable[[], None]) -> None:
@@ -65,10 +67,18 @@ class Job:
         self.nodes, self._remaining = tuple(nodes), set(nodes)
 
     def node_ended(self, node: str, error: CortexError | None) -> None:
-        """The work on one node has ended. The job ends with the last of them, or with the first that failed."""
+        """The work on one node has ended. The job ends with the last of them, and its error names each that failed."""
         self._remaining.discard(node)
-        if error is not None or not self._remaining:
-            self.end(error)
+        if error is not None:
+            self._failures[node] = error
+        if not self._remaining:
+            self.end(self._failure())
+
+    def _failure(self) -> CortexError | None:
+        first = next(iter(self._failures.values()), None)
+        if first is None or len(self.nodes) < 2:
+            return first
+        return first.in_words("; ".join(of_node(node, error.message) for node, error in self._failures.items()))
 
     def end(self, error: CortexError | None) -> None:
         """Idempotent."""
@@ -138,6 +148,12 @@ class JobBoard:
             del self._jobs[job_id]
         if not awaited:
             job.end(None)
+        return job
+
+    def failed(self, kind: JobKind, model: str, error: CortexError, *, by: str) -> Job:
+        """The job of an order that could not begin."""
+        job = self.start(kind, model, (), by=by, awaited=("",), read_stage=lambda: ("", None))
+        job.end(error)
         return job
 
     def find(self, job_id: str) -> Job:

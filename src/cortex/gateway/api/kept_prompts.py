@@ -8,11 +8,12 @@ from typing import Annotated, Any
 
 import msgspec
 
-from cortex.gateway.api.parts import ApiRoute, DeferredResponses, read_body
+from cortex.gateway.api.parts import ApiRoute, read_body
 from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.gateway.dispatch.view import DispatchView
 from cortex.gateway.ledger.keys import KeySection, PrefixSharing, tenant_name, tenants_of
 from cortex.gateway.ledger.meter import Metering
+from cortex.gateway.proxy.deferred_responses import DeferredResponses
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.routing import Route
 from cortex.http.server.exchange import Exchange

@@ -15,13 +15,14 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from cortex.gateway.api.parts import ApiRoute, DeferredResponses, read_body
+from cortex.gateway.api.parts import ApiRoute, read_body
 from cortex.gateway.database import Execute, StoreError
 from cortex.gateway.ledger import key_store
 from cortex.gateway.ledger.groups import Counters, GroupSection, budget_left, cost_id, group_id
 from cortex.gateway.ledger.key_store import KeyConflict
 from cortex.gateway.ledger.keys import KeySection, Limit, Money, generate, tenant_name
 from cortex.gateway.ledger.meter import Metering
+from cortex.gateway.proxy.deferred_responses import DeferredResponses
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.request import Request
 from cortex.http.routing import Route

@@ -10,17 +10,19 @@ from collections.abc import Awaitable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
-from cortex.gateway.api.parts import ApiRoute, DeferredResponses, number_in_query
+from cortex.gateway.api.parts import ApiRoute, number_in_query
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.gateway.ledger.meter import Metering
+from cortex.gateway.proxy.deferred_responses import DeferredResponses
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.request import Request
 from cortex.http.routing import Route, query
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.http.upstream.faults import UpstreamFault
+from cortex.system.tasks import OwnedTasks
 from cortex.wire.errors import CortexError, NodeNotFound, UpstreamUnavailable, shorten
 from cortex.wire.node.load_options import ENGINE
 from cortex.wire.node.model_log import ModelLog
@@ -46,7 +48,7 @@ class ModelServerRoutes:
         event_log: EventLog,
     ) -> None:
         self._event_log = event_log
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = OwnedTasks()
         self._dispatcher = dispatcher
         self._nodes = nodes
         self._metering = metering
@@ -63,9 +65,7 @@ class ModelServerRoutes:
 
     async def close(self) -> None:
         """End every stream of logs."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.cancel()
 
     def _show_all(self, exchange: Exchange) -> None:
         self._metering.meter.authenticate_operator(exchange.request)
@@ -84,10 +84,8 @@ class ModelServerRoutes:
         has_history = query(exchange.request, "no-history") is None
         exchange.start(200, _TEXT)
         following = self._follow(exchange, name, model, has_history=has_history)
-        task = asyncio.create_task(following, name="follow logs")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        exchange.on_disconnect(lambda: _cancel(task))
+        task = self._tasks.start(following, "follow logs")
+        exchange.on_disconnect(task.cancel)
 
     async def _follow(self, exchange: Exchange, name: str | None, model: str | None, *, has_history: bool) -> None:
         """Until the client disconnects, or its key may no longer see this."""
@@ -174,10 +172,6 @@ def _line(event: dict[str, Any]) -> str:
         return f"{at} {event['outcome']}\n"
     values = " ".join(f"{name}={value}" for name, value in event.items() if name not in ("kind", "at"))
     return f"{at} {event['kind'].replace('_', ' ')} {values}".rstrip() + "\n"
-
-
-def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
 
 
 async def _logs(model: str, clients: Sequence[NodeClient], after: int) -> Response:

@@ -17,11 +17,12 @@ import msgspec
 from cortex.fleet.placement import explain
 from cortex.fleet.topology import ModelOnNode
 from cortex.gateway.api.jobs import Job, JobBoard, JobKind
-from cortex.gateway.api.parts import ApiRoute, DeferredResponses, read_body
+from cortex.gateway.api.parts import ApiRoute, read_body
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.model_jobs import Watched
 from cortex.gateway.dispatch.operator.commands import OperatorCommands
 from cortex.gateway.ledger.meter import Metering
+from cortex.gateway.proxy.deferred_responses import DeferredResponses
 from cortex.gateway.proxy.routes import error_response, json_response
 from cortex.http.routing import Route
 from cortex.http.server.exchange import Exchange
@@ -101,9 +102,16 @@ class OrderRoutes:
             known = f"there are {', '.join(profiles)}" if profiles else "add it under [profiles] in models.toml"
             raise ModelNotFound(f"There is no profile `{shorten(name)}`; {known}.", param="profile")
         models = [self._dispatcher.resolve(each).model_id for each in profiles[name]]
-        started = [(model, *self._start(model, "load", _Order(), by)) for model in models]
+        started = [(model, *self._start_of_profile(model, by)) for model in models]
         orders = [{"model": model, "nodes": nodes, "job": job.as_json()} for model, job, nodes in started]
         return json_response({"profile": name, "models": orders}, 202)
+
+    def _start_of_profile(self, model: str, by: str) -> tuple[Job, tuple[str, ...]]:
+        """A model that cannot be loaded does not keep the others of the profile from it."""
+        try:
+            return self._start(model, "load", _Order(), by)
+        except CortexError as error:
+            return self._board.failed("load", model, error, by=by), ()
 
     def _unload_by_get(self, exchange: Exchange) -> Response:
         """As llama-swap does it. A web page can make a browser send this without asking, so a browser needs a key."""

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
 from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.meter import Meter, has_credentials
-from cortex.gateway.proxy.routes import error_response, family_of
 from cortex.http.request import Request
 from cortex.http.routing import Route, query
-from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
-from cortex.wire.errors import CortexError, InvalidValue, MalformedJSON, MethodNotAllowed, shorten
+from cortex.wire.errors import InvalidValue, MalformedJSON, MethodNotAllowed, shorten
 
 log = logging.getLogger(__name__)
 
@@ -92,33 +89,3 @@ def read_body(body: bytes, kind: type[T]) -> T:
         raise InvalidValue(f"Invalid body: {shorten(str(problem))}.") from problem
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
         raise MalformedJSON(f"The body is not valid JSON: {shorten(str(problem))}") from problem
-
-
-class DeferredResponses:
-    """Responds when work that waits is done. The work goes on when its client disconnects. Owns one task per
-    request."""
-
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def respond(self, exchange: Exchange, work: Coroutine[Any, Any, Response]) -> None:
-        """Respond with the result of `work`, or with the error that it raises."""
-        task = asyncio.create_task(_respond(exchange, work))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def close(self) -> None:
-        """Returns when the work in progress is done."""
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-
-async def _respond(exchange: Exchange, work: Coroutine[Any, Any, Response]) -> None:
-    try:
-        response = await work
-    except CortexError as error:
-        response = error_response(error, family_of(exchange.request.path))
-    except Exception:
-        log.exception("%s failed unexpectedly", exchange.request.path.decode("latin-1"))
-        internal = CortexError("The gateway failed; its log has the reason.")
-        response = error_response(internal, family_of(exchange.request.path))
-    exchange.respond(*response)

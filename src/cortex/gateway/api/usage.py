@@ -14,11 +14,12 @@ from typing import Any, get_args
 import msgspec
 
 from cortex.fleet.catalogue import Catalogue
-from cortex.gateway.api.parts import ApiRoute, DeferredResponses, time_in_query
+from cortex.gateway.api.parts import ApiRoute, time_in_query
 from cortex.gateway.database import StoreError
 from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.ledger.store import GroupBy
 from cortex.gateway.ledger.usage_report import UsageRow, as_csv, report
+from cortex.gateway.proxy.deferred_responses import DeferredResponses
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.request import Request
 from cortex.http.routing import Route, query

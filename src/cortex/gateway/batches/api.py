@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from cortex.gateway.api.parts import ApiRoute, DeferredResponses, expect, number_in_query, read_body
+from cortex.gateway.api.parts import ApiRoute, expect, number_in_query, read_body
 from cortex.gateway.batches import tables
 from cortex.gateway.batches.files import FileStore, chunks_of
 from cortex.gateway.batches.lines import ENDPOINTS, MESSAGES
@@ -28,6 +28,7 @@ from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.meter import ANONYMOUS, Metering
 from cortex.gateway.ledger.users import is_user
 from cortex.gateway.proxy.admission import client_of
+from cortex.gateway.proxy.deferred_responses import DeferredResponses
 from cortex.gateway.proxy.inference import Inference
 from cortex.gateway.proxy.listener import FILES_PATH, MESSAGE_BATCHES_PATH
 from cortex.gateway.proxy.routes import error_response, family_of, json_response
@@ -36,7 +37,7 @@ from cortex.http.request import Request
 from cortex.http.routing import Route, Router, query
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
-from cortex.system.tasks import Supervisor
+from cortex.system.tasks import OwnedTasks, Supervisor
 from cortex.wire.errors import (
     CortexError,
     InvalidValue,
@@ -110,7 +111,7 @@ class BatchService:
         self._deferred = deferred
         self.cross_site = CrossSiteCheck()
         """Replaced by a reload."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = OwnedTasks()
         id = "(?P<id>[^/]+)"
         self._router: Router[Callable[..., Coroutine[Any, Any, Response | None]]] = Router(
             [
@@ -141,9 +142,7 @@ class BatchService:
 
     async def close(self, grace_s: float) -> None:
         await self._runner.close(grace_s)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.cancel()
 
     def routes(self) -> list[ApiRoute]:
         """Those of the fleet."""
@@ -151,9 +150,7 @@ class BatchService:
 
     def handle(self, exchange: Exchange) -> None:
         """Take over an exchange whose path `takes` admits."""
-        task = asyncio.create_task(self._respond(exchange))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._respond(exchange))
 
     async def _respond(self, exchange: Exchange) -> None:
         request = exchange.request

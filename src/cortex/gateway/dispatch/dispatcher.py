@@ -15,8 +15,7 @@ from cortex.fleet.memory import ledger
 from cortex.fleet.placement import explain
 from cortex.fleet.placement.decision import Decision, Verdict
 from cortex.fleet.placement.eviction import due_for_recycling, expired, over_ceilings
-from cortex.fleet.placement.longer_contexts import to_load_again
-from cortex.fleet.placement.place import UnmetPin, place, unmet_pins
+from cortex.fleet.placement.place import UnmetPin, place, to_load_again, unmet_pins
 from cortex.fleet.placement.search import search
 from cortex.fleet.sleeping import as_if_awake
 from cortex.fleet.topology import Fleet, ModelOnNode
@@ -140,7 +139,7 @@ class Dispatcher(DispatchView, StateMachine):
 
     def _check_limit(self, model: str) -> None:
         """Raises RateLimitExceeded for a request beyond the `max_requests` of its model."""
-        limit = self.catalogue.request_limits.get(model)
+        limit = self._fleet_state.settings.catalogue.request_limits.get(model)
         if limit is None:
             return
         running = sum(self._leases.in_flight_on(node.name).get(model, 0) for node in self.fleet.listing(model))

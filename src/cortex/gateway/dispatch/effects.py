@@ -139,11 +139,7 @@ class NodeEffects:
                 return result
         # Without a member that was lost in its sleep, the group has ended everywhere.
         start = msgspec.structs.replace(request, wake_only=False)
-        result = await result_of(lambda: start_group(self._nodes, members, start, self._neighbours))
-        own = f"on {members[0].node}: "  # the outcome of a load is reported with the name of its node
-        if isinstance(result, CortexError) and result.message.startswith(own):
-            return type(result)(result.message.removeprefix(own))
-        return result
+        return await result_of(lambda: start_group(self._nodes, members, start, self._neighbours))
 
     async def _unload(self, node: str, request: UnloadRequest, others: tuple[str, ...]) -> None:
         result = await result_of(lambda: unload_group(self._nodes, (node, *others), request))

@@ -15,7 +15,7 @@ import msgspec
 from cortex.fleet import memory, reports, topology
 from cortex.fleet.catalogue import Catalogue, Resolution
 from cortex.fleet.devices import MemoryReservation
-from cortex.fleet.placement.bounds import node_room
+from cortex.fleet.placement.bounds import node_memory
 from cortex.fleet.placement.decision import Origin
 from cortex.fleet.rules import EvictionRules, PlacementRules
 from cortex.fleet.sleeping import SleepingNodes
@@ -327,7 +327,7 @@ class FleetState:
         ]
         self.fleet = before.with_nodes([each.after for each in changed])
         for _, node in changed:
-            node_room(node)  # now, one by one, instead of for all nodes with the next decision
+            node_memory(node)  # now, one by one, instead of for all nodes with the next decision
         if self.fleet.index.listing is not before.index.listing:
             self._resolved.clear()
         measured_anew = {model for each in changed for model in memory.measured_anew(*each)}

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
@@ -40,60 +41,91 @@ UNLOAD_TIMEOUT_S = 180.0
 """Running requests may end first; a node that takes longer is stuck."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Members:
+    """The nodes of a group. Their errors have the name of the node, but for those of the leader: what becomes of an
+    order is reported with its name."""
+
+    nodes: Mapping[str, NodeClient]
+    leader: str
+
+    async def ask(self, name: str, call: Callable[[NodeClient], Awaitable[T]]) -> T:
+        """The result of a call to a node. Raises CortexError."""
+        node = self.client(name)
+        try:
+            return await call(node)
+        except UpstreamFault as fault:
+            raise UpstreamUnavailable(str(fault) if name == self.leader else f"{name}: {fault}") from fault
+        except CortexError as error:
+            raise error.in_words(self.problem_of(name, error.message)) from error
+
+    def problem_of(self, name: str, problem: str) -> str:
+        return problem if name == self.leader else of_node(name, problem)
+
+    def client(self, name: str) -> NodeClient:
+        """Raises UpstreamUnavailable: a reload may have removed it since the decision."""
+        if (node := self.nodes.get(name)) is None:
+            raise UpstreamUnavailable(f"{name} is no longer a node of this gateway")
+        return node
+
+
 async def start_group(
     nodes: Mapping[str, NodeClient], plans: Sequence[MemberPlan], request: LoadRequest, neighbours: Neighbours
 ) -> ModelStatus:
     """`plans`: of all members, the leader's first. Returns its status when all are ready. Raises UpstreamFault or
     CortexError; what has started is ended then, also when this is cancelled. While another gateway starts the model on
     these nodes, it waits for that; raises GroupClaimed once it is ready there."""
+    members = _Members(nodes, plans[0].node)
     while True:
         try:
-            return await _start_once(nodes, plans, request, neighbours)
+            return await _start_once(members, plans, request, neighbours)
         except GroupClaimed:
             await asyncio.sleep(CLAIM_POLL_S)
             for plan in plans:
-                status = await _ask(nodes, plan.node, lambda node: node.model_status(request.model_id))
+                status = await members.ask(plan.node, lambda node: node.model_status(request.model_id))
                 if status.state is ModelState.READY:
                     raise
 
 
 async def _start_once(
-    nodes: Mapping[str, NodeClient], plans: Sequence[MemberPlan], request: LoadRequest, neighbours: Neighbours
+    members: _Members, plans: Sequence[MemberPlan], request: LoadRequest, neighbours: Neighbours
 ) -> ModelStatus:
     group = secrets.token_hex(16)
-    async with _ended_on_failure(nodes, plans, UnloadRequest(model_id=request.model_id, force=True, group=group)):
-        members = await _prepared(nodes, plans, request, group, neighbours)
+    async with _ended_on_failure(members, plans, UnloadRequest(model_id=request.model_id, force=True, group=group)):
+        addresses = await _prepared(members, plans, request, group, neighbours)
         requests = [
             msgspec.structs.replace(
                 request,
                 devices=plan.devices,
                 tensor_parallel=max(1, len(plan.devices)),
-                member=GroupMember(group=group, rank=rank, members=members),
+                member=GroupMember(group=group, rank=rank, members=addresses),
             )
             for rank, plan in enumerate(plans)
         ]
-        async with _renewed(lambda: _ask(nodes, plans[0].node, _prepare(request, group, 0))):
-            await _load_members(nodes, plans, requests)
-        return await _in_fleet(nodes, plans[0].node).load(requests[0])
+        async with _renewed(lambda: members.ask(members.leader, _prepare(request, group, 0))):
+            await _load_members(members, plans, requests)
+        return await members.client(members.leader).load(requests[0])
 
 
 async def wake_group(nodes: Mapping[str, NodeClient], plans: Sequence[MemberPlan], request: LoadRequest) -> ModelStatus:
     """The leader wakes last: its server wakes those of the others. Raises as `start_group` does."""
-    async with _ended_on_failure(nodes, plans, UnloadRequest(model_id=request.model_id, force=True)):
+    members = _Members(nodes, plans[0].node)
+    async with _ended_on_failure(members, plans, UnloadRequest(model_id=request.model_id, force=True)):
         waking = msgspec.structs.replace(request, devices=())
-        await _load_members(nodes, plans, [waking] * len(plans))
-        return await _in_fleet(nodes, plans[0].node).load(waking)
+        await _load_members(members, plans, [waking] * len(plans))
+        return await members.client(members.leader).load(waking)
 
 
 @contextlib.asynccontextmanager
 async def _ended_on_failure(
-    nodes: Mapping[str, NodeClient], plans: Sequence[MemberPlan], request: UnloadRequest
+    members: _Members, plans: Sequence[MemberPlan], request: UnloadRequest
 ) -> AsyncIterator[None]:
     """A node that does not respond ends its member by itself."""
     try:
         yield
     except BaseException as error:
-        calls = [nodes[plan.node].unload(request, timeout_s=END_TIMEOUT_S) for plan in plans if plan.node in nodes]
+        present = [members.nodes[plan.node] for plan in plans if plan.node in members.nodes]
+        calls = (node.unload(request, timeout_s=END_TIMEOUT_S) for node in present)
         ending = run_once(finish_all(f"ending {request.model_id}", *map(_quietly, calls)), f"end {request.model_id}")
         if isinstance(error, Exception):  # not while it is cancelled
             await ending
@@ -107,10 +139,11 @@ async def _quietly(call: Awaitable[object]) -> None:
 
 async def unload_group(nodes: Mapping[str, NodeClient], names: Sequence[str], request: UnloadRequest) -> ModelStatus:
     """The leader first, whose requests may end before. The others sleep if it does. Raises CortexError."""
-    status = await _ask(nodes, names[0], lambda node: node.unload(request, timeout_s=UNLOAD_TIMEOUT_S))
+    members = _Members(nodes, names[0])
+    status = await members.ask(names[0], lambda node: node.unload(request, timeout_s=UNLOAD_TIMEOUT_S))
     is_asleep = status.state is ModelState.ASLEEP
     rest = msgspec.structs.replace(request, sleep=is_asleep, force=True)
-    ends = (_ask(nodes, name, lambda node: node.unload(rest, timeout_s=UNLOAD_TIMEOUT_S)) for name in names[1:])
+    ends = (members.ask(name, lambda node: node.unload(rest, timeout_s=UNLOAD_TIMEOUT_S)) for name in names[1:])
     for outcome in await asyncio.gather(*ends, return_exceptions=True):
         if isinstance(outcome, BaseException) and not isinstance(outcome, UpstreamUnavailable):
             raise outcome
@@ -118,37 +151,37 @@ async def unload_group(nodes: Mapping[str, NodeClient], names: Sequence[str], re
 
 
 async def _prepared(
-    nodes: Mapping[str, NodeClient],
+    members: _Members,
     plans: Sequence[MemberPlan],
     request: LoadRequest,
     group: str,
     neighbours: Neighbours,
 ) -> tuple[MemberAddress, ...]:
     """The addresses of the members, all of which have their files. Raises CortexError."""
-    found = await _claimed(nodes, plans, request, group)
+    found = await _claimed(members, plans, request, group)
     _check_versions(plans, found)
     lacking = [plan.node for plan, each in zip(plans, found, strict=True) if each.lacks_files]
     if lacking:
-        async with _renewed(lambda: _claimed(nodes, plans, request, group)):
-            await _fill(nodes, lacking, request, neighbours)
-        found = await _claimed(nodes, plans, request, group)
+        async with _renewed(lambda: _claimed(members, plans, request, group)):
+            await _fill(members, lacking, request, neighbours)
+        found = await _claimed(members, plans, request, group)
     _check_files(plans, found, request.model_id)
-    members = tuple(
+    addresses = tuple(
         MemberAddress(node=plan.node, host=each.host, port=each.port, pulse_port=each.pulse_port)
         for plan, each in zip(plans, found, strict=True)
     )
-    await _ask(nodes, plans[0].node, _prepare(request, group, 0, reaches=members[1:]))
-    return members
+    await members.ask(members.leader, _prepare(request, group, 0, reaches=addresses[1:]))
+    return addresses
 
 
 async def _claimed(
-    nodes: Mapping[str, NodeClient], plans: Sequence[MemberPlan], request: LoadRequest, group: str
+    members: _Members, plans: Sequence[MemberPlan], request: LoadRequest, group: str
 ) -> list[PreparedMember]:
     """Idempotent. One node decides between gateways: that whose name comes first, whoever leads. Raises CortexError,
     such as GroupClaimed."""
 
     def prepare(rank: int) -> Awaitable[PreparedMember]:
-        return _ask(nodes, plans[rank].node, _prepare(request, group, rank))
+        return members.ask(plans[rank].node, _prepare(request, group, rank))
 
     first = min(range(len(plans)), key=lambda rank: plans[rank].node)
     decided = await prepare(first)
@@ -191,9 +224,7 @@ async def _renewed(renew: Callable[[], Awaitable[object]]) -> AsyncIterator[None
         raise errors.exceptions[0] from None
 
 
-async def _fill(
-    nodes: Mapping[str, NodeClient], names: Sequence[str], request: LoadRequest, neighbours: Neighbours
-) -> None:
+async def _fill(members: _Members, names: Sequence[str], request: LoadRequest, neighbours: Neighbours) -> None:
     """Get the files to these nodes. Without another node that has them, one uses the hub and the others get them from
     it. Raises CortexError."""
     files = FilesRequest(model_id=request.model_id, source=request.source, quant=request.quant, harness=request.harness)
@@ -201,22 +232,22 @@ async def _fill(
     waiting = list(names)
     if neighbours.is_on and not neighbours.holders(names[0], files.model_id, files.source):
         done.append(waiting.pop(0))
-        await _pull(nodes, done[0], neighbours.in_pull(done[0], files))
-    await _all(_pull(nodes, name, neighbours.in_pull(name, files, done)) for name in waiting)
+        await _pull(members, done[0], neighbours.in_pull(done[0], files))
+    await _all(_pull(members, name, neighbours.in_pull(name, files, done)) for name in waiting)
 
 
-async def _pull(nodes: Mapping[str, NodeClient], name: str, files: FilesRequest) -> None:
+async def _pull(members: _Members, name: str, files: FilesRequest) -> None:
     """Returns when the node has the files. Cancels the download when it is cancelled. Raises CortexError."""
-    status = await _ask(nodes, name, lambda node: node.pull(files))
+    status = await members.ask(name, lambda node: node.pull(files))
     try:
         while status.state == "running":
             await asyncio.sleep(CLAIM_POLL_S)
-            status = await _ask(nodes, name, lambda node: node.pull_status(files.model_id))
+            status = await members.ask(name, lambda node: node.pull_status(files.model_id))
     except asyncio.CancelledError:
-        run_once(_quietly(_in_fleet(nodes, name).cancel_pull(files.model_id)), f"cancel the pull on {name}")
+        run_once(_quietly(members.client(name).cancel_pull(files.model_id)), f"cancel the pull on {name}")
         raise
     if status.state != "done":
-        raise from_code(status.code or LoadFailed.code, f"on {name}: {status.reason or status.state}")
+        raise from_code(status.code or LoadFailed.code, members.problem_of(name, status.reason or status.state))
 
 
 def _check_files(plans: Sequence[MemberPlan], found: Sequence[PreparedMember], model: str) -> None:
@@ -233,16 +264,14 @@ def _check_versions(plans: Sequence[MemberPlan], found: Sequence[PreparedMember]
         raise LoadFailed(f"the nodes of the group have different versions of its server: {have}; install the same one")
 
 
-async def _load_members(
-    nodes: Mapping[str, NodeClient], plans: Sequence[MemberPlan], requests: Sequence[LoadRequest]
-) -> None:
+async def _load_members(members: _Members, plans: Sequence[MemberPlan], requests: Sequence[LoadRequest]) -> None:
     """Loads all but the leader."""
 
     def load(request: LoadRequest) -> Callable[[NodeClient], Awaitable[ModelStatus]]:
         return lambda node: node.load(request)
 
     pairs = list(zip(plans, requests, strict=True))
-    await _all(_ask(nodes, plan.node, load(request)) for plan, request in pairs[1:])
+    await _all(members.ask(plan.node, load(request)) for plan, request in pairs[1:])
 
 
 async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:
@@ -253,24 +282,6 @@ async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:
     finally:
         for task in tasks:
             task.cancel()
-
-
-async def _ask(nodes: Mapping[str, NodeClient], name: str, call: Callable[[NodeClient], Awaitable[T]]) -> T:
-    """The result of a call to a node. Raises CortexError, with its name."""
-    node = _in_fleet(nodes, name)
-    try:
-        return await call(node)
-    except UpstreamFault as fault:
-        raise UpstreamUnavailable(f"{name}: {fault}") from fault
-    except CortexError as error:
-        raise type(error)(of_node(name, error.message)) from error
-
-
-def _in_fleet(nodes: Mapping[str, NodeClient], name: str) -> NodeClient:
-    """Raises UpstreamUnavailable: a reload may have removed it since the decision."""
-    if (node := nodes.get(name)) is None:
-        raise UpstreamUnavailable(f"{name} is no longer a node of this gateway")
-    return node
 
 
 class LostGroups:

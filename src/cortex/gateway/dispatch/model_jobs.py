@@ -12,8 +12,7 @@ from typing import Literal, NamedTuple, Protocol
 import msgspec
 
 from cortex.fleet.demand import Demand
-from cortex.fleet.devices import Ceilings
-from cortex.fleet.holdings import ON_DEVICE
+from cortex.fleet.devices import ON_DEVICE, Ceilings
 from cortex.fleet.placement.decision import Decision
 from cortex.fleet.placement.eviction import is_freed_by_sleep
 from cortex.fleet.sleeping import WakeRules

@@ -8,7 +8,7 @@ from functools import cache
 
 from cortex.fleet.placement import explain
 from cortex.fleet.placement.decision import Decision, Origin
-from cortex.fleet.placement.search import may_have_room
+from cortex.fleet.placement.search import may_fit
 from cortex.fleet.queueing import Plan, Waiting, plan
 from cortex.fleet.topology import Fleet, ModelOnNode
 from cortex.gateway.dispatch.leases import LeasePool
@@ -91,9 +91,7 @@ class PendingDecisions:
             idle = fleet().as_if_idle(node)
             quiet = idle.node(name) or node
             now = clock()
-            if any(
-                may_have_room(each, quiet, idle, now, origin=origin) for each, origin in self._partly_assessed.items()
-            ):
+            if any(may_fit(each, quiet, idle, now, origin=origin) for each, origin in self._partly_assessed.items()):
                 self.awaited |= {name}
         if name in self.awaited:
             self.nodes.add(name)

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
-from cortex.fleet.holdings import bytes_held
+from cortex.fleet.devices import bytes_held
 from cortex.fleet.topology import Fleet
 from cortex.gateway.proxy.accounting.activity import RequestRecord
 from cortex.wire.node.protocol import ModelState

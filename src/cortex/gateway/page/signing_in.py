@@ -3,7 +3,6 @@ conversations of people who signed in."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 from msgspec.structs import replace
@@ -14,12 +13,13 @@ from cortex.gateway.ledger.users import SignInSection
 from cortex.gateway.page.conversations import Conversations
 from cortex.gateway.page.openid import FLOW_S, Flow, OpenIDClient, check_library
 from cortex.gateway.page.sign_in_attempts import SignInAttempts
+from cortex.gateway.proxy.deferred_responses import DeferredResponses
 from cortex.gateway.proxy.listener import CONVERSATIONS_PATH, SIGN_IN_CALLBACK, SIGN_IN_METHODS, SIGN_IN_START
-from cortex.gateway.proxy.routes import error_response, json_response
+from cortex.gateway.proxy.routes import json_response
 from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
-from cortex.wire.errors import CortexError, Family, InvalidAPIKey, MethodNotAllowed, RouteNotFound
+from cortex.wire.errors import CortexError, InvalidAPIKey, MethodNotAllowed, RouteNotFound
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class SigningIn:
         self._conversations = conversations
         self._section = SignInSection()
         self._client: OpenIDClient | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._deferred = DeferredResponses()
 
     def use(self, section: SignInSection) -> None:
         """Use a new configuration. Raises SettingsError."""
@@ -49,23 +49,10 @@ class SigningIn:
         return self._section.conversations
 
     async def close(self) -> None:
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._deferred.close()
 
     def handle(self, exchange: Exchange) -> None:
-        task = asyncio.create_task(self._respond(exchange))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _respond(self, exchange: Exchange) -> None:
-        try:
-            response = await self._response(exchange.request)
-        except CortexError as error:
-            response = error_response(error, Family.OPENAI)
-        except Exception:
-            log.exception("sign-in failed unexpectedly")
-            response = error_response(CortexError("The sign-in failed; the log has the reason."), Family.OPENAI)
-        if not exchange.closed:
-            exchange.respond(*response)
+        self._deferred.respond(exchange, self._response(exchange.request))
 
     async def _response(self, request: Request) -> Response:
         if request.path.startswith(CONVERSATIONS_PATH):

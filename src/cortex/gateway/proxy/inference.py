@@ -7,7 +7,6 @@ import itertools
 import os
 import re
 from collections.abc import Callable
-from functools import partial
 from urllib.parse import parse_qs
 
 import msgspec
@@ -53,10 +52,6 @@ def request_id_of(given: bytes | None) -> bytes:
 def is_opaque(route: InferenceRoute) -> bool:
     """Whether only a server knows what the fields of its requests mean."""
     return route.need == "relay"
-
-
-def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
 
 
 class Inference:
@@ -118,10 +113,10 @@ class Inference:
             if is_large or (has_presets and is_edited_elsewhere(request.body)):
                 reading = self._receive_large(exchange, route, key, id, span, received_at, strip_billing, then)
                 task = run_once(reading, "read a large request")
-                exchange.on_disconnect(partial(_cancel, task))
+                exchange.on_disconnect(task.cancel)
                 return
             read = envelopes.read_relayed(request.body, route.dialect, route.generates, strip_billing)
-            if (preset := self._preset(read, route, key)) is not None:
+            if has_presets and (preset := self._preset(read, route, key)) is not None:
                 read = envelopes.read_preset(read.body, route.dialect, route.generates, preset, is_opaque(route))
         except CortexError as error:
             self.reject_unread(exchange, route, key, id, span, error)
@@ -248,7 +243,7 @@ class Inference:
             return
         if make_body is None and self.services.pictures.applies(body):
             task = run_once(self._serve_inlined(received, admitted, keeper), "fetch pictures")
-            received.exchange.on_disconnect(partial(_cancel, task))
+            received.exchange.on_disconnect(task.cancel)
         else:
             other = None if make_body is None else make_body(admitted.model)
             ProxyRequest(self.services, received, admitted, keeper, other).go()

@@ -93,7 +93,7 @@ def for_node(
 def kv_source(lease: Lease, nodes: Mapping[str, NodeClient]) -> Headers:
     """Where the node finds KV of the prompt that another one has computed. Empty where it cannot reach that one, or its
     certificates are too long for a header."""
-    source = nodes.get(lease.kv_source) if lease.kv_source else None
+    source = nodes.get(lease.kv_source)
     if source is None or not lease.abilities.reads_headers or source.section.kind != "neuron":
         return ()
     if not reaches(nodes[lease.node].section.endpoint, source.section.endpoint):

@@ -40,7 +40,7 @@ from cortex.wire.events import MAX_TOKENS, Tokens, Usage
 from cortex.wire.fields.request_class import level_of
 from cortex.wire.node import failure_report, usage_report
 from cortex.wire.node.headers import DIMENSIONS, PROMPT_TOKENS, RECOVERS, RELAYED
-from cortex.wire.opaque.health_checks import not_ready
+from cortex.wire.opaque.routes import not_ready
 
 _USAGE_KEY = b'"usage":'
 
@@ -279,12 +279,9 @@ class ProxyRequest:
             translation.gateway_s = accounting.held_s
         self._attempt = received.span.call(lease.node)
         ours = outgoing_headers.for_node(lease, route, admitted, accounting, self.keeper, self._attempt.traceparent)
-        headers: Headers = (
-            *node.headers,
-            *self._body.headers,
-            *ours,
-            *outgoing_headers.kv_source(lease, services.nodes),
-        )
+        headers: Headers = (*node.headers, *self._body.headers, *ours)
+        if lease.kv_source:
+            headers = (*headers, *outgoing_headers.kv_source(lease, services.nodes))
         config = services.config
         for_client = outgoing_headers.for_client(lease, route, admitted, names_node=config.node_header)
         silence_s = route.silence_s(config.idle_timeout_s, is_stream=accounting.stream)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import Sequence
 from urllib.parse import parse_qs, unquote
 
 from cortex.gateway.proxy.admission import AdmissionController, client_of
-from cortex.gateway.proxy.routes import JSON_HEADERS, error_response, json_response
+from cortex.gateway.proxy.deferred_responses import DeferredResponses
+from cortex.gateway.proxy.routes import JSON_HEADERS, json_response
 from cortex.gateway.responses.background import BackgroundRuns, current_body
 from cortex.gateway.responses.response_object import build_last_event, ended_body, head_of
 from cortex.gateway.responses.store import ResponseStore
@@ -20,16 +19,12 @@ from cortex.parsing.items import StoredTexts
 from cortex.parsing.parser import BodyParser
 from cortex.wire import sse
 from cortex.wire.errors import (
-    CortexError,
-    Family,
     InvalidValue,
     MethodNotAllowed,
     ResponseNotFound,
     RouteNotFound,
     shorten,
 )
-
-log = logging.getLogger(__name__)
 
 PREFIX = b"/v1/responses/"
 _MAX_PAGE = 100
@@ -51,29 +46,14 @@ class StoredResponses:
         self._parser = parser
         self._background = background
         self._admission = admission
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._deferred = DeferredResponses()
 
     def handle(self, exchange: Exchange) -> None:
         """Take over an exchange whose path begins with `PREFIX`."""
-        task = asyncio.create_task(self._respond(exchange))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._deferred.respond(exchange, self._response(exchange))
 
     async def close(self) -> None:
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _respond(self, exchange: Exchange) -> None:
-        try:
-            response = await self._response(exchange)
-        except CortexError as error:
-            response = error_response(error, Family.OPENAI)
-        except Exception:
-            log.exception("%s failed", exchange.request.method.decode("latin-1"))
-            response = error_response(
-                CortexError("Internal error of the gateway; its log has the details."), Family.OPENAI
-            )
-        if response is not None:
-            exchange.respond(*response)
+        await self._deferred.close()
 
     async def _response(self, exchange: Exchange) -> Response | None:
         """The response; None when the exchange follows a stream."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import uuid
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -13,7 +11,8 @@ import msgspec
 from msgspec import Raw
 
 from cortex.gateway.proxy.admission import AdmissionController, client_of
-from cortex.gateway.proxy.routes import error_response, json_response
+from cortex.gateway.proxy.deferred_responses import DeferredResponses
+from cortex.gateway.proxy.routes import json_response
 from cortex.gateway.responses import conversation_tables as tables
 from cortex.gateway.responses.api import expect, item_page
 from cortex.gateway.responses.conversation_tables import ConversationRow, Owner
@@ -27,8 +26,6 @@ from cortex.parsing.items import StoredTexts
 from cortex.parsing.parser import BodyParser
 from cortex.wire.errors import (
     ConversationNotFound,
-    CortexError,
-    Family,
     InvalidValue,
     ItemNotFound,
     MalformedJSON,
@@ -36,8 +33,6 @@ from cortex.wire.errors import (
     shorten,
 )
 from cortex.wire.fields.body import check_content_type
-
-log = logging.getLogger(__name__)
 
 PATH = b"/v1/conversations"
 MAX_ITEMS_AT_ONCE = 20
@@ -71,16 +66,14 @@ class StoredConversations:
         self._store = store
         self._admission = admission
         self._parser = parser
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._deferred = DeferredResponses()
 
     def handle(self, exchange: Exchange) -> None:
         """Take over an exchange whose path is `PATH` or begins with it and a slash."""
-        task = asyncio.create_task(self._respond(exchange))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._deferred.respond(exchange, self._response(exchange.request))
 
     async def close(self) -> None:
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._deferred.close()
 
     async def texts(self, key_id: str, id: str) -> StoredTexts:
         """All items of a conversation, as the input of a stored response. Raises ConversationNotFound."""
@@ -91,18 +84,6 @@ class StoredConversations:
 
     def _owner(self, key_id: str) -> Owner:
         return Owner(key_id, self._store.clock(), self._store.section.retention_s)
-
-    async def _respond(self, exchange: Exchange) -> None:
-        try:
-            response = await self._response(exchange.request)
-        except CortexError as error:
-            response = error_response(error, Family.OPENAI)
-        except Exception:
-            log.exception("a request for conversations failed")
-            response = error_response(
-                CortexError("Internal error of the gateway; its log has the details."), Family.OPENAI
-            )
-        exchange.respond(*response)
 
     async def _response(self, request: Request) -> Response:
         key = self._admission.meter.key(request)

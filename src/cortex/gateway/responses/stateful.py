@@ -30,6 +30,7 @@ from cortex.http.server.exchange import Exchange
 from cortex.parsing import items
 from cortex.parsing.conversations import Completed, Completion, References
 from cortex.parsing.items import StoredTexts
+from cortex.system.tasks import OwnedTasks
 from cortex.wire.dialects.openai_responses.kept import KeptResponse
 from cortex.wire.errors import (
     BodyTooLarge,
@@ -81,7 +82,7 @@ class StatefulInference:
         self._conversations = conversations
         self._store = store
         self._background = background
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = OwnedTasks()
 
     def begin(self, exchange: Exchange, route: InferenceRoute, turn: Turn | None = None) -> None:
         """Take over an exchange of `route`. `turn`: its client has a connection that remembers responses."""
@@ -91,14 +92,8 @@ class StatefulInference:
         facts = received.envelope.facts
         is_continued = facts.previous_response_id is not None or facts.conversation_id is not None
         if is_continued or items.REFERENCE in received.body or facts.background:
-            task = asyncio.create_task(self._begin_with_state(received, facts, turn))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-            def cancel() -> None:
-                task.cancel()
-
-            received.exchange.on_disconnect(cancel)
+            task = self._tasks.start(self._begin_with_state(received, facts, turn))
+            received.exchange.on_disconnect(task.cancel)
         else:
             if turn is not None:
                 turn.begins((), received.envelope.input)
@@ -106,9 +101,7 @@ class StatefulInference:
 
     async def close(self) -> None:
         """Reject what still waits for the database."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.cancel()
 
     async def _begin_with_state(self, received: ReceivedRequest, facts: RequestSummary, turn: Turn | None) -> None:
         try:

@@ -132,7 +132,7 @@ class Exchange:
         self._keep_alive = request.keeps_alive
         self._body = _NONE
         self._num_bytes_due = 0
-        self._on_disconnect: Callable[[], None] | None = None
+        self._on_disconnect: Callable[[], object] | None = None
         self._on_status: Callable[[int], None] | None = None
         self._listener: ExchangeListener | None = None
 
@@ -250,7 +250,7 @@ class Exchange:
         self.started = True
         self._end()
 
-    def on_disconnect(self, callback: Callable[[], None]) -> None:
+    def on_disconnect(self, callback: Callable[[], object]) -> None:
         """Call `callback` once if the client disconnects before the response is complete, within one loop turn.
 
         A later callback replaces an earlier one. It is called immediately when the client has already disconnected, and

@@ -31,11 +31,10 @@ from cortex.neuron.api.inference.usage import UsageRecords
 from cortex.neuron.api.log_context import request_id, stream_failure
 from cortex.neuron.api.metrics import Metrics
 from cortex.neuron.api.routes.control import Control
-from cortex.neuron.api.routes.kv_blocks import KvBlocks
 from cortex.neuron.api.routes.models import ModelRoutes
 from cortex.neuron.api.routes.ollama import OllamaRoutes
-from cortex.neuron.api.routes.shared_files import SharedFiles
 from cortex.neuron.api.routes.tokens import Tokens
+from cortex.neuron.api.routes.transfers import KvBlocks, SharedFiles
 from cortex.parsing.parser import BodyParser
 from cortex.telemetry.spans import Tracer
 from cortex.telemetry.tracing import NoTracer

@@ -11,7 +11,7 @@ from cortex.neuron.engine.host_pages.block_files import Selection
 from cortex.neuron.engine.host_pages.store import ChosenBlocks
 from cortex.neuron.engine.request import EngineRequest, EngineStats, PooledTexts
 from cortex.neuron.node.generation import Fail, Receive
-from cortex.neuron.node.harness.upstream import Upstream
+from cortex.neuron.node.harness.harness import Upstream
 from cortex.neuron.node.status import ServedModel
 from cortex.neuron.picture_process.client import Pictures
 from cortex.neuron.text.model import TextModel

@@ -1,4 +1,4 @@
-"""What a request is while it runs: its tokens so far, where it ends, and its outputs."""
+"""A running request: its tokens so far, where it ends, and its outputs."""
 
 from __future__ import annotations
 
@@ -23,21 +23,20 @@ class ActiveRequest:
 
     request: EngineRequest
     tokens: list[int]
-    """Those of the prompt and the drawn ones that the host knows."""
+    """The prompt's tokens and the drawn ones that the host knows."""
     sequence: Sequence
-    """Where it lies: the scheduler's, and only read here."""
+    """Its place in the scheduler, which owns it; only read here."""
     constraint: Constraint | None = None
     """The grammar that its output must conform to; None: no constraint."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """They begin with the second token of the prompt and reach as far as steps were read; only if the request asks for
-    them."""
+    """Those of the prompt from its second token on, as far as steps were read; only if the request asks for them."""
     has_reported: bool = False
     """Whether its first output was made."""
     is_finished: bool = False
 
     def until_end(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
-        """The next tokens, up to the one that ends the request, and why that one does; None if none does. They count as
-        matched against the grammar, so each is to be asked about once."""
+        """The next tokens, up to the one that ends the request, and the reason for the end; None if it goes on. The
+        grammar advances over them, so ask about each token once."""
         request, constraint = self.request, self.constraint
         num_drawn = len(self.tokens) - len(request.prompt)
         for index, token in enumerate(tokens, start=1):
@@ -57,7 +56,7 @@ class ActiveRequest:
         logprobs: tuple[TokenLogprobs, ...],
         checked: CheckedDraft,
     ) -> StepOutput:
-        """The output for the tokens that one row drew. The first one also has what is reported once."""
+        """The output for the tokens that one row drew. The first output also has what is reported once."""
         if finish in ("error", "rejected") and self.constraint is not None:
             return StepOutput(self.request.id, finish=finish, error=self.constraint.failure)
         num_cached: int | None = None

@@ -1,8 +1,8 @@
-"""Which weights of a model lie in host memory, where the device is too small for all of them, and how fast it is then.
+"""Which weights go to host memory when the device is too small for all of them, and how fast the model is then.
 
-Routed experts go first: a token reads few of them, so that the CPU computes those where they lie, and prompts stream
-them over the bus. Feed-forward blocks of layers without experts are the last resort: every token reads them. Attention
-stays on the device. Pure, and imports no torch: the engine divides a load with it, and a node previews the load.
+Routed experts go first: a token reads few of them, so the CPU computes them where they lie, and prompts stream them
+over the bus. Feed-forward blocks of layers without experts are the last resort: every token reads them. Attention stays
+on the device. Pure, and imports no torch: the engine divides a load with it, and a node previews the load.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from cortex.neuron.models.layer import LayerConfig
 from cortex.neuron.models.sizes import WeightStorage, block_bytes, expert_bytes, layer_bytes, weight_bytes
 
 STREAM_BYTES = 192 << 20
-"""The most that each of the two buffers of a stream of experts to the device takes, if one expert is not larger."""
+"""Limit of each of the two buffers that stream experts to the device, unless a single expert is larger."""
 NUM_BUFFERS = 2
 PROMPT_TOKENS = 2048
-"""Tokens of the prompt whose speed is estimated."""
+"""Length of the prompt whose speed is estimated."""
 NO_EXPERTS = (
     'its layers have no routed experts; with host_weights = "auto" their feed-forward blocks may lie in host memory, '
     "which is slow"
 )
 NOTHING_MOVABLE = "none of its weights can be in host memory"
 MIN_ON_DEVICE = 1
-"""Routed experts of each layer that stay on the device."""
+"""Routed experts per layer that always stay on the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """What one layer takes in bytes, and what of it can be moved: routed experts, or a block."""
+    """The bytes of one layer, and what of it can move to host memory: routed experts, or its feed-forward block."""
 
     dense_bytes: int
     """All but the routed experts."""
@@ -42,7 +42,7 @@ class LayerWeights:
     experts: int = 0
     top_k: int = 0
     block_bytes: int = 0
-    """The part of `dense_bytes` that is the feed-forward block of a layer without experts, if it can be moved."""
+    """Bytes of the feed-forward block of a layer without experts, a part of `dense_bytes`; 0 if it cannot move."""
 
     @property
     def num_bytes(self) -> int:
@@ -55,12 +55,12 @@ class LayerWeights:
 
     @property
     def unit_bytes(self) -> int:
-        """What is moved at a time."""
+        """Bytes of one expert, or of the block."""
         return self.expert_bytes or self.block_bytes
 
     @property
     def num_spare(self) -> int:
-        """Places in host memory for exchanges, if something of the layer lies there."""
+        """Spare places in host memory for exchanges of experts."""
         return int(self.experts > 0)
 
 
@@ -69,11 +69,11 @@ class Rates:
     """Bytes per second, measured or assumed."""
 
     device: float = 400e9
-    """At which the device reads its memory."""
+    """The device reads its own memory."""
     host: float = 40e9
-    """At which the CPU computes products with weights in host memory."""
+    """The CPU multiplies weights in host memory."""
     bus: float = 20e9
-    """From page-locked host memory to the device."""
+    """Copies from page-locked host memory to the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,19 +81,19 @@ class Division:
     device_bytes: int
     """Weights on the device, with the buffers for streaming."""
     host_bytes: int
-    """Memory of the host: weights, and one spare place for exchanges in each layer with experts there."""
+    """Weights in host memory, and one spare place for exchanges per layer with experts there."""
     moved: tuple[int, ...]
-    """Routed experts of each layer that lie in host memory; without experts, whether its block does."""
+    """Per layer: the number of routed experts in host memory, or whether its block is there."""
     num_expert_layers: int
     """Layers with experts in host memory."""
     num_blocks: int
-    """Layers whose blocks are there."""
+    """Layers whose feed-forward blocks are in host memory."""
     host_read_bytes: int
-    """What the CPU reads for one token, on average, if all experts are used equally."""
+    """Average bytes that the CPU reads per token, if all experts are used equally."""
     decode_tokens_s: float
-    """Expected for one stream."""
+    """Expected speed of one stream."""
     prompt_tokens_s: float
-    """Expected for a prompt of `PROMPT_TOKENS`."""
+    """Expected speed of a prompt of `PROMPT_TOKENS`."""
 
 
 def movable_layers(architecture: Architecture, storage: WeightStorage) -> tuple[LayerWeights, ...]:
@@ -126,7 +126,7 @@ def _has_one_form(names: Iterable[str], storage: WeightStorage) -> bool:
 def divide_model(
     architecture: Architecture, storage: WeightStorage, device_bytes: int, host_bytes: int, rates: Rates | None = None
 ) -> Division | str:
-    """`divide` for a model whose weights may take `device_bytes` on the device."""
+    """`divide` for a model whose weights may take `device_bytes` of the device."""
     layers = movable_layers(architecture, storage)
     other_bytes = weight_bytes(architecture, storage) - sum(layer.num_bytes for layer in layers)
     return divide(layers, other_bytes, device_bytes, host_bytes, rates)
@@ -141,10 +141,10 @@ def divide(
     *,
     moves_blocks: bool = True,
 ) -> Division | str:
-    """As few experts in host memory as the device needs, equally many of each layer, and blocks only if that is not
-    enough; or the reason why it cannot be.
+    """Moves as few experts as possible, equally many of each layer, and blocks only if experts are not enough. Returns
+    the reason where the model cannot be divided.
 
-    `other_bytes`: weights outside the layers. `device_bytes`: what weights may take on the device, without the memory
+    `other_bytes`: weights outside the layers. `device_bytes`: what weights may take of the device, without the memory
     of sequences. `host_bytes`: what they may take of the host.
     """
     moved = [0] * len(layers)
@@ -169,7 +169,7 @@ def divide(
 
 
 def most_saved_bytes(layers: Sequence[LayerWeights], *, moves_blocks: bool) -> int:
-    """What the device needs less with all in host memory that can be there."""
+    """Device memory saved by moving everything that can move."""
     return sum(
         sum(layer.num_movable * layer.unit_bytes for layer in part.values()) - buffer_bytes(part.values())
         for part in _movable_parts(layers, moves_blocks=moves_blocks)
@@ -185,7 +185,7 @@ def _movable_parts(layers: Sequence[LayerWeights], *, moves_blocks: bool) -> lis
 
 
 def buffer_experts(layers: Iterable[LayerWeights]) -> int:
-    """How many experts are streamed at a time."""
+    """How many experts each streaming buffer holds."""
     mixtures = [layer for layer in layers if layer.experts and layer.num_movable]
     if not mixtures:
         return 0
@@ -194,8 +194,8 @@ def buffer_experts(layers: Iterable[LayerWeights]) -> int:
 
 
 def buffer_bytes(layers: Iterable[LayerWeights]) -> int:
-    """The buffers on the device: those of a stream, and one expert for exchanges. Layers whose weights are quantised
-    differently have their own, which their sizes tell."""
+    """Device memory of the buffers: two for streaming, and one expert for exchanges. Layers whose weights are quantised
+    differently, which shows in their sizes, have buffers of their own."""
     movable = [layer for layer in layers if layer.num_movable]
     experts = {layer.expert_bytes for layer in movable if layer.experts}
     blocks = {layer.block_bytes for layer in movable if not layer.experts}
@@ -203,7 +203,7 @@ def buffer_bytes(layers: Iterable[LayerWeights]) -> int:
 
 
 def _in_turns(layers: dict[int, LayerWeights]) -> Iterator[int]:
-    """Layers whose next expert or block is moved, the last layers first in each turn."""
+    """The order in which layers give up an expert or a block: in rounds, the last layer first."""
     for turn in range(max(layer.num_movable for layer in layers.values())):
         yield from (index for index in reversed(layers) if turn < layers[index].num_movable)
 

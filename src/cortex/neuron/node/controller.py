@@ -19,9 +19,9 @@ from msgspec.structs import replace
 from cortex.formats.units import gib
 from cortex.neuron.node import lifecycle_events as events
 from cortex.neuron.node.instance import Instance, ModelCallbacks
+from cortex.neuron.node.library import KnownModel
 from cortex.neuron.node.lifecycle import Lifecycle, transition
 from cortex.neuron.node.loading.device_allocator import RoomElsewhere
-from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.progress import LoadProgressTracker
 from cortex.neuron.node.memory.ceilings import ModelHolding

@@ -7,17 +7,38 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cortex.neuron.engine.memory.host import HostMemory, read_host_memory
+from cortex.neuron.hub_process.resolver import FileSources, resolve
 from cortex.neuron.node.devices import ReadDevices
 from cortex.neuron.node.harness.harness import Harness
+from cortex.neuron.node.library import Fetch
 from cortex.neuron.node.loading.context_allocator import ContextRules
-from cortex.neuron.node.loading.files import fetch
-from cortex.neuron.node.loading.library import Fetch
 from cortex.neuron.node.survey_process.client import Surveys
+from cortex.neuron.node.survey_process.preflight import objection
 from cortex.neuron.node.text.work import TextSource
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.discovery import Inventory, discover, read_devices
 from cortex.neuron.worker.factory import WorkerFactory
 from cortex.neuron.worker.process import WorkerTimeouts
+
+
+def fetch(
+    source: str,
+    cache: Path,
+    quant: str | None,
+    progress: Callable[[int, int], None],
+    cancelled: Callable[[], bool],
+    sources: FileSources,
+) -> Path:
+    """The local path of `source`, downloaded if necessary. Blocks. Raises the errors of `neuron.weights`."""
+    return resolve(
+        source,
+        quant=quant,
+        objection=objection,
+        cache_dir=cache,
+        progress=progress,
+        cancelled=cancelled,
+        sources=sources,
+    )
 
 
 @dataclass(frozen=True, slots=True)

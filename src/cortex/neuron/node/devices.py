@@ -19,8 +19,7 @@ from cortex.neuron.servers.ready_made import usable
 from cortex.neuron.worker.discovery import DeviceReading, Inventory, discover, divided, with_amd_cards
 from cortex.neuron.worker.factory import WorkerFactory
 from cortex.neuron.worker.hosts.device import DeviceHost
-from cortex.neuron.worker.hosts.rendezvous import Backend, Rendezvous
-from cortex.neuron.worker.hosts.sharded import ShardedHost
+from cortex.neuron.worker.hosts.sharded import Backend, Rendezvous, ShardedHost
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.neuron.worker.protocol import DeviceAddress

@@ -18,7 +18,7 @@ from cortex.neuron.config import Limits
 from cortex.neuron.engine.request import EngineRequest, EngineStats, StepOutput
 from cortex.neuron.node.admission import Admission, QueuedRequest, QueueFull
 from cortex.neuron.node.generation import Generation
-from cortex.neuron.node.loading.library import FileStamps
+from cortex.neuron.node.library import FileStamps
 from cortex.neuron.node.power import EnergyMeter
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.memory import Reclaimed
@@ -40,16 +40,16 @@ from cortex.wire.words import duration, plural
 
 
 class Throughput:
-    """Completion tokens per second over the last seconds in which the model generated.
+    """Completion tokens per second over the latest seconds in which the model generated.
 
-    Counts as the log of requests does: without the first token of a request, and without the time before it. The rate
-    of one request is the one that the log has of it; that of several is their sum.
+    It counts as the request log does: without the first token of a request, and without the time before it. The rate of
+    one request equals the logged one; that of several is their sum.
     """
 
     def __init__(self, window_s: float = 5.0) -> None:
         self._window_s = window_s
         self._samples: deque[tuple[float, int]] = deque()
-        """Seconds in which a request generated, and the tokens of all in them."""
+        """Seconds with generation, and the tokens of all requests in them."""
         self._total_s = 0.0
         self._num_tokens = 0
         self._latest_s = float("-inf")
@@ -57,7 +57,8 @@ class Throughput:
         """The end of the latest sample, while a request generates."""
 
     def sample(self, now_s: float, num_tokens: int, *, is_generating: bool) -> None:
-        """`num_tokens` have come since the last call. `is_generating`: a request has its first token and goes on."""
+        """`num_tokens` have arrived since the last call. `is_generating`: a request has its first token and
+        continues."""
         if self._since_s is None and now_s - self._latest_s > self._window_s:
             self._samples.clear()
             self._total_s, self._num_tokens = 0.0, 0
@@ -91,13 +92,13 @@ _CACHE_TOKENS_AHEAD = 512
 
 @dataclass(frozen=True, slots=True)
 class ModelCallbacks:
-    """How the controller learns of a load and, later, of the instance. Called on the loop."""
+    """The controller's callbacks for a load and, later, for the instance. Called on the loop."""
 
     on_progress: Callable[[str, int, int], None]
-    """Stage, bytes done, bytes in all."""
+    """Stage, bytes done, total bytes."""
     on_files_ready: Callable[[], None]
     on_wait: Callable[[str | None], None]
-    """What the load waits for; None: nothing any more."""
+    """What the load waits for; None: nothing."""
     on_lost: Callable[[str], None]
     """The worker is gone, with the reason."""
     on_produced: Callable[[], None]
@@ -113,7 +114,7 @@ class _Running:
     queued: QueuedRequest
     has_token: bool = False
     drawn_j: float = 0.0
-    """The meter when it got its slot."""
+    """The energy meter's value when it got its slot."""
 
 
 class Instance:
@@ -122,15 +123,15 @@ class Instance:
     def __init__(
         self, model_id: str, host: ModelHost, limits: Limits, callbacks: ModelCallbacks, *, preempts: bool = True
     ) -> None:
-        """`preempts`: it runs on the engine, which preempts requests of lower classes."""
+        """`preempts`: the engine runs it, and preempts requests of lower classes."""
         self.model_id = model_id
         self.host = host
         self.stage_layers: tuple[int, ...] = ()
         """Number of layers on each of its devices, if the model is divided by layers."""
         self.files: tuple[Path, FileStamps] = (Path(), ())
-        """Where it was loaded from, and what was there."""
+        """The path that it was loaded from, and the stamps of its files."""
         self.files_changed = False
-        """Whether there is something else now."""
+        """Whether the files differ now."""
         self.lost_reason: str | None = None
         """Why the worker that held the model is gone."""
         self._max_prompt_tokens = limits.max_prompt_tokens
@@ -148,13 +149,13 @@ class Instance:
         self._stats = EngineStats()
         self._throughput = Throughput()
         self.fetched_tokens_per_s: float | None = None
-        """How fast KV comes from other nodes; None: none did yet."""
+        """Rate of KV from other nodes; None: none has arrived yet."""
         self._num_generating = 0
         """Requests that have their first token."""
         self._idle_since_s = time.monotonic()
 
     def loaded(self) -> None:
-        """The model is in memory; from now on the instance takes requests."""
+        """The model is in memory: the instance takes requests from now on."""
         self._update_capacity()
 
     @property
@@ -164,14 +165,14 @@ class Instance:
 
     @property
     def host_bytes(self) -> int:
-        """The model's weights in host memory: all of them while it sleeps or wakes, else those that do not fit its
-        device."""
+        """Bytes of the model's weights in host memory: all of them while it sleeps or wakes, otherwise those that do
+        not fit its device."""
         resident = self.host.resident
         return 0 if resident is None else resident.host_bytes or resident.info.host_weight_bytes
 
     @property
     def sleeps(self) -> bool:
-        """Whether all of its weights are there."""
+        """Whether all of its weights are in host memory."""
         return self.host.resident is not None and self.host.resident.host_bytes > 0
 
     @property
@@ -289,7 +290,7 @@ class Instance:
         self._callbacks.on_progress(stage, done_bytes, total_bytes)
 
     def _meter(self, running: _Running, now_s: float) -> None:
-        """The request ends: says what it drew, before its last output is delivered."""
+        """Sets the energy of a request that ends, before its last output is delivered."""
         if running.queued.has_slot:
             running.generation.energy_j = self._energy.advance(now_s, self._admission.running) - running.drawn_j
 
@@ -326,7 +327,7 @@ class Instance:
         self._throughput.sample(now_s, num_tokens, is_generating=self._num_generating > 0)
 
     def _fail_alone(self, output: StepOutput) -> None:
-        """Ends a request whose follower raised: the others of the step get their outputs."""
+        """Ends a request whose consumer raised: the other requests of the step get their outputs."""
         if output.finish is None:
             self.host.cancel(output.request_id)
         self._end_with_error(
@@ -334,7 +335,8 @@ class Instance:
         )
 
     def _note_first(self, running: _Running, output: StepOutput) -> int:
-        """The request had no token before this output. Returns 1 if it has one now, which counts for no rate."""
+        """Notes the first token of a request that had none. Returns the number of tokens, 0 or 1, that count for no
+        rate."""
         running.has_token = bool(output.tokens)
         self._num_generating += running.has_token
         return int(running.has_token)

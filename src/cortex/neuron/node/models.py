@@ -1,4 +1,4 @@
-"""The models of a node: one controller for each that was used, their status, and what they hold of the memory."""
+"""The models of a node: a controller for each model that was used, their status, and the memory that they hold."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cortex.neuron.engine.request import EngineStats
 from cortex.neuron.node.bench.results import BenchResults
 from cortex.neuron.node.controller import ModelController
 from cortex.neuron.node.instance import Instance
-from cortex.neuron.node.loading.library import KnownModel, Library, file_stamps
+from cortex.neuron.node.library import KnownModel, Library, file_stamps
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.model_files import ModelFiles
 from cortex.neuron.node.memory.ceilings import ModelHolding, equal_parts
@@ -38,12 +38,12 @@ class IdleModel(NamedTuple):
     controller: ModelController
     instance: Instance
     idle_s: float
-    """Since its last request, or since it became ready or fell asleep."""
+    """Seconds since its last request, or since it became ready or fell asleep."""
     holding: ModelHolding
 
 
 class _UnusedModel(NamedTuple):
-    """The status of a model that was never loaded, and what it was made of."""
+    """The status of a model that was never loaded, and its inputs."""
 
     sources: tuple[object, ...]
     estimate_basis: object
@@ -95,8 +95,8 @@ class Models:
         return controller.model if controller is not None else known
 
     def free_another_quant(self, model_id: str, quant: str) -> None:
-        """Starts to unload the model where it sleeps in another quantisation than `quant`. Raises ModelInUse where it
-        serves in another one, or soon will: to join that would give the caller other weights than it asked for."""
+        """Starts to unload the model if it sleeps in another quantisation than `quant`. Raises ModelInUse if it serves,
+        or soon will, in another one: joining would give the caller other weights than it asked for."""
         held, requested = self.status(model_id), self.options(model_id).quant
         # Until a load has read its files, the status describes those that were read before it.
         stored = held.quant if held.requested_quant == requested else None
@@ -113,7 +113,7 @@ class Models:
         )
 
     def set_options(self, model: KnownModel) -> None:
-        """The options that the model will have when it is loaded next, unless it is in memory."""
+        """Sets the options of the model's next load, unless it is in memory."""
         if (controller := self._controllers.get(model.id)) is not None:
             controller.set_options(model)
 
@@ -125,8 +125,8 @@ class Models:
         return found
 
     def status(self, model_id: str) -> ModelStatus:
-        """Raises ModelNotFound. The same object while nothing has changed about a model that was never used: a node
-        may list hundreds of them, and every poll asks for all."""
+        """Raises ModelNotFound. Returns the same object while nothing changes about a model that was never used: a node
+        may list hundreds, and every poll asks for all of them."""
         model = self.options(model_id)
         survey, damage = self._loader.surveys.get(model_id), self._loader.damaged.get(model_id)
         controller = self._controllers.get(model_id)
@@ -180,7 +180,7 @@ class Models:
         }
 
     def busy_on(self, devices: Iterable[int]) -> dict[str, int]:
-        """The models with requests on any of `devices`, and how many each has."""
+        """The models with requests on any of `devices`, and the number of their requests."""
         return {
             model_id: count
             for model_id, controller in self._controllers.items()
@@ -190,14 +190,14 @@ class Models:
         }
 
     def keep_bench(self, model_id: str, devices: Iterable[int], result: BenchResult) -> None:
-        """From now on the status of the model has this result, unless it is on other hardware than `devices`, where it
-        was measured. Raises ModelNotFound."""
+        """Adds this result to the model's status, unless the model is on other hardware than `devices`, where it was
+        measured. Raises ModelNotFound."""
         survey = self._loader.surveys.get(model_id)
         digest = survey.facts.digest if survey is not None else None
         self._bench_results.keep(self.options(model_id), digest, devices, result)
 
     def instances(self) -> list[Instance]:
-        """Those that are loaded and awake."""
+        """The models that are loaded and awake."""
         held = [controller.instance for controller in self._controllers.values()]
         return [each for each in held if each is not None and each.host.resident is not None]
 
@@ -210,7 +210,7 @@ class Models:
         return controller is not None and controller.life.state not in (ModelState.COLD, ModelState.FAILED)
 
     def is_starting_or_ready(self, model_id: str) -> bool:
-        """Whether it serves, or is about to without another order."""
+        """Whether it serves, or will without another order."""
         controller = self._controllers.get(model_id)
         starting = (ModelState.DOWNLOADING, ModelState.LOADING, ModelState.RECOVERING)
         return controller is not None and controller.life.state in (ModelState.READY, *starting)
@@ -224,8 +224,8 @@ class Models:
                 self._loader.forget(model_id)
 
     async def notice_changed_files(self) -> None:
-        """Report models in memory whose files have changed on disk since they were loaded, once each. They stay as they
-        are: a load in the middle of a copy would fail."""
+        """Reports, once each, models in memory whose files have changed since the load. They stay loaded: a load in the
+        middle of a copy would fail."""
         for model_id, controller in list(self._controllers.items()):
             if (instance := controller.instance) is None or instance.files_changed:
                 continue
@@ -236,11 +236,11 @@ class Models:
                 self._on_changed(model_id)
 
     def holdings(self) -> list[ModelHolding]:
-        """What the models hold of the devices. A sleeping one may hold a part still."""
+        """Device memory that the models hold. A sleeping model may still hold some."""
         return [_holding(each, each.instance) for each in self._controllers.values() if each.instance is not None]
 
     def idle(self) -> list[IdleModel]:
-        """The models in memory that have no requests, the one that was used least recently first."""
+        """The models in memory without requests, least recently used first."""
         found = []
         for controller in self._controllers.values():
             instance, life = controller.instance, controller.life
@@ -252,13 +252,13 @@ class Models:
         return sorted(found, key=lambda each: -each.idle_s)
 
     def is_any_changing(self) -> bool:
-        """Whether a load or an unload changes what is free."""
+        """Whether a load or an unload is changing the free memory."""
         changing = (ModelState.LOADING, ModelState.UNLOADING, ModelState.RECOVERING)
         return any(controller.life.state in changing for controller in self._controllers.values())
 
     def leaving(self, sleep_frees: bool) -> list[ModelHolding]:
-        """The models that are being unloaded, with what they hold until then. `sleep_frees`: models that fall asleep
-        free their devices too."""
+        """The models that are being unloaded, and what they hold until then. `sleep_frees`: models that fall asleep
+        free their devices, too."""
         return [
             holding
             for controller in self._controllers.values()
@@ -278,7 +278,7 @@ class Models:
         ]
 
     def in_host_memory(self) -> list[HostModel]:
-        """The models with weights there."""
+        """The models with weights in host memory."""
         return [
             HostModel(
                 model_id,

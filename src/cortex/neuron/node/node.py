@@ -28,21 +28,20 @@ from cortex.neuron.node.generation import Generation
 from cortex.neuron.node.harness.command.group import MemberPorts
 from cortex.neuron.node.harness.command.harness import CommandHarness
 from cortex.neuron.node.harness.engine import EngineHarness
-from cortex.neuron.node.harness.harness import Harnesses
-from cortex.neuron.node.harness.upstream import Upstream
+from cortex.neuron.node.harness.forecast import Forecast
+from cortex.neuron.node.harness.harness import Harnesses, Upstream
+from cortex.neuron.node.library import KnownModel, Library, files_digest, scan_cache, scan_folders
 from cortex.neuron.node.loading.context_allocator import ContextAllocator
 from cortex.neuron.node.loading.device_allocator import DeviceAllocator
-from cortex.neuron.node.loading.forecast import Forecast
-from cortex.neuron.node.loading.library import KnownModel, Library, files_digest, scan_cache, scan_folders
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.model_files import ModelFiles
+from cortex.neuron.node.loading.startup_models import StartupModels
 from cortex.neuron.node.memory.ceilings import Ceilings, MemoryCeilings
 from cortex.neuron.node.memory.host_budget import HostBudget, HostLimits
 from cortex.neuron.node.memory.kv_exchange import KvExchange
 from cortex.neuron.node.models import Models
 from cortex.neuron.node.power import attribute
 from cortex.neuron.node.replicas.demand import ReplicaDemand, ReplicaRules
-from cortex.neuron.node.startup_models import StartupModels
 from cortex.neuron.node.status import ServedModel, describe_node
 from cortex.neuron.node.survey_process.client import SurveyProcess
 from cortex.neuron.node.text.texts import Texts

@@ -1,4 +1,4 @@
-"""What this host draws, and whose requests it is drawn for."""
+"""Power: what this host draws, divided among the requests that run."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _MICRO = 1e6
 
 
 class PackagePower:
-    """The watts of the host's processor packages, by RAPL: from the energy counters of two readings. Most systems let
-    only root read them. Blocks shortly."""
+    """Watts of the CPU packages, by RAPL: the difference of two readings of the energy counters. On most systems only
+    root can read them. Blocks briefly."""
 
     def __init__(self, root: Path = RAPL) -> None:
         self._root = root
         self._last: tuple[float, dict[Path, int]] | None = None
 
     def read(self, now_s: float | None = None) -> float | None:
-        """None: there is nothing to read, or only one reading so far."""
+        """None before the second reading, and where nothing can be read."""
         now_s = time.monotonic() if now_s is None else now_s
         counters = {}
         for package in self._root.glob("intel-rapl:*"):
@@ -48,11 +48,11 @@ class PowerUser(Protocol):
     def num_running(self) -> int: ...
 
     def draws(self, watts: float) -> None:
-        """From now on, its running requests draw this much together."""
+        """Its running requests draw this much together from now on."""
 
 
 def attribute(watts: Mapping[int, float], users: Iterable[PowerUser]) -> None:
-    """Divides what each device draws among the requests that run on it. What an idle device draws is nobody's."""
+    """Divides the watts of each device among the requests that run on it. An idle device's watts belong to nobody."""
     users = list(users)
     drawn = dict.fromkeys(range(len(users)), 0.0)
     for device, device_watts in watts.items():
@@ -65,17 +65,17 @@ def attribute(watts: Mapping[int, float], users: Iterable[PowerUser]) -> None:
 
 
 class EnergyMeter:
-    """The joules of each of the requests that run at once, which share what their model draws. Times are passed in."""
+    """Joules per request, when requests that run at once share their model's power equally. Times are passed in."""
 
     def __init__(self) -> None:
         self._watts = 0.0
         self._each = 0.0
-        """What a request would have drawn that has run all the time."""
+        """Joules of a request that had run since the start."""
         self._at_s = 0.0
 
     def advance(self, now_s: float, num_running: int) -> float:
-        """What a request would have drawn by now. Call it before the number of running requests, or the watts,
-        change: it is the number since the last call. The energy of a request is the difference of two calls."""
+        """Brings `_each` up to date and returns it. Call it before the number of running requests or the watts change:
+        it uses the number since the last call. A request's energy is the difference of two calls."""
         if num_running:
             self._each += self._watts * max(0.0, now_s - self._at_s) / num_running
         self._at_s = now_s

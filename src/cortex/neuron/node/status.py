@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import cortex
 from cortex.neuron.models.pooling.config import PoolingConfig
 from cortex.neuron.node.controller import ModelController
-from cortex.neuron.node.loading.library import KnownModel
+from cortex.neuron.node.library import KnownModel
 from cortex.neuron.node.loading.loader import Estimate, Inspection
 from cortex.neuron.node.memory.host_budget import can_sleep
 from cortex.neuron.worker.discovery import Inventory

@@ -296,6 +296,11 @@ class RawFields(Fields):
         members = self._members
         return tuple([getattr(members, name, ABSENT) for name in names])
 
+    def has_any(self, *names: str) -> bool:
+        """Whether one of the fields is there, also as null. Cheaper than to read them."""
+        members = self._members
+        return any([getattr(members, name) is not ABSENT for name in names])  # noqa: C419 - a generator costs more
+
     def raw(self, name: str) -> Any:
         member = getattr(self._members, name)  # a name that is not scanned is a fault of the dialect
         if member is ABSENT:

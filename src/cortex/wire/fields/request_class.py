@@ -14,7 +14,7 @@ from cortex.wire.fields.body import Fields
 RequestClass = Literal["idle", "flex", "default", "priority"]
 CLASSES: tuple[RequestClass, ...] = get_args(RequestClass)
 """In ascending order. `idle` is work that nobody waits for."""
-TIER, PRIORITY = "service_tier", "priority"
+TIER, PRIORITY = CLASS_FIELDS = "service_tier", "priority"
 _TIERS: dict[str, RequestClass | None] = {
     "auto": None,
     "default": "default",
@@ -56,7 +56,8 @@ def served_class(
     asked: RequestClass | None, default: RequestClass | None = None, highest: RequestClass | None = None
 ) -> RequestClass:
     """The class of a request. `default`, `highest`: those of its key."""
-    return lower(asked or default or "default", highest)
+    served = asked or default or "default"
+    return served if highest is None else lower(served, highest)
 
 
 def tier_of(name: RequestClass) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from urllib.parse import quote, unquote
 
-from cortex.wire.errors import MalformedHTTP
+from cortex.wire.errors import MalformedHTTP, ModelNotReady
 
 UPSTREAM = "/upstream/"
 UPSTREAM_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
@@ -69,3 +69,15 @@ def check_path(path: str) -> None:
     decoded = unquote(unquote(path))
     if not decoded.isprintable() or "\\" in decoded or any(part in (".", "..") for part in decoded.split("/")):
         raise MalformedHTTP("the path has dot segments, backslashes or control characters; send it without them")
+
+
+HEALTH_CHECKS = frozenset(
+    {"/health", "/healthz", "/health/live", "/health/ready", "/livez", "/readyz", "/ping", "/v1/health"}
+)
+"""Paths below `/upstream/{model}` at which servers say whether they work. To `GET` one is no work for the model: it is
+charged to no key, takes the place of no request, and loads nothing."""
+
+
+def not_ready(model: str) -> ModelNotReady:
+    """The response to a check of a model that has no server now."""
+    return ModelNotReady(f"{model} is not loaded, and a health check does not load it; send it a request, or load it.")

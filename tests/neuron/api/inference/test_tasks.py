@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cortex.neuron.api.inference.tasks import check_pictures, check_task
-from cortex.neuron.node.loading.library import KnownModel
+from cortex.neuron.node.library import KnownModel
 from cortex.neuron.node.status import ServedModel, describe_model, served_model
 from cortex.wire.errors import UnsupportedModality
 from cortex.wire.node.load_options import SamplingDefaults

@@ -9,6 +9,7 @@ import torch
 
 from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors, consecutive
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
+from cortex.neuron.engine.host_pages.fingerprint import computed_by
 from cortex.neuron.engine.host_pages.memory import HostSlabs
 from cortex.neuron.engine.host_pages.store import BlockPlace, HostPages
 from cortex.neuron.engine.memory.host import HostMemory
@@ -112,6 +113,17 @@ def test_one_changed_byte_of_the_weights_gives_another_fingerprint(make_engine: 
     octets = torch.empty(0, dtype=torch.uint8).set_(storage)
     octets[len(octets) // 2] ^= 1
     assert respond(changed)[1] == 0
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gpus_of_different_kinds_share_blocks_unless_the_model_is_deterministic(
+    monkeypatch: pytest.MonkeyPatch, deterministic: bool
+) -> None:
+    found = set()
+    for name in ("NVIDIA GeForce RTX 3090", "NVIDIA GeForce RTX 4090"):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+        found.add(computed_by(torch.device("cuda"), deterministic=deterministic))
+    assert len(found) == (2 if deterministic else 1)
 
 
 def test_load_with_another_context_finds_the_pages(make_engine: EngineMaker) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cortex.neuron.engine.pooling.texts import QueuedText, TextQueue
+from cortex.neuron.engine.pooling.engine import QueuedText, TextQueue
 
 
 def queue_of(**requests: list[int]) -> TextQueue:

@@ -20,7 +20,7 @@ from cortex.neuron.kernels.moe.host_layers import MAX_ROWS, HostBlock, HostExper
 from cortex.neuron.kernels.moe.host_memory import HostMatrix, processors_of_one_node
 from cortex.neuron.kernels.moe.host_team import HostRates, HostTeam
 from cortex.neuron.kernels.moe.hosted import hosted_block, hosted_mixture
-from cortex.neuron.kernels.moe.mixture import mixture
+from cortex.neuron.kernels.moe.mixture import mixture_reference
 from cortex.neuron.kernels.quantised.layout import FP4, INT4, INT8, IQ4, Q2, Q3, Q4, Q5, Q6, Q8, Layout
 from cortex.neuron.kernels.storages import empty_device_matrix
 
@@ -145,7 +145,7 @@ class _Layer:
 
     def check(self, rows: int, hidden: int) -> None:
         x = torch.randn(rows, hidden)
-        expected = mixture(x, self.norm, 1e-6, self.whole)
+        expected = mixture_reference(x, self.norm, 1e-6, self.whole)
         found = hosted_mixture(x, self.norm, 1e-6, self.divided, self.host, self.team)
         error = float((found - expected).norm() / (expected - x).norm())
         assert error < (1e-2 if INTERPRETED else 1e-3), error  # kernels of GPUs round to bfloat16
@@ -233,7 +233,7 @@ def test_ranks_together_give_the_results_of_a_whole_mixture(name: str, streams: 
     """Each has half of the experts, and all but one of those in host memory."""
     whole = _Layer(_LAYOUTS[name], 256, 128, gated=True, biased=True)
     x = torch.randn(3, 256)
-    expected = mixture(x, whole.norm, 1e-6, whole.whole, torch.zeros_like(x))
+    expected = mixture_reference(x, whole.norm, 1e-6, whole.whole, torch.zeros_like(x))
     total = torch.zeros_like(x)
     for rank in range(2):
         part = whole.part(range(rank * _EXPERTS // 2, (rank + 1) * _EXPERTS // 2))

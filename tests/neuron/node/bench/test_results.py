@@ -7,7 +7,7 @@ import pytest
 from cortex.neuron.models.host_division import Rates
 from cortex.neuron.node.bench import results
 from cortex.neuron.node.bench.results import BenchResults
-from cortex.neuron.node.loading.library import KnownModel
+from cortex.neuron.node.library import KnownModel
 from cortex.wire.node.bench import BenchResult
 from cortex.wire.node.protocol import Device
 

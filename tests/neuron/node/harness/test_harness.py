@@ -11,11 +11,9 @@ import pytest
 from faulty_models import running_node, write_model
 
 from cortex.neuron.config import NeuronConfig
-from cortex.neuron.node.harness.estimates import Footprint
-from cortex.neuron.node.loading.device_choice import ChosenDevices
-from cortex.neuron.node.loading.library import KnownModel
-from cortex.neuron.node.loading.loads_in_progress import DeviceAllocation
-from cortex.neuron.node.memory.limits import NodeLimits
+from cortex.neuron.node.harness.estimates import Footprint, NodeLimits
+from cortex.neuron.node.library import KnownModel
+from cortex.neuron.node.memory.allocation import ChosenDevices, DeviceAllocation
 from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.wire.errors import InsufficientCapacity, LoadFailed

@@ -12,10 +12,10 @@ from faulty_models import models, running_node, write_model
 
 from cortex.neuron.engine.memory.dtypes import likely_multiplies_codes
 from cortex.neuron.node.harness.estimates import Footprint
-from cortex.neuron.node.loading.forecast import Forecast
-from cortex.neuron.node.loading.library import KnownModel
+from cortex.neuron.node.harness.forecast import Forecast
+from cortex.neuron.node.library import KnownModel
 from cortex.neuron.node.loading.loader import Inspection, ModelLoader
-from cortex.neuron.node.loading.preflight import ModelFacts
+from cortex.neuron.node.survey_process.preflight import ModelFacts
 from cortex.neuron.worker.discovery import DeviceReading, Inventory
 from cortex.wire.errors import (
     InsufficientCapacity,
@@ -232,7 +232,7 @@ async def test_polls_compute_an_estimate_again_only_if_something_has_changed(
             assert node.health().models[0].estimate_bytes == whole_bytes
         assert not computed
         is_coded = not likely_multiplies_codes()
-        monkeypatch.setattr("cortex.neuron.node.loading.forecast.likely_multiplies_codes", lambda: is_coded)
+        monkeypatch.setattr("cortex.neuron.node.harness.forecast.likely_multiplies_codes", lambda: is_coded)
         node.health()
         assert len(computed) == 1
         await node.load(LoadRequest(model_id="m", max_bytes=whole_bytes // 2), wait=False)

@@ -13,9 +13,9 @@ from faulty_models import models, running_node, write_model
 
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.harness.estimates import Footprint
-from cortex.neuron.node.loading.device_choice import ChosenDevices
-from cortex.neuron.node.loading.library import KnownModel
-from cortex.neuron.node.loading.loads_in_progress import DeviceAllocation, LoadsInProgress, Reservation
+from cortex.neuron.node.library import KnownModel
+from cortex.neuron.node.loading.loads_in_progress import LoadsInProgress
+from cortex.neuron.node.memory.allocation import ChosenDevices, DeviceAllocation, Reservation
 from cortex.neuron.node.node import Node
 from cortex.neuron.worker.discovery import DeviceReading, Inventory
 from cortex.neuron.worker.memory import Reclaimed
@@ -213,6 +213,34 @@ async def test_loads_in_one_worker_take_turns_and_say_so(tmp_path: Path) -> None
         await until(lambda: waits_for(node, "quick") == "waits for the load of slow on device 0")
         await node.unload(UnloadRequest(model_id="slow"))
         assert (await load(node, "quick")).state is ModelState.READY
+
+
+async def test_load_that_waits_for_a_worker_takes_the_device_that_is_free_first(tmp_path: Path) -> None:
+    slow = {"pieces": 10_000, "piece_s": 0.01}
+    config = models(tmp_path, a=slow, b=slow, quick={}) | {"cpu_devices": 2}
+    async with running_node(tmp_path, config) as node:
+        for model_id in "ab":
+            await node.load(LoadRequest(model_id=model_id), wait=False)
+            await until(lambda: (p := node.model(model_id).progress) is not None and p.stage == "read")  # noqa: B023
+        await node.load(LoadRequest(model_id="quick"), wait=False)
+        await until(lambda: waits_for(node, "quick").startswith("waits for the load of "))
+        awaited, other = ("a", "b") if "load of a" in waits_for(node, "quick") else ("b", "a")
+        await node.unload(UnloadRequest(model_id=other))
+        await until(lambda: node.model("quick").state is ModelState.READY)
+        assert node.model(awaited).state is ModelState.LOADING
+
+
+def test_first_load_to_come_to_a_worker_is_the_first_to_run() -> None:
+    loads = LoadsInProgress([CARD])
+    with loads.queued("later") as later:
+        with loads.queued("first") as first:
+            assert loads.start(first, (0, 1)) is None
+            with loads.queued("last") as last:
+                assert loads.start(later, (1,)) == "waits for the load of first on device 1"
+                assert loads.start(last, (1, 2)) == "waits for the load of later on device 1"
+                assert loads.busy_devices(last) == {0, 1}
+                assert loads.start(last, (2,)) is None
+        assert loads.start(later, (1,)) is None
 
 
 def test_what_loads_may_still_take_is_not_free() -> None:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from faulty_models import running_node, write_model
 
-from cortex.neuron.node.loading.files import fetch, find_local
+from cortex.neuron.node.dependencies import fetch
 from cortex.neuron.node.node import Node
 from cortex.wire.errors import InvalidValue, LoadFailed, ModelInUse, ModelNotFound
 from cortex.wire.node.orders import AssembleRequest, FilesRequest, LoadRequest, UnloadRequest
@@ -55,7 +55,7 @@ async def ended(node: Node) -> str:
 async def test_pulled_model_is_on_disk_listed_and_loads(real_files: Any, tmp_path: Path) -> None:
     hub = real_files()
     num_bytes = sum(map(len, hub.files.values()))
-    async with running_node(tmp_path, fetch=fetch, find_local=find_local) as node:
+    async with running_node(tmp_path, fetch=fetch) as node:
         assert node.files.pull(REQUEST).state == "running"
         assert await ended(node) == "done", node.files.pull_status(MODEL)
         (status,) = node.health().pulls
@@ -72,7 +72,7 @@ async def test_pulled_model_is_on_disk_listed_and_loads(real_files: Any, tmp_pat
 
 async def test_files_are_deleted_only_when_the_model_is_out_of_memory(real_files: Any, tmp_path: Path) -> None:
     real_files()
-    async with running_node(tmp_path, fetch=fetch, find_local=find_local) as node:
+    async with running_node(tmp_path, fetch=fetch) as node:
         await node.load(LoadRequest(model_id=MODEL), wait=True)
         with pytest.raises(ModelInUse, match="unload it first"):
             await node.files.delete(REQUEST)
@@ -93,7 +93,7 @@ async def test_files_are_deleted_only_when_the_model_is_out_of_memory(real_files
 async def test_cancelled_pull_keeps_what_it_has_and_the_next_one_continues(real_files: Any, tmp_path: Path) -> None:
     hub = real_files()
     hub.faults = [stall] * 8
-    async with running_node(tmp_path, fetch=fetch, find_local=find_local) as node:
+    async with running_node(tmp_path, fetch=fetch) as node:
         node.files.pull(REQUEST)
         await asyncio.to_thread(hub.stalled.wait, 30)
         with pytest.raises(ModelInUse, match="cancel"):
@@ -110,7 +110,7 @@ async def test_cancelled_pull_keeps_what_it_has_and_the_next_one_continues(real_
 async def test_model_of_uploaded_files_is_listed_loads_and_is_deleted(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "original", bytes=1 << 20)
     order = AssembleRequest(repository="uploaded/own", files={})
-    async with running_node(tmp_path, fetch=fetch, find_local=find_local) as node:
+    async with running_node(tmp_path, fetch=fetch) as node:
         for path in folder.iterdir():
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
             await node.files.upload(digest, path.read_bytes())
@@ -131,14 +131,14 @@ async def test_model_of_uploaded_files_is_listed_loads_and_is_deleted(tmp_path: 
 
 
 async def test_damaged_upload_is_rejected(tmp_path: Path) -> None:
-    async with running_node(tmp_path, fetch=fetch, find_local=find_local) as node:
+    async with running_node(tmp_path, fetch=fetch) as node:
         with pytest.raises(InvalidValue, match="SHA-256"):
             await node.files.upload("0" * 64, b"x")
 
 
 async def test_failed_pull_reports_the_reason(real_files: Any, tmp_path: Path) -> None:
     real_files(listing_status=404)
-    async with running_node(tmp_path, fetch=fetch, find_local=find_local) as node:
+    async with running_node(tmp_path, fetch=fetch) as node:
         node.files.pull(REQUEST)
         assert await ended(node) == "failed"
         assert MODEL in (node.files.pull_status(MODEL).reason or "")
@@ -190,7 +190,7 @@ async def test_offer_of_the_hub_is_read_without_a_download(
     real_files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub = real_files()
-    async with running_node(tmp_path, fetch=fetch, find_local=find_local) as node:
+    async with running_node(tmp_path, fetch=fetch) as node:
         offer = await node.files.offer(MODEL)
         assert [(each.quant, each.num_bytes) for each in offer.variants] == [(None, sum(map(len, hub.files.values())))]
         assert node.models() == ()

@@ -10,7 +10,7 @@ from faulty_models import running_node, write_model
 from msgspec.structs import replace
 
 from cortex.neuron.config import NeuronConfig
-from cortex.neuron.node.loading.library import Library, scan_folders
+from cortex.neuron.node.library import Library, scan_folders
 from cortex.wire.errors import LoadFailed, ModelInUse, ModelUnsupported
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import ModelState

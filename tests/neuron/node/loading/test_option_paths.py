@@ -15,7 +15,7 @@ from cortex.fleet.catalogue import Catalogue
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.node.harness.engine import engine_options
-from cortex.neuron.node.loading.library import KnownModel, Library
+from cortex.neuron.node.library import KnownModel, Library
 from cortex.neuron.worker.protocol import Load
 from cortex.settings import schema
 from cortex.settings.reference import reference

@@ -13,9 +13,9 @@ from faulty_models import running_node, write_model
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.engine.request import EngineInfo, LoadSpec
 from cortex.neuron.node.devices import NodeDevices
+from cortex.neuron.node.harness.forecast import Forecast
+from cortex.neuron.node.library import KnownModel
 from cortex.neuron.node.loading.device_allocator import DeviceAllocator
-from cortex.neuron.node.loading.forecast import Forecast
-from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.memory.ceilings import Ceilings, MemoryCeilings, ModelHolding
 from cortex.neuron.worker.discovery import Inventory
 from cortex.neuron.worker.factory import WorkerFactory

@@ -17,6 +17,9 @@ from cortex.wire.errors import LoadFailed
 from ...models.gguf_builds import reference_of
 from ...models.gguf_models import write_gguf
 
+INDEX = "model.safetensors.index.json"
+SHARD = "model-00001-of-00001.safetensors"
+
 
 def same(read: Read) -> None:
     here = read_facts(read)
@@ -55,3 +58,25 @@ def test_config_that_is_far_too_large_is_rejected(tmp_path: Path) -> None:
     write_model(tmp_path, config={"junk": "x" * (reading.MAX_CONFIG_BYTES + 1)})
     with pytest.raises(LoadFailed, match=r"the config of .* takes more than 2 MiB"):
         reading.pack_facts(read_facts(Read(str(tmp_path), "m", None, 1)))
+
+
+def cached(hub: Path, index: bytes) -> Path:
+    folder = hub / "models--org--m"
+    snapshot = folder / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("0" * 40)
+    for name, content in {"config.json": b"{}", SHARD: b"", INDEX: index}.items():
+        (snapshot / name).write_bytes(content)
+    return snapshot
+
+
+def test_model_whose_index_cannot_be_read_is_damaged_and_not_absent(tmp_path: Path) -> None:
+    snapshot = cached(tmp_path, b'{"weight_map": {"a": "%s"}}' % SHARD.encode())
+    assert reading.find_local("org/m", str(tmp_path), None) == str(snapshot)
+    (snapshot / INDEX).write_bytes(b"[]")
+    with pytest.raises(LoadFailed, match=r"org/m is damaged: .*index\.json.*; delete its files"):
+        reading.find_local("org/m", str(tmp_path), None)
+    (snapshot / SHARD).unlink()
+    (snapshot / INDEX).unlink()
+    assert reading.find_local("org/m", str(tmp_path), None) is None

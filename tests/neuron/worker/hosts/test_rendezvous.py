@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cortex.neuron.worker.hosts.rendezvous import Rendezvous
+from cortex.neuron.worker.hosts.sharded import Rendezvous
 from cortex.neuron.worker.model_host import LoadRejected
 
 

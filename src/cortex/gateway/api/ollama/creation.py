@@ -16,11 +16,12 @@ from cortex.fleet.catalogue import Alias, Catalogue, ModelSpec, Resolution
 from cortex.fleet.topology import Fleet
 from cortex.gateway.api.files import FileRoutes
 from cortex.gateway.api.ollama import listing
-from cortex.gateway.api.parts import ApiRoute, DeferredResponses
+from cortex.gateway.api.parts import ApiRoute
 from cortex.gateway.created_models import CreatedModels
 from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.gateway.dispatch.view import DispatchView
 from cortex.gateway.ledger.meter import Metering
+from cortex.gateway.proxy.deferred_responses import DeferredResponses
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.composed_body import Body
 from cortex.http.head import stream_headers

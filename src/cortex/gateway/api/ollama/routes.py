@@ -17,19 +17,21 @@ from cortex.gateway.api.files import FileRoutes
 from cortex.gateway.api.jobs import Job
 from cortex.gateway.api.ollama import listing
 from cortex.gateway.api.ollama.creation import PREFIX, CreationRoutes, chat_template
-from cortex.gateway.api.parts import ApiRoute, DeferredResponses, listing_key
+from cortex.gateway.api.parts import ApiRoute, listing_key
 from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.gateway.dispatch.view import DispatchView
 from cortex.gateway.ledger import keys
 from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.proxy.admission import resolve_listed
+from cortex.gateway.proxy.deferred_responses import DeferredResponses
 from cortex.gateway.proxy.routes import error_response, json_response
 from cortex.http.head import stream_headers
 from cortex.http.request import Request
 from cortex.http.routing import Route, path_of
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
+from cortex.system.tasks import OwnedTasks
 from cortex.wire.dialects.ollama import lines, models
 from cortex.wire.errors import (
     CortexError,
@@ -70,7 +72,7 @@ class OllamaRoutes:
         self._metering = metering
         self._deferred = deferred
         self._created = time.time()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = OwnedTasks()
 
     def routes(self) -> list[ApiRoute]:
         return [
@@ -101,9 +103,7 @@ class OllamaRoutes:
 
     async def close(self) -> None:
         """Stop following; nodes finish their downloads without us."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.cancel()
 
     def _listing(self, name: str, key: KeySection | None) -> dict[str, Any]:
         if name == "version":
@@ -160,9 +160,7 @@ class OllamaRoutes:
         job = self._files.pull(name, by)
         is_whole = fields.flag("stream") is False
         following = _wait_for(exchange, job) if is_whole else _follow(exchange, job, models.digest(name, None))
-        task = asyncio.create_task(following, name=f"follow {job.id}")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(following, f"follow {job.id}")
 
 
 async def _wait_for(exchange: Exchange, job: Job) -> None:

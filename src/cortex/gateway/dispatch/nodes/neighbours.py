@@ -52,6 +52,10 @@ class Neighbours:
             )
         ]
 
+    def is_on_path(self, model: str, source: str | None) -> bool:
+        """Whether the files of the model are at a path on a node, which no other node asks for."""
+        return self._repository(self._read_fleet(), model, source) is None
+
     def _named(self, node: str, model: str, source: str | None, also: Collection[str] = ()) -> tuple[Neighbour, ...]:
         repository = self._repository(self._read_fleet(), model, source)
         if not self.is_on or repository is None:

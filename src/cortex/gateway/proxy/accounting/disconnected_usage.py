@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 
 from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.http.upstream.faults import UpstreamFault
+from cortex.system.tasks import OwnedTasks
 from cortex.wire.errors import CortexError
 from cortex.wire.events import Usage
 
@@ -18,7 +18,7 @@ class DisconnectedUsage:
     """Owns one task per request. `close` waits for them; a node responds within seconds or the call fails."""
 
     def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = OwnedTasks()
 
     def fetch(
         self, node: NodeClient | None, attempt_id: str, estimate: Usage | None, settle: Callable[[Usage | None], None]
@@ -27,12 +27,10 @@ class DisconnectedUsage:
         if node is None:
             settle(estimate)
             return
-        task = asyncio.create_task(_fetch(node, attempt_id, estimate, settle), name=f"usage of {attempt_id}")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(_fetch(node, attempt_id, estimate, settle), f"usage of {attempt_id}")
 
     async def close(self) -> None:
-        await asyncio.gather(*self._tasks)
+        await self._tasks.finish()
 
 
 async def _fetch(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 
 from cortex.gateway.ledger.keys import KeySection, check_operator
 from cortex.gateway.proxy.admission import ReceivedRequest
@@ -19,8 +18,7 @@ from cortex.system.tasks import run_once
 from cortex.telemetry.spans import Span
 from cortex.wire.errors import CortexError, ModelNotFound, ShuttingDown
 from cortex.wire.opaque.fields import OpaqueFields
-from cortex.wire.opaque.health_checks import HEALTH_CHECKS
-from cortex.wire.opaque.routes import split_upstream, with_slash
+from cortex.wire.opaque.routes import HEALTH_CHECKS, split_upstream, with_slash
 from cortex.wire.request_summary import RequestSummary
 
 
@@ -53,7 +51,7 @@ class OpaqueInference:
             self._inference.reject_unread(exchange, route, key, id, span, error)
             return
         task = run_once(self._receive(exchange, route, key, id, span, received_at), "read an opaque request")
-        exchange.on_disconnect(partial(_cancel, task))
+        exchange.on_disconnect(task.cancel)
 
     async def _receive(
         self,
@@ -110,7 +108,3 @@ class OpaqueInference:
 
 def _sends_key(request: Request) -> bool:
     return (request.header(b"authorization") or request.header(b"x-api-key")) is not None
-
-
-def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()

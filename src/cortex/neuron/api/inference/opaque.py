@@ -15,10 +15,9 @@ from cortex.neuron.api.inference.opaque_relay import OpaqueRelay
 from cortex.neuron.api.inference.routes import Inference
 from cortex.neuron.api.inference.tracing import traced
 from cortex.neuron.api.metrics import RequestWatch
-from cortex.neuron.node.harness.upstream import Upstream
+from cortex.neuron.node.harness.harness import Upstream
 from cortex.wire.errors import UnsupportedModality
-from cortex.wire.opaque.health_checks import HEALTH_CHECKS
-from cortex.wire.opaque.routes import PATHS, UPSTREAM, UPSTREAM_METHODS, split_upstream, with_slash
+from cortex.wire.opaque.routes import HEALTH_CHECKS, PATHS, UPSTREAM, UPSTREAM_METHODS, split_upstream, with_slash
 
 
 @dataclass(frozen=True, slots=True)

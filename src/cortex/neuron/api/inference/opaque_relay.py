@@ -20,13 +20,13 @@ from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.inference.server_slot import NoSlot, ServerSlot
 from cortex.neuron.api.inference.session import ready
 from cortex.neuron.api.metrics import RequestWatch
-from cortex.neuron.node.harness.upstream import Upstream
+from cortex.neuron.node.harness.harness import Upstream
 from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import CortexError, MethodNotAllowed, UpstreamInterrupted
 from cortex.wire.fields.request_class import level_of
 from cortex.wire.node import headers as our_headers
 from cortex.wire.node.protocol import ModelState
-from cortex.wire.opaque.health_checks import not_ready
+from cortex.wire.opaque.routes import not_ready
 
 _JSON = (b"content-type", b"application/json")
 _RELAYED: Headers = ((our_headers.RELAYED.encode(), b"1"),)

@@ -21,7 +21,7 @@ from cortex.neuron.api.inference.choice import Stopwatch
 from cortex.neuron.api.inference.engine_requests import within_limit
 from cortex.neuron.api.inference.server_slot import ServerSlot
 from cortex.neuron.api.inference.session import Deliver, Phase, ready
-from cortex.neuron.node.harness.upstream import Upstream
+from cortex.neuron.node.harness.harness import Upstream
 from cortex.parsing.picture_scan import find_pictures
 from cortex.wire.dialects import openai_chat
 from cortex.wire.errors import CortexError, InvalidValue, ModelNotFound, UpstreamInterrupted, UpstreamUnavailable

@@ -151,6 +151,7 @@ class CudaCapture:
         except self._rejections as error:
             raise NotCaptured("a step of the model cannot be captured as a CUDA graph") from error
         self._pool = self._pool or graph.pool()
+        graph.replay()  # the first replay of a graph waits for the device: a later one would delay running requests
         torch.cuda.synchronize()
         return _CudaGraph(graph), outputs
 

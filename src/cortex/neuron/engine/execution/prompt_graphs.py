@@ -40,7 +40,7 @@ _NUM_OFFSETS = 12
 
 STREAM_SIZES = (16, 32, 48, 64, 128, 256)
 """Numbers of streams of the graphs that compute them and prompts in one pass."""
-MIXED_SIZES, MIXED_TOTALS = (16, 64), (128, 192, 256, 384, 512, 640, 768, 1024, 1280)
+MIXED_SIZES, MIXED_TOTALS = (16, 64), (128, 192, 256, 384, 512, 640, 768, 896, 1024, 1152, 1280)
 """Their numbers of tokens of prompts, and of both together."""
 
 

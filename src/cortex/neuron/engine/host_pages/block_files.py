@@ -1,8 +1,8 @@
-"""Files of blocks: their format, how they are written and read, and how they are purged. No state; any thread.
+"""Files of blocks: format, writing, reading and removal. Stateless; any thread.
 
 A file holds blocks of one kind, one after another, after a header with their digests and checksums. It gets its name
-when it is complete, and is never changed. Nothing is synced: after a power loss the checksums decide. A file that is
-not what its header says is removed.
+when it is complete, and never changes. Nothing is synced: after a power loss the checksums decide. A file that does not
+match its header is removed.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from cortex.neuron.engine.host_pages.store import SLAB_BYTES, BlockKind, ChosenB
 from cortex.neuron.engine.kv.pages import Digest
 
 FORMAT = 1
-"""Changes with the meaning of a header, of a digest or of the bytes of a block."""
+"""Version of headers, digests and block contents."""
 SUFFIX, UNFINISHED = ".kv", ".tmp"
 STALE_S = 600.0
-"""An unfinished file that was not written to for this long has no writer any more."""
+"""An unfinished file without a write for this long has lost its writer."""
 _MAGIC = b"cortexkv"
 _FIXED = struct.Struct("<8sII")
 """Magic, bytes of the rest of the header, its checksum."""
@@ -41,7 +41,7 @@ _MODEL = re.compile("[0-9a-f]{32}")
 
 
 class DamagedFile(Exception):
-    """A file is not what this program has written."""
+    """The contents of a file are not what was written."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +52,7 @@ class BlockFile:
     digests: tuple[Digest, ...]
     checksums: tuple[int, ...]
     first_byte: int
-    """Where the blocks begin."""
+    """Offset of the first block."""
 
     @property
     def num_bytes(self) -> int:
@@ -64,8 +64,7 @@ def model_folder(root: Path, model: bytes) -> Path:
 
 
 def is_private(folder: Path) -> bool:
-    """Whether only this user can read and change a folder: what another one has put there is not used. Raises
-    OSError."""
+    """Whether only this user can access the folder; others could have put files there. Raises OSError."""
     facts = folder.lstat()
     return stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid() and not facts.st_mode & 0o077
 
@@ -90,8 +89,8 @@ def write_file(
     pieces: Sequence[memoryview],
     checksums: Sequence[int] = (),
 ) -> BlockFile:
-    """Writes blocks, which lie in `pieces` in order. `checksums`: theirs, if they are known. Raises OSError, and leaves
-    nothing behind."""
+    """Writes blocks, whose bytes are `pieces`, in order. `checksums`: of the blocks, if known. Raises OSError, and
+    leaves nothing behind."""
     size = kind.num_bytes
     if not checksums:
         starts = ((piece, start) for piece in pieces for start in range(0, piece.nbytes, size))
@@ -174,7 +173,7 @@ def _facts(rest: bytes | bytearray) -> tuple[BlockKind, str, tuple[Digest, ...],
 
 
 def scan(root: Path, model: bytes, known: Mapping[Path, BlockFile]) -> dict[Path, BlockFile]:
-    """The files of a model. Others in its folder are removed, except those that are being written. `known`: an earlier
+    """The files of a model. Removes other files from its folder, except those being written. `known`: an earlier
     result, whose files are not read again."""
     found: dict[Path, BlockFile] = {}
     folder = model_folder(root, model)
@@ -198,8 +197,8 @@ def scan(root: Path, model: bytes, known: Mapping[Path, BlockFile]) -> dict[Path
 
 
 def read_blocks(file: BlockFile, first: int, view: memoryview) -> bool:
-    """Reads consecutive blocks from number `first` on. What the page cache has comes from there; the rest bypasses it.
-    False: the file cannot be read, or its contents are not what was written; it is removed then."""
+    """Reads consecutive blocks from number `first` on: from the page cache where it has them, otherwise around it.
+    False: the file cannot be read or is damaged, and was removed."""
     size = file.kind.num_bytes
     try:
         if _read(file, file.first_byte + first * size, view):
@@ -215,7 +214,7 @@ def read_blocks(file: BlockFile, first: int, view: memoryview) -> bool:
 
 
 def is_cached(file: BlockFile) -> bool:
-    """Whether a file is likely to be in the page cache: its middle is."""
+    """Guesses whether a file is in the page cache, from its middle."""
     try:
         fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -264,10 +263,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What there is of a prefix, as one stream: headers, each with its blocks."""
+    """The available blocks of a prefix as one stream: each file's header, then its blocks."""
 
     num_pages: int = 0
-    """How many leading pages there are, as far as any group of layers has them."""
+    """Number of leading pages that any group of layers has."""
     pieces: tuple[Piece, ...] = ()
 
     @property
@@ -276,7 +275,7 @@ class Selection:
 
 
 def select(files: Iterable[BlockFile], digests: Sequence[Digest]) -> Selection:
-    """The blocks of a prefix, whose pages have these digests."""
+    """The blocks of the prefix whose pages have these digests."""
     wanted, known, pieces = set(digests), set[tuple[int, Digest]](), list[Piece]()
     for file in files:
         size, part = file.kind.num_bytes, file.kind.part
@@ -302,9 +301,8 @@ def select(files: Iterable[BlockFile], digests: Sequence[Digest]) -> Selection:
 def receive(
     read_into: Callable[[memoryview], int], root: Path, model: bytes, model_id: str, wanted: Collection[Digest]
 ) -> int:
-    """Writes what `Selection` streams as files; returns how many bytes. `read_into`: as of a file. `wanted`: the blocks
-    that were asked for. Raises DamagedFile for others and for altered ones, and what `read_into` raises; complete files
-    stay."""
+    """Writes a stream of `Selection` as files; returns the bytes. `read_into`: as of a file. `wanted`: the requested
+    blocks. Raises DamagedFile for other or altered blocks, and what `read_into` raises; complete files stay."""
     total = 0
     with ThreadPoolExecutor(1, "kv-file") as writer:
         writing: Future[None] | None = None
@@ -368,8 +366,8 @@ class StoredFile:
 
 
 def stored(root: Path) -> list[StoredFile]:
-    """All files of blocks, also unfinished ones, the least recently used first. Only folders of this program count:
-    `root` may be a folder with other things."""
+    """All files of blocks, also unfinished ones, least recently used first. Ignores folders that are not of this
+    program: `root` may hold other things."""
     found = []
     for folder in _entries(root):
         for entry in _entries(Path(folder.path)) if _MODEL.fullmatch(folder.name) else ():
@@ -380,7 +378,8 @@ def stored(root: Path) -> list[StoredFile]:
 
 
 def make_room(root: Path, num_bytes: int, most_bytes: int) -> int:
-    """Removes the least recently used files until `num_bytes` more are at most `most_bytes`. Returns what is left."""
+    """Removes the least recently used files until `num_bytes` more fit `most_bytes`. Returns the bytes that are
+    left."""
     files = stored(root)
     used_bytes = sum(file.num_bytes for file in files)
     for file in files:
@@ -392,14 +391,14 @@ def make_room(root: Path, num_bytes: int, most_bytes: int) -> int:
 
 
 def remove(path: Path) -> None:
-    """A read-only disk keeps it."""
+    """Removes a file, unless the disk is read-only."""
     with suppress(OSError):
         path.unlink(missing_ok=True)
 
 
 def purge(root: Path, chosen: ChosenBlocks, unused_for_s: float | None = None) -> tuple[int, int]:
-    """Removes the files with a chosen block, if they were not used for that long, and returns their number and bytes. A
-    node that runs finds them missing, and computes."""
+    """Removes files that contain a chosen block and were not used for that long; returns their number and bytes. A
+    running node finds them missing and computes."""
     number = num_bytes = 0
     for each in stored(root):
         if unused_for_s is not None and time.time() - each.used_at_s < unused_for_s:
@@ -419,7 +418,7 @@ def purge(root: Path, chosen: ChosenBlocks, unused_for_s: float | None = None) -
 
 
 def is_chosen(file: BlockFile, chosen: ChosenBlocks) -> bool:
-    """Whether any of its blocks is; a file goes as a whole."""
+    """Whether any block of the file is chosen: a file is removed as a whole."""
     return chosen.of_model(file.model_id) and any(map(chosen.has, file.digests))
 
 

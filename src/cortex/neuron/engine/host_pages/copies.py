@@ -17,7 +17,7 @@ from cortex.neuron.engine.host_pages.memory import HostSlabs
 from cortex.neuron.engine.host_pages.store import BlockPlace
 
 BUFFER_BYTES = 32 << 20
-"""On the device, for the blocks that are being copied; twice this while they are gathered."""
+"""Device memory for blocks being copied; twice this while they are gathered."""
 
 
 class BlockTensors:
@@ -54,7 +54,7 @@ class RunningCopy:
     """A copy that was started."""
 
     event: torch.cuda.Event | None
-    """None: it is complete."""
+    """None: the copy is complete."""
 
     @property
     def is_complete(self) -> bool:
@@ -66,7 +66,7 @@ class RunningCopy:
             self.event.synchronize()
 
     def precede_steps(self) -> None:
-        """Steps that are launched from now on begin after it."""
+        """Steps launched from now on wait for the copy."""
         if self.event is not None:
             torch.cuda.current_stream().wait_event(self.event)
 
@@ -81,15 +81,15 @@ class BlockCopies:
 
     @property
     def are_concurrent(self) -> bool:
-        """Whether they run while the host goes on; otherwise they are complete when they are started."""
+        """Whether copies run in the background; otherwise they are complete when the call returns."""
         return self._stream is not None
 
     def to_host(self, blocks: BlockTensors, ids: Sequence[int], places: Sequence[BlockPlace]) -> RunningCopy:
-        """Copies the blocks with these ids to `places`. Raises OutOfMemoryError: some may have been copied."""
+        """Copies the blocks with these ids to `places`. Raises OutOfMemoryError, possibly after copying some."""
         return self._run(blocks, ids, places, is_outward=True)
 
     def to_device(self, blocks: BlockTensors, ids: Sequence[int], places: Sequence[BlockPlace]) -> RunningCopy:
-        """Copies what is at `places` to the blocks with these ids. Raises OutOfMemoryError, as `to_host`."""
+        """Copies from `places` to the blocks with these ids. Raises OutOfMemoryError, as `to_host`."""
         return self._run(blocks, ids, places, is_outward=False)
 
     def _run(
@@ -135,7 +135,7 @@ class BlockCopies:
 
 
 def consecutive(places: Sequence[BlockPlace]) -> list[tuple[int, int]]:
-    """(index, count) of the runs of places that lie side by side in one slab."""
+    """(index, count) of each run of adjacent places in one slab."""
     runs: list[tuple[int, int]] = []
     for index, place in enumerate(places):
         if index and place == (places[index - 1].slab, places[index - 1].slot + 1):

@@ -1,4 +1,4 @@
-"""The host memory for the blocks of all models of a device, and what it has of each model."""
+"""The host memory for blocks of all models of a device, and what it holds of each model."""
 
 from __future__ import annotations
 
@@ -30,51 +30,51 @@ class _ModelBlocks:
 
 @dataclass(slots=True)
 class DeviceHostMemory:
-    """Outlasts the models, for as long as the worker of the device runs."""
+    """Lives as long as the worker of the device; models come and go."""
 
     store: HostPages
     slabs: HostSlabs
     rate: CopyRate = field(default_factory=CopyRate)
     verifies: bool = False
-    """For tests: the contents of every block are checked before they are used. It takes longer than the copy."""
+    """Tests set it: the contents of every block are checked before use, which takes longer than the copy."""
     disk: DiskPages | None = None
-    """What left host memory; None: it is lost."""
+    """Blocks that left host memory; None: they are dropped."""
     _models: dict[str, _ModelBlocks] = field(default_factory=dict)
     _model_ids: dict[bytes, str] = field(default_factory=dict)
-    """By fingerprint."""
+    """Fingerprint → model id."""
 
     @classmethod
     def on(cls, device: torch.device) -> DeviceHostMemory:
-        """Memory for the worker of a device, without a budget."""
+        """Host memory for the worker of a device, initially without a budget."""
         slabs = HostSlabs(device)
         return cls(HostPages(slabs), slabs)
 
     def open_disk(self, folder: Path, budget_bytes: int, device: torch.device) -> None:
-        """Writes what leaves host memory to files in `folder`, if it has a budget."""
+        """Writes blocks that leave host memory to files in `folder`, if the disk has a budget."""
         if budget_bytes and self.disk is None:
             self.disk = DiskPages(folder, budget_bytes, device)
 
     def save(self, *, everything: bool = False) -> None:
-        """Starts to write to disk what leaves host memory next, or all of it."""
+        """Starts to write the blocks that leave host memory next to disk, or all of them."""
         if self.disk is not None:
             self.disk.save(self.store, self.slabs, everything=everything)
 
     def save_these(self, model: bytes, digests: Sequence[Digest]) -> bool:
-        """Starts to write these blocks of a model to disk. False: some are on their way."""
+        """Starts to write these blocks of a model to disk. False: a write has not ended."""
         if self.disk is None:
             return True
         self.disk.save_these(self.store.kinds(model), digests, self.store, self.slabs)
         return not self.disk.is_writing
 
     def settle(self, until_s: float = float("inf")) -> None:
-        """Waits until everything is on disk, at most until a time of the monotonic clock."""
+        """Waits for the writer, at most until a time of the monotonic clock."""
         if self.disk is not None:
             self.save(everything=True)
             self.disk.settle(self.store, until_s)
 
     def forget(self, chosen: ChosenBlocks, until_s: float) -> None:
-        """Drops blocks of loaded and earlier models here and on disk. What is being written is waited for, at most
-        until a time of the monotonic clock."""
+        """Deletes blocks of loaded and earlier models, here and on disk. Waits for blocks being written, at most until
+        a time of the monotonic clock."""
         for kind, digest in self.store.blocks():
             if chosen.of_model(self._model_ids.get(kind.model, "")) and chosen.has(digest):
                 self.store.forget(kind, [digest])
@@ -83,8 +83,8 @@ class DeviceHostMemory:
             self.disk.forget(self.store, chosen)
 
     def yield_to_host(self) -> None:
-        """Gives memory back if the host runs short of it, or if a lower budget had to wait for what was being written.
-        Called regularly, also while no model steps."""
+        """Frees memory if the host runs short of it, or if writes have kept a lowered budget from taking effect. Called
+        regularly, also while no model steps."""
         if self.disk is not None:
             self.disk.end_writes(self.store)
         if missing := self.slabs.num_missing_bytes():
@@ -112,7 +112,7 @@ class DeviceHostMemory:
         return kinds
 
     def publish(self, kind: BlockKind, digest: Digest, place: BlockPlace) -> None:
-        """The copy of a block to its reserved place is complete."""
+        """Publishes a block whose copy to its reserved place is complete."""
         self.store.publish(kind, digest, place, self._checksum(kind, place) if self.verifies else None)
 
     def drop_damaged(self, kinds: Sequence[BlockKind], digests: Sequence[Digest]) -> None:
@@ -143,7 +143,7 @@ class DeviceHostMemory:
         return found
 
     def _tokens_per_s(self, model: _ModelBlocks, here: int, on_disk: int) -> float | None:
-        """How fast tokens come back to the device on average, if those that are not here come from disk."""
+        """Average rate at which tokens return to the device, where those that are not in host memory come from disk."""
         rate = self.rate.bytes_per_s
         if not model.token_bytes or (rate is None and on_disk <= here):
             return None

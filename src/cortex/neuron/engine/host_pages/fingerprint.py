@@ -18,22 +18,21 @@ from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.models.decoder import Decoder
 
 KV_VERSION = 1
-"""Of what blocks contain: to be changed with the order or the meaning of the values in a page or a state. Blocks on
-disk outlast the program."""
+"""Version of the contents of blocks. Change it with the order or the meaning of the values in a page or a state: blocks
+on disk outlast the program."""
 _ROW_WORDS = 4096
 _CHUNK_BYTES = 64 << 20
 
 
 def fingerprint(loaded: LoadedModel, spec: LoadSpec) -> bytes:
-    """Equal for two loads whose blocks can take each other's place."""
-    memory, device = loaded.memory, loaded.body.parameters.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    """Equal for two loads whose blocks are interchangeable."""
+    memory = loaded.memory
     models = [loaded.model] if loaded.draft is None else [loaded.model, loaded.draft.model]
     storages = [storage for model in models for storage in _weights(model)]
     facts = {
         "version": KV_VERSION,
         "config": loaded.body.architecture.raw,
-        "device": name,
+        "device": computed_by(loaded.body.parameters.device, deterministic=spec.deterministic),
         "dtype": str(loaded.dtype),
         "blocks": [[(str(each.dtype), each.shape[0], *each.shape[2:]) for each in part] for part in memory.blocks],
         "page_tokens": memory.page_tokens,
@@ -50,8 +49,14 @@ def fingerprint(loaded: LoadedModel, spec: LoadSpec) -> bytes:
     return digest.digest()
 
 
+def computed_by(device: torch.device, *, deterministic: bool) -> str:
+    """Kinds of GPUs round differently, as batches of different sizes do. That matters only to a model whose responses
+    are to be equal to the bit."""
+    return torch.cuda.get_device_name(device) if deterministic and device.type == "cuda" else device.type
+
+
 def _weights(model: Decoder) -> list[torch.UntypedStorage]:
-    """What the model was given, wherever it is: not its tables of positions, in which steps with pictures write, and
+    """The model's weights, wherever they are; not its tables of positions, which steps with pictures write to, and
     whose length follows from the context."""
     tables = {storage.data_ptr() for storage in model.ropes.storages()}
     weights = [storage for storage in model.storages() if storage.data_ptr() not in tables]
@@ -63,7 +68,7 @@ def _weights(model: Decoder) -> list[torch.UntypedStorage]:
 
 
 def content_sums(storages: Sequence[torch.UntypedStorage]) -> bytes:
-    """The weighted sums of all rows, in order; the rest of a storage that fills no row is taken as it is."""
+    """The weighted sums of all rows, in order, and the bytes of each storage that fill no row."""
     if not storages:
         return b""
     device = storages[0].device

@@ -26,7 +26,7 @@ class HostSlabs:
         self._buffers: dict[int, HostBuffer] = {}
         self._next_growth_s = 0.0
         self.may_wait = False
-        """Whether growth may take its time: the model has no work."""
+        """Whether growth may block: the model has no work."""
 
     def allocate(self, slab: int, num_bytes: int) -> bool:
         started_s = time.monotonic()
@@ -46,7 +46,7 @@ class HostSlabs:
         self._buffers.pop(slab).release()
 
     def num_missing_bytes(self, num_bytes: int = 0) -> int:
-        """What the host lacks to keep its reserve free, if `num_bytes` more are allocated."""
+        """Bytes missing to keep the host's reserve free if `num_bytes` more are allocated."""
         return self._read().num_missing_bytes(num_bytes)
 
     def rows(self, slab: int, first: int, count: int, num_bytes: int) -> Tensor:

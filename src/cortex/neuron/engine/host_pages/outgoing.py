@@ -1,4 +1,4 @@
-"""Blocks on their way to host memory, while the model goes on."""
+"""Copies of blocks to host memory while the model runs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from cortex.neuron.engine.scheduling.step_plan import StepPlan
 
 @dataclass(frozen=True, slots=True)
 class OutgoingBlocks:
-    """Blocks of one kind that are being copied. Until `publish` nothing knows of them in host memory."""
+    """Blocks of one kind that are being copied. Host memory does not know them before `publish`."""
 
     copy: RunningCopy
     kind: BlockKind
     group: int | None
-    """The KV group whose pages they are; None: they are states."""
+    """The KV group of the pages; None: they are states."""
     ids: frozenset[int]
     places: tuple[tuple[Digest, BlockPlace], ...]
 
@@ -52,7 +52,7 @@ class OutgoingBlocks:
         return cls(copy, kind, group, frozenset(ids), tuple(zip(digests, places, strict=True)))
 
     def precede(self, plan: StepPlan) -> None:
-        """If the step writes what is being copied, it begins after the copy."""
+        """Makes a step that overwrites blocks being copied wait for the copy."""
         if self.group is None:
             written = list(plan.written_slots)
         else:
@@ -61,6 +61,6 @@ class OutgoingBlocks:
             self.copy.precede_steps()
 
     def publish(self, host: DeviceHostMemory) -> None:
-        """Offers the blocks. The copy must be complete."""
+        """Makes the blocks known. The copy must be complete."""
         for digest, place in self.places:
             host.publish(self.kind, digest, place)

@@ -1,5 +1,5 @@
-"""Measured rates of the tiers below device memory, and the rule by which a prefix is fetched rather than computed. Pure
-but for the clock."""
+"""Measured rates of the tiers below device memory, and the rule that decides between fetching and computing a prefix.
+Pure but for the clock."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from cortex.neuron.engine.roofline.step_costs import StepCosts, StepShape
 _NEWEST = 0.2
 """The weight of the newest measurement."""
 _RETURN = 0.05
-"""How far a rate returns to the assumed one each time a fetch is rejected because of it: a disk that was busy is tried
-again."""
+"""How far a rate moves back to the assumed one each time it causes a fetch to be rejected, so that a disk that was busy
+is tried again."""
 WORTH = 0.9
-"""A fetch must take less than this share of the time to compute: estimates err."""
+"""A fetch must take less than this share of the computing time: estimates err."""
 DISK_BYTES_PER_S = 1e9
 PAGE_CACHE_BYTES_PER_S = 4e9
 LINK_BYTES_PER_S = 1e8
-"""Assumed until a fetch was measured."""
+"""Assumed until a fetch is measured."""
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class CopyRate:
     clock: Callable[[], float] = time.monotonic
     bytes_per_s: float | None = None
     assumed: float = 0.0
-    """Bytes per second until a fetch was measured; 0: not known."""
+    """Bytes per second until a fetch is measured; 0: unknown."""
 
     def measured(self, num_bytes: int, started_s: float) -> None:
         duration_s = self.clock() - started_s
@@ -42,14 +42,14 @@ class CopyRate:
         return self.assumed if self.bytes_per_s is None else self.bytes_per_s
 
     def was_too_slow(self) -> None:
-        """A fetch was rejected because of this rate."""
+        """Records that a fetch was rejected because of this rate."""
         if self.bytes_per_s is not None and self.bytes_per_s < self.assumed:
             self.bytes_per_s += _RETURN * (self.assumed - self.bytes_per_s)
 
 
 def saves_time(parts: Iterable[tuple[int, float]], delay_s: float, compute_s: float) -> bool:
-    """Whether fetching is faster than computing what is fetched. `parts`: bytes, and how many of them come per second,
-    one part after another. `delay_s`: before the first byte."""
+    """Whether fetching is faster than computing. `parts`: bytes and their rate, one part after another. `delay_s`:
+    before the first byte."""
     fetch_s = delay_s
     for num_bytes, bytes_per_s in parts:
         if num_bytes and bytes_per_s <= 0:
@@ -59,7 +59,7 @@ def saves_time(parts: Iterable[tuple[int, float]], delay_s: float, compute_s: fl
 
 
 def prompt_s(costs: StepCosts, step_tokens: int, start: int, end: int) -> float:
-    """How long the tokens of a prompt from `start` to `end` are expected to take, in steps of `step_tokens`."""
+    """Expected time to compute the tokens of a prompt from `start` to `end`, in steps of `step_tokens`."""
     total_s = 0.0
     for first in range(start, end, step_tokens):
         count = min(step_tokens, end - first)

@@ -19,7 +19,7 @@ from cortex.neuron.engine.kv.pages import TENANT_BYTES, Digest
 
 SLAB_BYTES = 64 << 20
 MIN_SLABS = 16
-"""A budget is divided into at least this many slabs, so that dropping one loses little."""
+"""A budget holds at least this many slabs, so that dropping one loses little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class ChosenBlocks:
 
     model_id: str | None = None
     tenants: tuple[bytes, ...] = ()
-    """How their digests begin, as far as given; empty: all."""
+    """Prefixes of their digests; empty: all."""
 
     def of_model(self, model_id: str) -> bool:
         return self.model_id in (None, model_id)
@@ -54,10 +54,10 @@ class BlockPlace(NamedTuple):
 
 
 class SlabMemory(Protocol):
-    """The memory of slabs by their number."""
+    """The memory of slabs, by number."""
 
     def allocate(self, slab: int, num_bytes: int) -> bool:
-        """False: there is none now."""
+        """Returns False if there is no memory now."""
         ...
 
     def free(self, slab: int) -> None: ...
@@ -70,13 +70,13 @@ class _Slab:
     num_slots: int
     num_taken: int = 0
     slots: dict[Digest, int] = field(default_factory=dict)
-    """The blocks whose contents are complete."""
+    """Digest → slot of each complete block."""
     checksums: dict[Digest, int] = field(default_factory=dict)
-    """The checksums of blocks that are verified."""
+    """Digest → checksum of each block that is verified."""
     num_copies: int = 0
-    """Copies to and from it that have not ended: it must not be dropped."""
+    """Copies in progress to and from the slab, which must not be dropped meanwhile."""
     saved: set[Digest] = field(default_factory=set)
-    """The blocks that are on disk, or on their way."""
+    """Digests of blocks that are on disk or being written."""
 
     @property
     def num_bytes(self) -> int:
@@ -96,7 +96,7 @@ class HostPages:
         self._num_blocks: Counter[BlockKind] = Counter()
         self._next_number = 0
         self.num_bytes = 0
-        """What the slabs take."""
+        """Bytes of all slabs."""
 
     @property
     def budget_bytes(self) -> int:
@@ -111,7 +111,7 @@ class HostPages:
         self.shrink(budget_bytes)
 
     def shrink(self, num_bytes: int) -> None:
-        """Drops the least recently used slabs until they take `num_bytes`, except those that are being copied."""
+        """Drops the least recently used slabs, except those being copied, until the rest takes `num_bytes`."""
         for slab in list(self._slabs.values()):
             if self.num_bytes <= num_bytes:
                 return
@@ -133,8 +133,8 @@ class HostPages:
         return list(self._slab_of)
 
     def borrow(self, kind: BlockKind, digests: Iterable[Digest], *, uses: bool = True) -> list[BlockPlace]:
-        """The places of blocks that `has` confirmed, which stay until `end`. They count as used, the first last, unless
-        they leave."""
+        """The places of blocks that `has` confirmed, pinned until `end`. They count as used, the first block last,
+        unless they leave."""
         places = []
         slabs: dict[int, None] = {}
         for digest in digests:
@@ -147,8 +147,8 @@ class HostPages:
         return places
 
     def unsaved(self, share: float) -> Iterator[tuple[BlockKind, list[Digest]]]:
-        """The blocks that `saved` has not named, slab by slab, of the least recently used slabs: those that leave if
-        `share` of the budget is used for other blocks."""
+        """Blocks that are not saved, slab by slab, in the least recently used slabs: those that leave if `share` of the
+        budget is reused."""
         left = self.num_bytes - self._budget_bytes + int(self._budget_bytes * share)
         for slab in list(self._slabs.values()):
             if left <= 0:
@@ -159,18 +159,19 @@ class HostPages:
                 yield slab.kind, sorted(found, key=slab.slots.__getitem__)
 
     def is_saved(self, kind: BlockKind, digest: Digest) -> bool:
-        """Whether `saved` has named this block."""
+        """Whether the block is on disk or being written."""
         slab = self._slab_of.get((kind, digest))
         return slab is not None and digest in slab.saved
 
     def saved(self, kind: BlockKind, digests: Iterable[Digest], *, is_saved: bool = True) -> None:
-        """Blocks are on disk, or on their way; or they are not there after all."""
+        """Marks blocks as on disk or being written; or as not saved after all."""
         for digest in digests:
             if (slab := self._slab_of.get((kind, digest))) is not None:
                 slab.saved.add(digest) if is_saved else slab.saved.discard(digest)
 
     def reserve(self, kind: BlockKind, count: int) -> list[BlockPlace]:
-        """Places for up to `count` new blocks, each until `publish` or `end`. Drops slabs where the budget is full."""
+        """Places for up to `count` new blocks, each reserved until `publish` or `end`. Drops slabs when the budget is
+        full."""
         places: list[BlockPlace] = []
         while len(places) < count:
             slab = self._filling.get(kind) or self._add(kind)
@@ -184,8 +185,8 @@ class HostPages:
         return places
 
     def publish(self, kind: BlockKind, digest: Digest, place: BlockPlace, checksum: int | None = None) -> None:
-        """The copy to a reserved place is complete: from now on the block is found. `checksum`: of its contents, if
-        they are verified."""
+        """The copy to a reserved place is complete: the block can be found from now on. `checksum`: of its contents, if
+        blocks are verified."""
         slab = self._slabs[place.slab]
         if (kind, digest) not in self._slab_of:
             slab.slots[digest] = place.slot
@@ -197,22 +198,22 @@ class HostPages:
         self.end([place])
 
     def checksum(self, kind: BlockKind, digest: Digest) -> tuple[BlockPlace, int] | None:
-        """Where a verified block is, and the checksum of its contents; None: there is none."""
+        """The place and checksum of a verified block; None if there is none."""
         slab = self._slab_of.get((kind, digest))
         if slab is None or digest not in slab.checksums:
             return None
         return BlockPlace(slab.number, slab.slots[digest]), slab.checksums[digest]
 
     def end(self, places: Sequence[BlockPlace]) -> None:
-        """The copies to or from these places have ended. A lower budget could not drop slabs because of them: they go
-        now."""
+        """The copies to or from these places have ended. Slabs that they kept alive above a lowered budget are
+        dropped."""
         for place in places:
             self._slabs[place.slab].num_copies -= 1
         if self.num_bytes > self._budget_bytes:
             self.shrink(self._budget_bytes)
 
     def forget(self, kind: BlockKind, digests: Iterable[Digest]) -> None:
-        """These blocks are found no more."""
+        """Removes these blocks."""
         for digest in digests:
             slab = self._slab_of.pop((kind, digest), None)
             if slab is not None:
@@ -240,8 +241,8 @@ class HostPages:
         return slab
 
     def _taken_over(self, num_bytes: int) -> int | None:
-        """The slab that is the next to be dropped, for other blocks: to page-lock memory takes longer than to fill it.
-        None: nothing has to be dropped, or that slab has another size."""
+        """Reuses the slab that would be dropped next: page-locking memory takes longer than filling it. None: nothing
+        has to be dropped, or that slab has another size."""
         if not self.num_bytes <= self._budget_bytes < self.num_bytes + num_bytes:
             return None
         oldest = next((slab for slab in self._slabs.values() if not slab.num_copies), None)
@@ -256,7 +257,7 @@ class HostPages:
         self._memory.free(slab.number)
 
     def _clear(self, slab: _Slab) -> None:
-        """Forgets a slab with its blocks; its memory stays."""
+        """Removes a slab's blocks and keeps its memory."""
         del self._slabs[slab.number]
         if self._filling.get(slab.kind) is slab:
             del self._filling[slab.kind]

@@ -1,7 +1,7 @@
 """Decode attention: norms and rotates one new token per row, stores its KV and attends to the paged KV, in one launch.
 
-Each program takes one row, one kv head and one split of the earlier positions. The last split also takes the new token,
-directly from the projection. The last program of a (row, kv head) to finish combines the splits, or a second launch
+Each program takes one row, one kv head and one part of the earlier positions. The last part also has the new token,
+directly from the projection. The last program of a (row, kv head) to finish combines the parts, or a second launch
 does (`decode_plan.py`). Every key and value is read once: bound by bandwidth. Reference: `paged.attention_reference`.
 """
 
@@ -16,10 +16,11 @@ from cortex.neuron.kernels.attention.rules import AttentionRules
 from cortex.neuron.kernels.attention.split_keys import (
     COMBINED,
     COMBINED_VALUES,
+    PART_WORDS,
     combine_last,
     counters,
-    divided,
     join,
+    parts_of,
 )
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.kernels.jit import (
@@ -56,7 +57,8 @@ def decode_attention(
     dim_block = triton.next_power_of_2(dim)
     reached = min(batch.max_length, rules.window or batch.max_length)
     plan = decode_plan(
-        rows * kv_heads,
+        rows,
+        kv_heads,
         reached,
         group_pad,
         dim_block,
@@ -64,20 +66,19 @@ def decode_attention(
         num_processors(q.device),
         shared_memory(q.device),
     )
-    splits = plan.splits
+    division = plan.division
+    parts, is_new = parts_of(batch, division, rules.window or 0, has_new=False)
     partial = sums = None
-    if splits > 1:
-        partial = torch.empty((rows, heads, splits, dim), dtype=torch.float32, device=q.device)
-        sums = torch.empty((rows, heads, splits, 2), dtype=torch.float32, device=q.device)
-    _decode_kernel[(rows, kv_heads, splits)](
+    if division.parts > 1:
+        partial = torch.empty((division.programs, heads, dim), dtype=torch.float32, device=q.device)
+        sums = torch.empty((division.programs, heads, 2), dtype=torch.float32, device=q.device)
+    _decode_kernel[(kv_heads, division.programs)](
         q,
         k,
         v,
         key_pages,
         value_pages,
         batch.page_table,
-        batch.rows,
-        batch.lengths,
         batch.rope_positions,
         batch.slots,
         rules.rope,
@@ -87,7 +88,8 @@ def decode_attention(
         out,
         partial,
         sums,
-        None if splits == 1 or plan.joins else counters(q.device),
+        None if division.parts == 1 or plan.joins else counters(q.device),
+        parts.of_programs,
         rules.scale * LOG2_E,
         (rules.softcap or 0.0) * LOG2_E,
         rules.eps,
@@ -96,8 +98,7 @@ def decode_attention(
         k.stride(0),
         v.stride(0),
         batch.page_table.stride(0),
-        rules.window or 0,
-        splits,
+        int(is_new or batch.shares_rows),
         HEADS=heads,
         KV_HEADS=kv_heads,
         GROUP=group,
@@ -111,18 +112,18 @@ def decode_attention(
         SINKS=rules.sinks is not None,
         CAPPED=rules.softcap is not None,
         PAGE=page_tokens,
-        TILE=plan.tile,
-        SHARES=batch.shares_rows,
+        TILE=division.tile,
         HOLD=plan.holds,
-        SPLIT=splits > 1,
+        SPLIT=division.parts > 1,
         JOINS=plan.joins,
+        WORDS=PART_WORDS,
         COMBINED=max(1, min(COMBINED, COMBINED_VALUES // (group_pad * dim_block))),
         num_warps=plan.warps,
         num_stages=2,
         **launch_options(q.device),
     )
     if plan.joins:
-        join(batch.lengths, partial, sums, out[:rows], splits, rules.window or 0, plan.tile)
+        join(parts, partial, sums, out[:rows])
 
 
 @jit
@@ -182,7 +183,7 @@ def _absorb(query, keys, values, valid, scale, cap, highest, total, mixed, CAPPE
     return higher, total, mixed
 
 
-@jit(do_not_specialize=["window", "splits"])
+@jit(do_not_specialize=["waits"])
 def _decode_kernel(
     q,
     k,
@@ -190,8 +191,6 @@ def _decode_kernel(
     key_pages,
     value_pages,
     table,
-    rows,
-    lengths,
     rope_positions,
     slots,
     rope,
@@ -202,6 +201,7 @@ def _decode_kernel(
     partial,
     sums,
     finished,
+    of_programs,
     scale,
     cap,
     eps,
@@ -210,8 +210,7 @@ def _decode_kernel(
     k_token_stride,
     v_token_stride,
     table_stride,
-    window,
-    splits,
+    waits,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -226,29 +225,30 @@ def _decode_kernel(
     CAPPED: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
-    SHARES: tl.constexpr,
     HOLD: tl.constexpr,
     SPLIT: tl.constexpr,
     JOINS: tl.constexpr,
+    WORDS: tl.constexpr,
     COMBINED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """waits: whether earlier kernels of the step write what it reads at first: its parts, or pages."""
     if OVERLAP:
         gdc_launch_dependents()
-        if SHARES:
+        if waits != 0:
             gdc_wait()
-    index = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    length = tl.load(lengths + index)
-    table_row = table + tl.load(rows + index) * table_stride
-    newest = length - 1  # the new token's position; the pages hold those before it
-    first, split_tokens, active = divided(length, window, splits, TILE)
-    if split >= active:
+    kv_head = tl.program_id(0)
+    program = tl.program_id(1)
+    own = of_programs + program * WORDS
+    active = tl.load(own + 5)
+    if active == 0:
         return
-    start = first + split * split_tokens
-    end = tl.minimum(newest, start + split_tokens)
-    # Earlier positions were written by earlier steps, unless rows are shared: they may be fetched before the wait.
+    index = tl.load(own).to(tl.int64)
+    table_row = table + tl.load(own + 1).to(tl.int64) * table_stride
+    start = tl.load(own + 2)
+    end = tl.load(own + 3)
+    split = tl.load(own + 4)
+    # Earlier positions were written by earlier steps, or the kernel has waited.
     if HOLD:
         page = _pages(start, end, table_row, PAGE, TILE)
         keys, values, valid = _tile(
@@ -260,7 +260,7 @@ def _decode_kernel(
     q_factors = rotation_factors(q_scale, rope_row, DIM, DIM_BLOCK, HALF, PAIRS, NORM)
     k_factors = rotation_factors(k_scale, rope_row, DIM, DIM_BLOCK, HALF, PAIRS, NORM)
     slot = tl.load(slots + index)
-    if OVERLAP and not SHARES:
+    if OVERLAP:
         gdc_wait()
 
     head = tl.arange(0, GROUP_BLOCK)
@@ -317,14 +317,14 @@ def _decode_kernel(
         if active == 1:
             tl.store(target, (mixed / total[:, None]).to(out.dtype.element_ty), mask=inside)
         else:
-            part = (index * HEADS + kv_head * GROUP + head) * splits + split
+            part = program.to(tl.int64) * HEADS + kv_head * GROUP + head
             tl.store(partial + part[:, None] * DIM + dim[None, :], mixed, mask=inside)
             tl.store(sums + part * 2, highest, mask=head < GROUP)
             tl.store(sums + part * 2 + 1, total, mask=head < GROUP)
             if not JOINS:
                 combine_last(
-                    partial, sums, finished, out, index, kv_head, splits, active, HEADS, KV_HEADS, GROUP, GROUP_BLOCK,
-                    COMBINED, DIM, DIM_BLOCK,
+                    partial, sums, finished, out, index, kv_head, program - split, active, HEADS, KV_HEADS, GROUP,
+                    GROUP_BLOCK, COMBINED, DIM, DIM_BLOCK,
                 )  # fmt: skip
     else:
         tl.store(target, (mixed / total[:, None]).to(out.dtype.element_ty), mask=inside)

@@ -8,11 +8,14 @@ from cortex.neuron.kernels.shared_memory import SharedMemory
 
 TILE, SHORT_TILE = 64, 32
 PROGRAMS_PER_PROCESSOR, LARGE_PER_PROCESSOR = 3, 2
-"""This many programs saturate the memory bandwidth, or fit where heads are large; more splits only add work."""
+"""This many programs saturate the memory bandwidth, or fit where heads are large; more parts only add work."""
+FEW_PER_PROCESSOR, FEW_ROWS = 4, 16
+"""The keys of few rows are divided among more programs, which evens out when they end."""
 LARGE, LARGE_WARPS = 256, 4
 WIDE, WIDE_WARPS = 512, 8
 """From these head sizes on, fewer warps have too few registers."""
-MAX_SPLITS = 64
+MAX_PARTS = 64
+"""Programs that divide the keys of a row and kv head, at most."""
 MIN_GROUP = 4
 """Query heads of a kv head are padded to this number."""
 QUERY_BYTES = 4 << 10
@@ -20,21 +23,42 @@ QUERY_BYTES = 4 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class DecodePlan:
-    splits: int
-    """Programs that divide the keys of a row and kv head, at most."""
+class KeyDivision:
+    """How programs divide the keys of the rows of a step, whose lengths only the device knows."""
+
+    parts: int
+    """Of a row, at most."""
+    shares: int
+    """All keys are so many shares of one size. A row gets as many programs as it has shares, rounded, and at least one:
+    so rows of one length are divided evenly, and no program has more than one and a half shares."""
+    programs: int
+    """Enough for rows of any lengths."""
     tile: int
-    """Positions that a program takes at once."""
+    """Positions that a program takes at once: a part is a multiple."""
+
+    @classmethod
+    def of(cls, rows: int, at_once: int, parts: int, tile: int) -> KeyDivision:
+        """`at_once`: programs that the device runs at once. Where rows are more than these, a share is a third longer
+        than the rows are on average."""
+        shares = rows * (at_once // rows) if rows <= at_once else max(1, at_once, rows * 3 // 4)
+        return cls(parts, shares, min(rows * parts, rows - 1 + shares), tile)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    division: KeyDivision
+    """For each kv head."""
     warps: int
     holds: bool
     """Whether the first tile is loaded into registers before the queries are there. Large heads need the registers."""
     joins: bool
-    """Whether a second launch combines the partial results of the splits. For large heads this is faster than letting
-    the last program of a kv head combine them."""
+    """Whether a second launch combines the parts of a row. For large heads this is faster than letting the last
+    program of a kv head combine them."""
 
 
 def decode_plan(
-    cells: int,
+    rows: int,
+    kv_heads: int,
     max_length: int,
     group_pad: int,
     dim_block: int,
@@ -42,18 +66,23 @@ def decode_plan(
     processors: int,
     shared: SharedMemory,
 ) -> DecodePlan:
-    """cells: rows × kv heads. max_length: positions that a row attends to, at most. group_pad, dim_block: the query
-    heads of a kv head and the dimensions of a head, as powers of two."""
+    """max_length: positions that a row attends to, at most. group_pad, dim_block: the query heads of a kv head and the
+    dimensions of a head, as powers of two."""
     is_large = dim_block >= LARGE
-    per_processor = LARGE_PER_PROCESSOR if is_large else PROGRAMS_PER_PROCESSOR
-    splits = max(1, min(MAX_SPLITS, per_processor * processors // cells, -(-max_length // TILE)))
+    per_processor = FEW_PER_PROCESSOR if rows <= FEW_ROWS else PROGRAMS_PER_PROCESSOR
     if is_large:
-        wanted = TILE if splits <= 2 else SHORT_TILE
+        per_processor = LARGE_PER_PROCESSOR
+    at_once = per_processor * processors // kv_heads
+    most = min(MAX_PARTS, -(-max_length // TILE))
+    even_parts = max(1, min(most, at_once // rows))  # where all rows are of one length
+    if is_large:
+        wanted = TILE if even_parts <= 2 else SHORT_TILE
     else:
-        # With one split per row and at most two programs per processor, larger tiles keep more loads in flight.
-        wanted = 2 * TILE if splits == 1 and cells <= 2 * processors else TILE
+        # With one part per row and at most two programs per processor, larger tiles keep more loads in flight.
+        wanted = 2 * TILE if even_parts == 1 and rows * kv_heads <= 2 * processors else TILE
     tile = fitting_tile(wanted, group_pad, dim_block * element_bytes, shared)
-    return DecodePlan(splits, tile, _num_warps(tile, dim_block), holds=not is_large, joins=is_large and splits > 1)
+    division = KeyDivision.of(rows, at_once, most, tile)
+    return DecodePlan(division, _num_warps(tile, dim_block), holds=not is_large, joins=is_large and most > 1)
 
 
 def fitting_tile(wanted: int, group_pad: int, head_bytes: int, shared: SharedMemory) -> int:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cortex.neuron.kernels.attention.decode_plan import KeyDivision
+from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, num_processors, tl, triton
 
 MAX_SPLITS = 16
@@ -19,6 +21,8 @@ SPLIT_KEYS = 512
 MAX_COMBINED_ROWS = 1024
 MAX_CELLS = 1 << 16
 """Largest rows × kv heads of one launch of decode rows."""
+PLANNED_ROWS, PART_WORDS = 512, 8
+"""Decode rows whose keys are divided at once, and the integers that a program has of its part."""
 COMBINED, COMBINED_VALUES = 16, 1 << 14
 """Parts of a decode row that are combined at once, at most, and their values, which are in registers."""
 
@@ -65,23 +69,62 @@ def combine(
     )
 
 
-def join(
-    lengths: Tensor, partial: Tensor | None, sums: Tensor | None, out: Tensor, splits: int, window: int, tile: int
-) -> None:
-    """Fills `out` ([rows, heads, dim]) where more than one program of `divided` had keys of a decode row. They left
-    `partial` ([rows, heads, splits, dim]) and `sums` ([rows, heads, splits, 2])."""
+class Parts:
+    """How programs divide the keys of the decode rows of a step, on the device, because a captured graph serves many
+    steps. Long rows have more programs: the longest of a step, with one, would keep all others waiting."""
+
+    def __init__(
+        self, lengths: Tensor, table_rows: Tensor, division: KeyDivision, window: int = 0, *, has_new: bool
+    ) -> None:
+        """`lengths` and `table_rows`: of each row. `has_new`: whether the newest key of a row is in the pages and
+        belongs to a part."""
+        num_rows, device = len(lengths), lengths.device
+        self.of_programs = torch.empty((division.programs, PART_WORDS), dtype=torch.int32, device=device)
+        """What `_parts_kernel` writes for each program"""
+        self.of_rows = torch.empty((num_rows, 2), dtype=torch.int32, device=device)
+        """The first program of each row and their number"""
+        _parts_kernel[(1,)](
+            lengths,
+            table_rows,
+            self.of_programs,
+            self.of_rows,
+            num_rows,
+            window,
+            0 if has_new else 1,
+            division.shares,
+            division.parts,
+            division.programs,
+            TILE=division.tile,
+            WORDS=PART_WORDS,
+            ROWS_BLOCK=PLANNED_ROWS,
+            num_warps=4,
+        )
+
+
+def parts_of(batch: Batch, division: KeyDivision, window: int = 0, *, has_new: bool) -> tuple[Parts, bool]:
+    """The parts of the decode rows of a step, which all layers share, and whether they are new: the kernel that is
+    launched next must not read them before its predecessor has ended. `has_new`: as of `Parts`."""
+    made = []
+
+    def make() -> Parts:
+        made.append(True)
+        return Parts(batch.lengths[: batch.num_decodes], batch.rows, division, window, has_new=has_new)
+
+    return batch.once(("parts", division, window, has_new), make), bool(made)
+
+
+def join(parts: Parts, partial: Tensor | None, sums: Tensor | None, out: Tensor) -> None:
+    """Fills `out` ([rows, heads, dim]) where more than one program had keys of a decode row. They left `partial`
+    ([programs, heads, dim]) and `sums` ([programs, heads, 2])."""
     rows, heads, dim = out.shape
     _join_kernel[(rows, heads)](
-        lengths,
+        parts.of_rows,
         partial,
         sums,
         out,
-        window,
-        splits,
         HEADS=heads,
         DIM=dim,
         DIM_BLOCK=triton.next_power_of_2(dim),
-        TILE=tile,
         AT_ONCE=COMBINED,
         num_warps=4,
         **launch_options(out.device),
@@ -95,16 +138,66 @@ def counters(device: torch.device) -> Tensor:
     return torch.zeros(MAX_CELLS, dtype=torch.int32, device=device)
 
 
+@jit(do_not_specialize=["num_rows", "window", "left", "shares", "most", "programs"])
+def _parts_kernel(
+    lengths,
+    table_rows,
+    of_programs,
+    of_rows,
+    num_rows,
+    window,
+    left,
+    shares,
+    most,
+    programs,
+    TILE: tl.constexpr,
+    WORDS: tl.constexpr,
+    ROWS_BLOCK: tl.constexpr,
+):
+    """For each program: the row, its row in the page table, its first key and the end of its keys, its part and the
+    number of the row's parts, which is zero for a program without keys. Long rows come first: others fit behind them.
+    left: so many of the newest keys of a row are in no part."""
+    keys = tl.zeros((ROWS_BLOCK,), tl.int64)
+    for start in range(0, num_rows, ROWS_BLOCK):
+        row = start + tl.arange(0, ROWS_BLOCK)
+        first, end = _seen(lengths, row, num_rows, window, left)
+        keys += end - first
+    share = tl.maximum(TILE, tl.cdiv(tl.sum(keys, 0), shares))
+    listed = 0
+    for is_short in tl.static_range(2):
+        for start in range(0, num_rows, ROWS_BLOCK):
+            row = start + tl.arange(0, ROWS_BLOCK)
+            first, end = _seen(lengths, row, num_rows, window, left)
+            count = end - first
+            wanted = tl.minimum(tl.maximum(1, (count + share // 2) // share), most)
+            tokens = tl.maximum(1, tl.cdiv(tl.cdiv(count, wanted), TILE)) * TILE
+            parts = tl.maximum(1, tl.cdiv(count, tokens)).to(tl.int32)
+            own = (row < num_rows) & ((parts == 1) == (is_short == 1))
+            parts = tl.where(own, parts, 0)
+            begin = listed + tl.cumsum(parts, 0) - parts
+            tl.store(of_rows + row * 2, begin, mask=own)
+            tl.store(of_rows + row * 2 + 1, parts, mask=own)
+            table_row = tl.load(table_rows + row, mask=own, other=0)
+            for part in range(tl.max(parts, 0)):
+                words = of_programs + (begin + part) * WORDS
+                has = part < parts
+                tl.store(words, row, mask=has)
+                tl.store(words + 1, table_row, mask=has)
+                tl.store(words + 2, first + part * tokens, mask=has)
+                tl.store(words + 3, tl.minimum(end, first + (part + 1) * tokens), mask=has)
+                tl.store(words + 4, part, mask=has)
+                tl.store(words + 5, parts, mask=has)
+            listed += tl.sum(parts, 0)
+    for start in range(listed, programs, ROWS_BLOCK):
+        program = start + tl.arange(0, ROWS_BLOCK)
+        tl.store(of_programs + program * WORDS + 5, 0, mask=program < programs)
+
+
 @jit
-def divided(length, window, splits, TILE: tl.constexpr):
-    """The first earlier position that the newest token of a row sees, how many of them a split takes, and how many
-    splits take some, at least one."""
-    first = 0
-    if window > 0:
-        first = tl.maximum(0, length - window)
-    count = length - 1 - first
-    split_tokens = tl.maximum(1, tl.cdiv(tl.cdiv(count, splits), TILE)) * TILE
-    return first, split_tokens, tl.maximum(1, tl.cdiv(count, split_tokens))
+def _seen(lengths, row, num_rows, window, left):
+    """The first position that the newest token of a row sees, and the end of those that are divided."""
+    length = tl.load(lengths + row, mask=row < num_rows, other=left)
+    return tl.where(window > 0, tl.maximum(0, length - window), 0), length - left
 
 
 @jit
@@ -115,7 +208,7 @@ def combine_last(
     out,
     index,
     kv_head,
-    splits,
+    begin,
     active,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -125,7 +218,8 @@ def combine_last(
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
 ):
-    """If all other programs of the row and kv head are done: one softmax over their parts."""
+    """If all other programs of the row and kv head are done: one softmax over their parts. begin: the first of the
+    row's programs"""
     cell = index * KV_HEADS + kv_head
     tl.debug_barrier()
     done = tl.atomic_add(finished + cell, 1, sem="acq_rel")
@@ -133,13 +227,13 @@ def combine_last(
         tl.store(finished + cell, 0)
         own = tl.arange(0, GROUP_PAD)
         dim = tl.arange(0, DIM_BLOCK)
-        line = index * HEADS + kv_head * GROUP + own
+        line = kv_head * GROUP + own
         highest = tl.full((GROUP_PAD,), -float("inf"), tl.float32)
         total = tl.zeros((GROUP_PAD,), tl.float32)
         mixed = tl.zeros((GROUP_PAD, DIM_BLOCK), tl.float32)
         for some in range(0, active, COMBINED):
             split = some + tl.arange(0, COMBINED)
-            part = line[None, :] * splits + split[:, None]
+            part = (begin + split).to(tl.int64)[:, None] * HEADS + line[None, :]
             theirs = (split < active)[:, None] & (own < GROUP)[None, :]
             their_highest = tl.load(sums + part * 2, mask=theirs, other=-float("inf"), cache_modifier=".cg")
             their_total = tl.load(sums + part * 2 + 1, mask=theirs, other=0.0, cache_modifier=".cg")
@@ -155,42 +249,41 @@ def combine_last(
             highest = higher
         inside = (own < GROUP)[:, None] & (dim < DIM)[None, :]
         tl.store(
-            out + line[:, None] * DIM + dim[None, :], (mixed / total[:, None]).to(out.dtype.element_ty), mask=inside
+            out + (index * HEADS + line)[:, None] * DIM + dim[None, :],
+            (mixed / total[:, None]).to(out.dtype.element_ty),
+            mask=inside,
         )
 
 
-@jit(do_not_specialize=["window", "splits"])
+@jit
 def _join_kernel(
-    lengths,
+    of_rows,
     partial,
     sums,
     out,
-    window,
-    splits,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
     AT_ONCE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One head of one row, if several programs have divided its keys: one softmax over all."""
     if OVERLAP:
         gdc_launch_dependents()
-    row = tl.program_id(0).to(tl.int64)
-    _first, _tokens, active = divided(tl.load(lengths + row), window, splits, TILE)
-    if OVERLAP:
         gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    begin = tl.load(of_rows + row * 2)
+    active = tl.load(of_rows + row * 2 + 1)
     if active == 1:
         return
-    line = row * HEADS + tl.program_id(1)
+    head = tl.program_id(1)
     dim = tl.arange(0, DIM_BLOCK)
     highest = -float("inf")
     total = 0.0
     mixed = tl.zeros((DIM_BLOCK,), tl.float32)
     for some in range(0, active, AT_ONCE):
         split = some + tl.arange(0, AT_ONCE)
-        part = line * splits + split
+        part = (begin + split).to(tl.int64) * HEADS + head
         theirs = split < active
         their_highest = tl.load(sums + part * 2, mask=theirs, other=-float("inf"))
         their_total = tl.load(sums + part * 2 + 1, mask=theirs, other=0.0)
@@ -202,7 +295,7 @@ def _join_kernel(
         total = total * shrink + tl.sum(their_total * grow, 0)
         mixed = mixed * shrink + tl.sum(their_mixed * grow[:, None], 0)
         highest = higher
-    tl.store(out + line * DIM + dim, (mixed / total).to(out.dtype.element_ty), mask=dim < DIM)
+    tl.store(out + (row * HEADS + head) * DIM + dim, (mixed / total).to(out.dtype.element_ty), mask=dim < DIM)
 
 
 @jit

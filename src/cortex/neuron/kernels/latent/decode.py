@@ -1,8 +1,8 @@
 """Decode attention over paged latents: one new token per row, which is in the pages already.
 
-Each program takes the heads of one row (or a block of them) and one split of the positions, so that every latent is
-read once for all heads. The latents of a tile are its keys and, without a second read, its values. Where positions are
-split, a second kernel combines the parts, head by head. Reference: `attention.latent_attention_reference`.
+Each program takes the heads of one row (or a block of them) and one part of the positions, so that every latent is
+read once for all heads. The latents of a tile are its keys and, without a second read, its values. Where a row has
+several parts, a second kernel combines them, head by head. Reference: `attention.latent_attention_reference`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from cortex.neuron.kernels.attention.decode import LOG2_E
+from cortex.neuron.kernels.attention.decode_plan import MAX_PARTS, KeyDivision
+from cortex.neuron.kernels.attention.split_keys import PART_WORDS, parts_of
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.kernels.jit import (
     gdc_launch_dependents,
@@ -24,9 +26,8 @@ from cortex.neuron.kernels.jit import (
 from cortex.neuron.kernels.latent.rules import LatentRules
 from cortex.neuron.kernels.shared_memory import SharedMemory, shared_memory
 
-MAX_SPLITS = 64
 COMBINED = 16
-"""Splits that are combined at once."""
+"""Parts that are combined at once."""
 MAX_HEADS = 64
 """Heads of one program: their sums are in registers."""
 TILES = (64, 32, 16)
@@ -39,23 +40,25 @@ def decode_latent_attention(query: Tensor, rules: LatentRules, batch: Batch, pag
     heads_block = min(MAX_HEADS, max(16, triton.next_power_of_2(heads)))
     blocks = triton.cdiv(heads, heads_block)
     tile = fitting_tile(heads_block, pages.shape[-1] * query.element_size(), shared_memory(query.device))
-    wanted = num_processors(query.device) // (rows * blocks)
-    splits = int(max(1, min(MAX_SPLITS, wanted, triton.cdiv(batch.max_length, tile))))
-    parts, sums = mixed, mixed
-    if splits > 1:
-        parts = torch.empty((splits, rows, heads, rules.latent), dtype=torch.float32, device=query.device)
-        sums = torch.empty((splits, rows, heads), dtype=torch.float32, device=query.device)
+    most = min(MAX_PARTS, triton.cdiv(batch.max_length, tile))
+    division = KeyDivision.of(rows, num_processors(query.device) // blocks, most, tile)
+    parts, is_new = parts_of(batch, division, has_new=True)
+    partial = sums = None
+    if most > 1:
+        partial = torch.empty((division.programs, heads, rules.latent), dtype=torch.float32, device=query.device)
+        sums = torch.empty((division.programs, heads), dtype=torch.float32, device=query.device)
     latent_block = max(16, triton.next_power_of_2(rules.latent))
-    _decode_kernel[(rows, blocks, splits)](
+    _decode_kernel[(blocks, division.programs)](
         query,
         pages,
         batch.page_table,
-        batch.rows,
-        batch.lengths,
-        parts,
+        parts.of_programs,
+        mixed,
+        partial,
         sums,
         rules.scale * LOG2_E,
         batch.page_table.stride(0),
+        int(is_new),
         HEADS=heads,
         HEADS_BLOCK=heads_block,
         LATENT=rules.latent,
@@ -64,24 +67,22 @@ def decode_latent_attention(query: Tensor, rules: LatentRules, batch: Batch, pag
         ROPE_BLOCK=max(16, triton.next_power_of_2(rules.rope_dims)),
         PAGE=pages.shape[1],
         TILE=tile,
-        SPLIT=splits > 1,
+        SPLIT=most > 1,
+        WORDS=PART_WORDS,
         num_warps=8,
         num_stages=2,
         **launch_options(query.device),
     )
-    if splits > 1:
+    if most > 1:
         _combine_kernel[(rows, heads)](
-            parts,
+            parts.of_rows,
+            partial,
             sums,
-            batch.lengths,
             mixed,
-            splits,
-            TILE=tile,
-            ROWS_HEADS=rows * heads,
             LATENT=rules.latent,
             LATENT_BLOCK=latent_block,
-            SPLITS=triton.next_power_of_2(splits),
-            COMBINED=min(COMBINED, triton.next_power_of_2(splits)),
+            PARTS=triton.next_power_of_2(most),
+            COMBINED=min(COMBINED, triton.next_power_of_2(most)),
             num_warps=4,
             **launch_options(query.device),
         )
@@ -92,23 +93,18 @@ def fitting_tile(heads_block: int, key_bytes: int, shared: SharedMemory) -> int:
     return next((tile for tile in TILES if shared.holds((2 * tile + heads_block) * key_bytes)), TILES[-1])
 
 
-@jit
-def _split_tokens(length, splits, TILE: tl.constexpr):
-    """Positions of each split of a row; the last ones may have fewer or none."""
-    return tl.maximum(1, tl.cdiv(tl.cdiv(length, splits), TILE)) * TILE
-
-
-@jit
+@jit(do_not_specialize=["waits"])
 def _decode_kernel(
     query,
     pages,
     table,
-    rows,
-    lengths,
-    parts,
+    of_programs,
+    mixed_values,
+    partial,
     sums,
     scale,
     table_stride,
+    waits,
     HEADS: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
     LATENT: tl.constexpr,
@@ -118,23 +114,27 @@ def _decode_kernel(
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
+    WORDS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """`parts`: the result, or the part of each split [splits, rows, heads, latent] with the logarithms of its sum of
-    weights in `sums`, in powers of two."""
+    """`mixed_values`: the result for rows of one part. Others leave theirs in `partial` ([programs, heads, latent]),
+    with the logarithms of its sum of weights in `sums`, in powers of two. waits: whether an earlier kernel of the step
+    writes `of_programs`."""
     if OVERLAP:
         gdc_launch_dependents()
-    index = tl.program_id(0).to(tl.int64)
-    split = tl.program_id(2)
-    length = tl.load(lengths + index)
-    table_row = table + tl.load(rows + index) * table_stride
-    split_tokens = _split_tokens(length, tl.num_programs(2), TILE)
-    start = split * split_tokens
-    end = tl.minimum(length, start + split_tokens)
-    if start >= end:
+        if waits != 0:
+            gdc_wait()
+    program = tl.program_id(1)
+    own = of_programs + program * WORDS
+    active = tl.load(own + 5)
+    if active == 0:
         return
+    index = tl.load(own).to(tl.int64)
+    table_row = table + tl.load(own + 1).to(tl.int64) * table_stride
+    start = tl.load(own + 2)
+    end = tl.load(own + 3)
 
-    head = tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)
+    head = tl.program_id(0) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)
     column = tl.arange(0, LATENT_BLOCK)
     turned = tl.arange(0, ROPE_BLOCK)
     is_head = (head < HEADS)[:, None]
@@ -168,50 +168,54 @@ def _decode_kernel(
         highest = higher
 
     inside = is_head & (column < LATENT)[None, :]
+    result = mixed / total[:, None]
+    target = mixed_values + (index * HEADS + head)[:, None] * LATENT + column[None, :]
     if SPLIT:
-        cell = split * tl.num_programs(0) + index
-        tl.store(sums + cell * HEADS + head, highest + tl.log2(total), mask=head < HEADS)
-        target = parts + (cell * HEADS + head)[:, None] * LATENT + column[None, :]
-        tl.store(target, mixed / total[:, None], mask=inside)
+        if active == 1:
+            tl.store(target, result.to(mixed_values.dtype.element_ty), mask=inside)
+        else:
+            line = program.to(tl.int64) * HEADS + head
+            tl.store(sums + line, highest + tl.log2(total), mask=head < HEADS)
+            tl.store(partial + line[:, None] * LATENT + column[None, :], result, mask=inside)
     else:
-        target = parts + (index * HEADS + head)[:, None] * LATENT + column[None, :]
-        tl.store(target, (mixed / total[:, None]).to(parts.dtype.element_ty), mask=inside)
+        tl.store(target, result.to(mixed_values.dtype.element_ty), mask=inside)
 
 
-@jit(do_not_specialize=["splits"])
+@jit
 def _combine_kernel(
-    parts,
+    of_rows,
+    partial,
     sums,
-    lengths,
     mixed,
-    splits,
-    TILE: tl.constexpr,
-    ROWS_HEADS: tl.constexpr,
     LATENT: tl.constexpr,
     LATENT_BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
+    PARTS: tl.constexpr,
     COMBINED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One program per row and head."""
     if OVERLAP:
         gdc_launch_dependents()
-    length = tl.load(lengths + tl.program_id(0))
-    active = tl.cdiv(length, _split_tokens(length, splits, TILE))
-    if OVERLAP:
         gdc_wait()
-    cell = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    split = tl.arange(0, SPLITS)
+    row = tl.program_id(0)
+    begin = tl.load(of_rows + row * 2).to(tl.int64)
+    active = tl.load(of_rows + row * 2 + 1)
+    if active == 1:
+        return
+    heads, head = tl.num_programs(1), tl.program_id(1)
+    part = tl.arange(0, PARTS)
     column = tl.arange(0, LATENT_BLOCK)
-    all_sums = tl.load(sums + split * ROWS_HEADS + cell, mask=split < active, other=-float("inf"))
+    all_sums = tl.load(sums + (begin + part) * heads + head, mask=part < active, other=-float("inf"))
     highest = tl.max(all_sums, 0)
     weights = tl.sum(tl.exp2(all_sums - highest), 0)
     total = tl.zeros((LATENT_BLOCK,), tl.float32)
     for first in range(0, active, COMBINED):
         some = first + tl.arange(0, COMBINED)
-        sum = tl.load(sums + some * ROWS_HEADS + cell, mask=some < active, other=-float("inf"))
-        source = parts + ((some * ROWS_HEADS + cell) * LATENT)[:, None] + column[None, :]
+        line = (begin + some) * heads + head
+        sum = tl.load(sums + line, mask=some < active, other=-float("inf"))
+        source = partial + line[:, None] * LATENT + column[None, :]
         block = tl.load(source, mask=(some < active)[:, None] & (column < LATENT)[None, :], other=0.0)
         total += tl.sum(block * tl.exp2(sum - highest)[:, None], 0)
     total /= weights
-    tl.store(mixed + cell * LATENT + column, total.to(mixed.dtype.element_ty), mask=column < LATENT)
+    target = mixed + (row.to(tl.int64) * heads + head) * LATENT + column
+    tl.store(target, total.to(mixed.dtype.element_ty), mask=column < LATENT)

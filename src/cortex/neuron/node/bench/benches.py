@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from cortex.neuron.node.bench.measurement import Measurement
 from cortex.neuron.node.controller import ModelController
-from cortex.neuron.node.loading.library import KnownModel
+from cortex.neuron.node.library import KnownModel
 from cortex.neuron.node.models import Models
 from cortex.wire.errors import (
     CortexError,

@@ -1,4 +1,4 @@
-"""The results of measurements: a small file for each model, valid as long as what was measured is the same."""
+"""The results of measurements: a small file for each model, valid while everything measured is unchanged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import msgspec
 
 import cortex
 from cortex.neuron.models.host_division import Rates
-from cortex.neuron.node.loading.library import KnownModel
+from cortex.neuron.node.library import KnownModel
 from cortex.system.cache_folder import cache_folder
 from cortex.system.private_file import write
 from cortex.wire.node.bench import BenchResult
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 _Hardware = tuple[str, str, int]
-"""A device's kind, name and GiB: two with the same are as fast."""
+"""A device's kind, name and GiB: equal devices are equally fast."""
 
 
 _NO_MATTER = frozenset(
@@ -40,14 +40,14 @@ _NO_MATTER = frozenset(
     }
     | {"devices", "max_replicas", "control_tokens_in_messages", "chat_template", "sampling"}
 )
-"""What does not change how fast a model is. The digest is of its files, and devices are compared by themselves."""
+"""Options that do not change a model's speed. Its files are in the digest, and devices are compared separately."""
 
 
 class _KeptResult(msgspec.Struct, frozen=True):
     model_id: str
     basis: str
     devices: list[_Hardware]
-    """What the model was on, sorted."""
+    """The devices that the model was on, sorted."""
     result: BenchResult
 
 
@@ -61,8 +61,8 @@ class BenchResults:
         self._kept: dict[str, _KeptResult] = {kept.model_id: kept for kept in _read(self._folder)}
 
     def find(self, model: KnownModel, digest: str | None, devices: Iterable[int] | None) -> BenchResult | None:
-        """The result, if it is of this model as it is now: its files, its options, this version, and hardware like that
-        of `devices`. None: the model is not in memory, and may be loaded where it was measured."""
+        """The result, if files, options, version and the hardware of `devices` are those of the measurement. None for
+        `devices`: the model is not in memory, and may be loaded where it was measured."""
         kept = self._kept.get(model.id)
         if kept is None or kept.basis != self._basis(model, digest):
             return None
@@ -73,7 +73,7 @@ class BenchResults:
         return kept.result if is_same else None
 
     def rates(self) -> Rates | None:
-        """How fast memory is on hardware like this, by the latest measurement of any model; None: there was none."""
+        """The memory rates of hardware like this, by the latest measurement of any model; None: there was none."""
         here: Counter[_Hardware] = Counter(self._hardware.values())
         known = [kept.result for kept in self._kept.values() if not Counter(kept.devices) - here]
         whole = [each for each in known if each.bytes_per_s and each.host_bytes_per_s and each.bus_bytes_per_s]
@@ -83,7 +83,7 @@ class BenchResults:
         return Rates(latest.bytes_per_s or 0.0, latest.host_bytes_per_s or 0.0, latest.bus_bytes_per_s or 0.0)
 
     def keep(self, model: KnownModel, digest: str | None, devices: Iterable[int], result: BenchResult) -> None:
-        """`devices`: those that it was measured on. A result that cannot be written is kept until the node ends."""
+        """`devices`: where it was measured. A result that cannot be written is kept until the node ends."""
         kept = self._kept[model.id] = _KeptResult(model.id, self._basis(model, digest), self._of(devices), result)
         try:
             if self._folder is None:
@@ -98,7 +98,7 @@ class BenchResults:
         return sorted(self._hardware[index] for index in devices)
 
     def _basis(self, model: KnownModel, digest: str | None) -> str:
-        """Equal for measurements that could be compared."""
+        """Equal for comparable measurements."""
         options = {name: value for name, value in msgspec.to_builtins(model).items() if name not in _NO_MATTER}
         stated = msgspec.json.encode((cortex.__version__, digest, options, self._max_num_seqs), order="sorted")
         return hashlib.sha256(stated).hexdigest()
@@ -112,7 +112,7 @@ def _folder() -> Path | None:
 
 
 def _read(folder: Path | None) -> list[_KeptResult]:
-    """Those that are in order. Others are of another version, or were damaged: to measure again replaces them."""
+    """The valid results. Files of other versions and damaged ones are ignored; the next measurement replaces them."""
     found = []
     try:
         paths = [] if folder is None else sorted(folder.glob("*.json"))

@@ -14,13 +14,12 @@ from cortex.neuron.kernels.quantised.layout import Layout
 from cortex.neuron.kernels.quantised.recipes import Recipe
 from cortex.neuron.node.devices import NodeDevices
 from cortex.neuron.node.harness.estimates import Footprint
-from cortex.neuron.node.loading.device_choice import ChosenDevices
-from cortex.neuron.node.loading.forecast import Forecast, wanted_tokens
-from cortex.neuron.node.loading.library import KnownModel, Library
-from cortex.neuron.node.loading.loads_in_progress import DeviceAllocation
-from cortex.neuron.node.loading.preflight import ModelFacts
+from cortex.neuron.node.harness.forecast import Forecast, wanted_tokens
+from cortex.neuron.node.library import KnownModel, Library
+from cortex.neuron.node.memory.allocation import ChosenDevices, DeviceAllocation
 from cortex.neuron.node.memory.ceilings import smallest
 from cortex.neuron.node.survey_process.client import Surveys
+from cortex.neuron.node.survey_process.preflight import ModelFacts
 from cortex.neuron.node.survey_process.reading import Read
 from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.worker.hosts.replicated import ReplicatedHost

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from cortex.neuron.config import NeuronConfig
 from cortex.neuron.engine.memory.reserve import MemoryReserve
 from cortex.neuron.engine.request import StageSpec
 from cortex.neuron.models.pooling.config import PoolingConfig
-from cortex.neuron.node.loading.library import KnownModel
+from cortex.neuron.node.library import KnownModel
+from cortex.neuron.node.memory.ceilings import Ceilings
 from cortex.wire.node.contexts import ContextSizes
 from cortex.wire.node.host_splits import HostSplit, HostSplits
 from cortex.wire.node.protocol import Device, StoredForm
@@ -131,3 +133,23 @@ class Estimates(Protocol):
 
     def basis(self, device: Device) -> object:
         """What the estimates depend on in addition to their arguments; they are computed again when it changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLimits:
+    """The part of `Estimates` that is the same whatever runs the models: what the operator lets them take of a device,
+    and what loads leave free on it."""
+
+    config: NeuronConfig
+
+    def reserve(self, device: Device) -> MemoryReserve:
+        """The memory of the device that a load leaves free."""
+        return MemoryReserve.on(device.kind, device.total_bytes, self.config.limits.min_free_vram_mb << 20)
+
+    def share_bytes(self, model: KnownModel, device: Device) -> int | None:
+        """What the operator's ceilings let the model take of the device while no other model is loaded."""
+        return Ceilings.of(self.config).share_bytes(device.index, model.num_devices)
+
+    def split(self, model: KnownModel, facts: Any, device: Device, lacking_bytes: int) -> HostSplit | str:  # noqa: ARG002
+        """What of the model lies in host memory where the device lacks some; a text says why nothing does."""
+        return "only the built-in engine divides weights between device and host memory"

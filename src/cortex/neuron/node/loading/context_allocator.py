@@ -1,8 +1,8 @@
-"""Room for the contexts of models on this node: what is unloaded for a load that this node decides on, and which models
-are loaded again because they can have a longer context than they got.
+"""Frees memory for the contexts of models: which models are unloaded for a load that this node decides on, and which
+are loaded again because a longer context fits now.
 
-A load that a gateway orders evicts nothing here: the gateway knows more models that are to stay. What it loaded with
-too little, because nothing could be evicted, grows as soon as memory is free.
+A load that a gateway orders evicts nothing here: the gateway knows which other models must stay. Such a model grows as
+soon as memory is free.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from cortex.neuron.node.harness.estimates import FileFacts
+from cortex.neuron.node.library import KnownModel
 from cortex.neuron.node.loading.device_allocator import DeviceAllocator
-from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.memory.ceilings import ModelHolding
 from cortex.neuron.node.models import IdleModel, Models
@@ -24,7 +24,7 @@ from cortex.wire.node.protocol import ModelState
 log = logging.getLogger(__name__)
 
 Fits = Callable[[Sequence[IdleModel]], Awaitable[bool]]
-"""Whether there is room once these models are unloaded."""
+"""Whether the load fits once these models are unloaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +32,17 @@ class ContextRules:
     """When a model is unloaded for another, or loaded again for a longer context."""
 
     min_idle_s: float = 5.0
-    """A model that had a request so recently, or was just loaded, is left alone."""
+    """A model that had a request or was loaded more recently is left alone."""
     check_s: float = 5.0
     num_checks: int = 3
-    """Consecutive checks that must find the memory free: a load that is about to begin may need it."""
+    """Consecutive checks that must find the memory free, because a load that is about to begin may need it."""
     retry_s: float = 600.0
-    """A model that did not get the context that it was loaded again for is tried once more after this, then after twice
-    as long, and so on."""
+    """Delay before a model that did not get the expected context is tried again; it doubles each time."""
 
 
 def growth(contexts: ContextSizes, tokens: int) -> list[int]:
-    """The contexts that a model which has one of `tokens` is loaded again for, the longest first: the full one and, if
-    it has less than it is to have, also that and all of twice the length."""
+    """The contexts for which a model with `tokens` is loaded again, longest first: the full one and, if it has less
+    than wanted, also the wanted one and all of twice the length."""
     if tokens >= tolerated(contexts.full_tokens):
         return []
     least = contexts.full_tokens
@@ -53,7 +52,7 @@ def growth(contexts: ContextSizes, tokens: int) -> list[int]:
 
 
 async def victims(idle: Sequence[IdleModel], fits: Fits) -> Sequence[IdleModel] | None:
-    """Which of `idle` to unload, the first ones first, and none that is not needed; None if all are not enough."""
+    """The models of `idle` to unload, in order, and no more than needed; None if all of them are not enough."""
     chosen: list[IdleModel] = []
     for each in idle:
         if await fits(chosen):
@@ -76,10 +75,10 @@ class _Reload:
     """On the loop's clock."""
     target: int
     num_failures: int
-    """How often in a row it had got less than it was loaded again for."""
+    """Consecutive reloads that gave less context than expected."""
 
     def has_failed(self, tokens: int) -> bool:
-        """Whether a model that has a context of `tokens` now got less than that."""
+        """Whether a model with a context of `tokens` got less than expected."""
         return tokens < tolerated(self.target)
 
 
@@ -102,12 +101,12 @@ class ContextAllocator:
         self._rules = rules
         self._kept = frozenset(kept)
         self._seen: dict[str, int] = {}
-        """By model id: in how many checks there was room for a longer context."""
+        """Model id → consecutive checks that found room for a longer context."""
         self._reloads: dict[str, _Reload] = {}
         """The latest one of each model."""
 
     async def make_room(self, model: KnownModel, facts: FileFacts) -> bool:
-        """Unloads idle models for the context that the load of `model` asks for. False: that would not be enough, and
+        """Unloads idle models for the context that the load of `model` asks for. False: that would not be enough, so
         nothing was unloaded."""
         found = await victims(self._evictable(model.id), self._fits(model, facts))
         if found is None:
@@ -140,7 +139,7 @@ class ContextAllocator:
         ]
 
     async def run(self) -> None:
-        """Loads models again that can have a longer context than they have, one after another."""
+        """Reloads models that can have a longer context, one after another."""
         while True:
             await asyncio.sleep(self._rules.check_s)
             if self._models.is_any_changing():
@@ -153,7 +152,7 @@ class ContextAllocator:
                     break
 
     async def _grow(self, idle: IdleModel) -> bool:
-        """Whether the model is being loaded again."""
+        """Reloads the model if a longer context fits; whether it does."""
         model, tokens = idle.controller.model, idle.instance.resident.info.context_tokens
         target = await self._target(idle, tokens) if idle.idle_s >= self._rules.min_idle_s else None
         self._seen[model.id] = 0 if target is None else self._seen[model.id] + 1

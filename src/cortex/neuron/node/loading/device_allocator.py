@@ -1,4 +1,4 @@
-"""Room for models on the devices of the node: which devices a load gets, what it may take, and what it waits for."""
+"""Allocates the devices of the node to loads: which devices a load gets, how much memory, and what it waits for."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from functools import partial
 
 from cortex.formats.units import gib
 from cortex.neuron.node.devices import NodeDevices, ReadDevices
-from cortex.neuron.node.harness.estimates import Estimates, FileFacts
-from cortex.neuron.node.loading.device_choice import ChosenDevices, DeviceChoice, usable_now
-from cortex.neuron.node.loading.library import KnownModel
-from cortex.neuron.node.loading.loads_in_progress import DeviceAllocation, LoadsInProgress, OnWait, Reservation
+from cortex.neuron.node.harness.estimates import Estimates, FileFacts, NodeLimits
+from cortex.neuron.node.library import KnownModel
+from cortex.neuron.node.loading.device_choice import DeviceChoice, usable_now
+from cortex.neuron.node.loading.loads_in_progress import LoadsInProgress, OnWait, Turn
+from cortex.neuron.node.memory.allocation import ChosenDevices, DeviceAllocation, Reservation
 from cortex.neuron.node.memory.ceilings import MemoryCeilings, ModelHolding, smallest
-from cortex.neuron.node.memory.limits import NodeLimits
 from cortex.neuron.worker.discovery import DeviceReading
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.model_host import LoadRejected, ModelHost, Resident
@@ -30,7 +30,7 @@ SETTLE_INTERVAL_S = 0.2
 
 
 class RoomElsewhere(InsufficientCapacity):
-    """A sleeping model has no room on its devices, but has on others."""
+    """A sleeping model no longer fits on its devices, but fits on others."""
 
 
 class DeviceAllocator:
@@ -73,36 +73,25 @@ class DeviceAllocator:
     ) -> AsyncIterator[DeviceAllocation]:
         """The devices with room for the model, as many as it needs. Raises InsufficientCapacity."""
         async with contextlib.AsyncExitStack() as held:
-            candidates = self._devices
-            if self._estimates_of(model).loads_in_worker:
-                candidates = await self._likely_devices(model, facts, on_wait)
-                indices = tuple(device.index for device in candidates)
-                await held.enter_async_context(self._loads.turn(model.id, indices, on_wait))
-            chosen, reservation = await self._reserve(model, facts, candidates, on_wait)
+            in_worker = self._estimates_of(model).loads_in_worker
+            turn = held.enter_context(self._loads.queued(model.id)) if in_worker else None
+            chosen, reservation = await self._reserve(model, facts, turn, on_wait)
             held.callback(self._loads.end, reservation)
             await self._take_back(reservation, is_whole=not model.is_divided)
             on_wait(None)
             yield DeviceAllocation(chosen, partial(self._for_reload, model, facts), reservation)
 
     async def split(self, model: KnownModel, facts: FileFacts, host_bytes: int) -> HostSplit | str:
-        """What a load may leave to host memory, which has `host_bytes`, next to the loads in progress; or why that
-        cannot be."""
+        """The weights that a load may put into host memory, of which `host_bytes` are free, next to the loads in
+        progress; or why that is impossible."""
         readings = self._extras.without(await self._read())
         return self._choice(model, facts, self._devices, readings, counts_loads=True).split(host_bytes)
 
-    async def _likely_devices(self, model: KnownModel, facts: FileFacts, on_wait: OnWait) -> tuple[Device, ...]:
-        """Where a load would run in workers now; if possible, where no other one does. Raises InsufficientCapacity."""
-        busy = self._loads.devices_with_turns
-        idle = tuple(device for device in self._devices if device.index not in busy)
-        with contextlib.suppress(InsufficientCapacity):
-            return (await self._choose(model, facts, idle, on_wait)).devices
-        return (await self._choose(model, facts, self._devices, on_wait)).devices
-
     async def _reserve(
-        self, model: KnownModel, facts: FileFacts, candidates: tuple[Device, ...], on_wait: OnWait
+        self, model: KnownModel, facts: FileFacts, turn: Turn | None, on_wait: OnWait
     ) -> tuple[ChosenDevices, Reservation]:
-        """Raises InsufficientCapacity where the model would have no room without other loads, nor after the unloads in
-        progress."""
+        """Decides once the load can start, so that it takes its devices as they are then. Raises InsufficientCapacity
+        where the model would have no room without other loads, nor after the unloads in progress."""
         while True:
             async with self._deciding:
                 is_settling = any(map(_is_settling, self._supervisors.values()))
@@ -111,22 +100,32 @@ class DeviceAllocator:
                     reason = f"waits for one of {most} loads to end (limits.max_loads)"
                 else:
                     readings = self._extras.without(await self._read())
-                    choice = self._choice(model, facts, candidates, readings, counts_loads=True)
+                    choice = self._choice(model, facts, self._devices, readings, counts_loads=True)
                     try:
-                        chosen = choice.choose()
+                        chosen = self._best(choice, turn)
                     except InsufficientCapacity:
                         if not is_settling:
-                            reason = self._awaited(model, facts, candidates, readings)
+                            reason = self._awaited(model, facts, readings, turn)
                     else:
-                        return chosen, self._begin(model, facts, choice, chosen)
+                        reason = None if turn is None else self._loads.start(turn, chosen.indices)
+                        if reason is None:
+                            return chosen, self._begin(model, facts, choice, chosen)
                 changed = self._loads.changed
             if reason is not None:
                 on_wait(reason)
             await self._loads.wait(changed, *((SETTLE_INTERVAL_S,) if is_settling else ()))
 
+    def _best(self, choice: DeviceChoice, turn: Turn | None) -> ChosenDevices:
+        """Prefers devices where no other load runs. Raises InsufficientCapacity."""
+        if turn is not None and (busy := self._loads.busy_devices(turn)):
+            idle = tuple(device for device in self._devices if device.index not in busy)
+            with contextlib.suppress(InsufficientCapacity):
+                return replace(choice, devices=idle).choose()
+        return choice.choose()
+
     def _begin(self, model: KnownModel, facts: FileFacts, choice: DeviceChoice, chosen: ChosenDevices) -> Reservation:
-        """Reserves what the load will take of the devices, as far as they have it; all of that for one that is divided,
-        whose parts are not known yet."""
+        """Reserves what the load is expected to take of its devices; all that it may take, if it is divided, because
+        its parts are not known yet."""
         estimates = self._estimates_of(model)
         sizes = {device.index: choice.usable_bytes(device) for device in chosen.devices}
         if not model.is_divided:
@@ -138,7 +137,7 @@ class DeviceAllocator:
 
     @contextlib.asynccontextmanager
     async def _for_reload(self, model: KnownModel, facts: FileFacts, indices: tuple[int, ...]) -> AsyncIterator[None]:
-        """Room for a part of a loaded model that was lost, on the same devices, which have no extra replicas then."""
+        """Reserves memory for a lost part of a loaded model on the same devices, which have no extra replicas then."""
         estimates = self._estimates_of(model)
         need = {each.index: estimates.expected_bytes(model, facts, each) for each in self._devices}
         async with (
@@ -150,8 +149,8 @@ class DeviceAllocator:
 
     @contextlib.asynccontextmanager
     async def _reserved(self, reservation: Reservation, on_wait: OnWait) -> AsyncIterator[None]:
-        """Reserves memory of given devices, once loads and unloads in progress leave it. If there would be too little
-        then, too, the load itself finds that out."""
+        """Reserves memory of given devices once the loads and unloads in progress leave enough. If they never do, the
+        load itself fails."""
         indices = reservation.device_bytes.keys()
         while True:
             async with self._deciding:
@@ -172,8 +171,8 @@ class DeviceAllocator:
             self._loads.end(reservation)
 
     async def _take_back(self, reservation: Reservation, *, is_whole: bool = True) -> None:
-        """Has extra replicas give way where a device has less than the reserved bytes left; anywhere, for a model of
-        which each device gets a part."""
+        """Unloads extra replicas where a device has less free memory than reserved; on all its devices, for a divided
+        model."""
         own = reservation.device_bytes
         readings = await self._read()
         sharing = self._extras.sharing(own)
@@ -230,7 +229,7 @@ class DeviceAllocator:
     async def for_wake(
         self, model: KnownModel, host: ModelHost, resident: Resident, on_wait: OnWait = lambda _: None
     ) -> AsyncIterator[None]:
-        """Room for the sleeping model on its devices. Raises InsufficientCapacity."""
+        """Reserves memory for the sleeping model on its devices. Raises InsufficientCapacity."""
         indices = host.device_indices
         sizes = dict(zip(indices, resident.device_bytes(len(indices)), strict=True))
         async with contextlib.AsyncExitStack() as held:
@@ -257,7 +256,7 @@ class DeviceAllocator:
             if error.kind is not FaultKind.OUT_OF_MEMORY:
                 return False
         try:
-            chosen = await self._choose(model, facts, self._devices, lambda _: None)
+            chosen = await self._choose_alone(model, facts)
         except (InsufficientCapacity, LoadFailed):
             return False
         if chosen.free_bytes and sum(chosen.free_bytes) < resident.measured_bytes:  # its layers are divided
@@ -286,7 +285,7 @@ class DeviceAllocator:
                 )
 
     def _left_bytes(self, device: Device, num_devices: int, model_id: str) -> int | None:
-        """What models and loads in progress leave of the operator's ceilings for the model."""
+        """Bytes of the operator's ceilings that other models and loads in progress leave to the model."""
         loading = self._loads.holdings()
         return self._ceilings.left_bytes(device.index, num_devices, but=model_id, loading=loading)
 
@@ -316,39 +315,37 @@ class DeviceAllocator:
 
         return DeviceChoice(model, facts, candidates, after_loads, estimates, left=left)
 
-    async def _choose(
-        self, model: KnownModel, facts: FileFacts, candidates: tuple[Device, ...], on_wait: OnWait
-    ) -> ChosenDevices:
+    async def _choose_alone(self, model: KnownModel, facts: FileFacts) -> ChosenDevices:
         """As if no other load were in progress. Waits for memory that is being freed, or was a moment ago, then raises
         InsufficientCapacity."""
         while True:
             readings = self._extras.without(await self._read())
             try:
-                return self._choice(model, facts, candidates, readings).choose()
+                return self._choice(model, facts, self._devices, readings).choose()
             except InsufficientCapacity:
                 if not any(map(_is_settling, self._supervisors.values())):
-                    on_wait(self._awaited(model, facts, candidates, readings))
+                    self._awaited(model, facts, readings, None)
             await asyncio.sleep(SETTLE_INTERVAL_S)
 
     def _awaited(
-        self,
-        model: KnownModel,
-        facts: FileFacts,
-        candidates: tuple[Device, ...],
-        readings: Mapping[int, DeviceReading],
+        self, model: KnownModel, facts: FileFacts, readings: Mapping[int, DeviceReading], turn: Turn | None
     ) -> str:
-        """What a load without room waits for. Raises InsufficientCapacity where nothing in progress makes room."""
+        """What a load that does not fit waits for. Sets the devices of `turn` to those that the load will take. Raises
+        InsufficientCapacity if nothing in progress frees enough."""
         try:
-            self._choice(model, facts, candidates, readings).choose()
+            indices = self._choice(model, facts, self._devices, readings).choose().indices
+            reason = self._loads.memory_awaited(indices)
         except InsufficientCapacity as error:
             gone = {holding.model_id for holding in self._leaving()}
             try:
                 soon = self._after_unloads(readings, self._leaving())
-                self._choice(model, facts, candidates, soon, gone=gone).choose()
+                indices = self._choice(model, facts, self._devices, soon, gone=gone).choose().indices
             except InsufficientCapacity:
                 raise error from None
-            return self._unloads_awaited()
-        return self._loads.memory_awaited([device.index for device in candidates])
+            reason = self._unloads_awaited()
+        if turn is not None:
+            turn.indices = frozenset(indices)
+        return reason
 
     def _unloads_awaited(self) -> str:
         names = dict.fromkeys(holding.model_id for holding in self._leaving())

@@ -10,9 +10,9 @@ import msgspec
 
 from cortex.formats.units import gib
 from cortex.neuron.engine.memory.reserve import MemoryReserve
-from cortex.neuron.engine.request import StageSpec
 from cortex.neuron.node.harness.estimates import Estimates, FileFacts
-from cortex.neuron.node.loading.library import KnownModel
+from cortex.neuron.node.library import KnownModel
+from cortex.neuron.node.memory.allocation import ChosenDevices
 from cortex.neuron.node.memory.ceilings import smallest
 from cortex.neuron.worker.discovery import DeviceReading
 from cortex.wire.errors import InsufficientCapacity, LoadFailed, ModelUnsupported
@@ -22,26 +22,10 @@ from cortex.wire.words import plural
 
 _SLACK = 64
 _SEQUENCES = (4, 8, 16, 32)
-"""Of a divided model, the engine leaves at most one of 4 parts of the device to sequences, rather than to weights."""
+"""The engine reserves at most a quarter of the device for sequences of a divided model rather than for weights."""
 
 DeviceLimit = Callable[[Device], int | None]
 """Bytes of a device; None: no limit."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChosenDevices:
-    devices: tuple[Device, ...]
-    """By index."""
-    stages: tuple[StageSpec, ...] = ()
-    """Those of each replica, if the model is divided by layers."""
-    free_bytes: tuple[int, ...] = ()
-    """What each device can give, if the layers are divided among nodes: their lead decides."""
-    limits: tuple[int | None, ...] = ()
-    """What other models leave of the operator's ceilings on each device."""
-
-    @property
-    def indices(self) -> tuple[int, ...]:
-        return tuple(device.index for device in self.devices)
 
 
 def check_devices(model: KnownModel, devices: Sequence[Device]) -> None:
@@ -69,7 +53,7 @@ def check_devices(model: KnownModel, devices: Sequence[Device]) -> None:
 
 
 def capacity_bytes(model: KnownModel, devices: Sequence[Device], estimates: Estimates) -> int:
-    """What a load of the model may take of the largest of `devices` that it may use, if they are empty."""
+    """Bytes that a load may take of the largest of `devices` that it may use, if they are empty."""
     allowed = [device for device in devices if not model.devices or device.index in model.devices]
     usable = (
         smallest(estimates.reserve(device).usable_bytes(device.total_bytes), estimates.share_bytes(model, device)) or 0
@@ -80,7 +64,7 @@ def capacity_bytes(model: KnownModel, devices: Sequence[Device], estimates: Esti
 
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
-    """What decides which devices a load takes."""
+    """Everything that decides which devices a load takes."""
 
     model: KnownModel
     facts: FileFacts
@@ -129,9 +113,9 @@ class DeviceChoice:
             )
 
     def split(self, host_bytes: int = 0) -> HostSplit | str:
-        """What of the model must lie in host memory, so that the rest fits the devices with the most to give; or why
-        that cannot be. `host_bytes`: what the host has. The load may take more of that than it must, as the engine
-        leaves room for sequences."""
+        """The weights that must go to host memory so that the rest fits the devices with the most free memory; or why
+        that is impossible. `host_bytes`: free host memory. The load may move more than it must, as the engine makes
+        room for sequences."""
         model = self.model
         have = sorted(
             (
@@ -168,16 +152,16 @@ class DeviceChoice:
 
     @property
     def _purpose(self) -> str:
-        """What the least memory is needed for, in an error."""
+        """The purpose of the memory, for errors."""
         tokens = self.model.min_context_tokens
         return "" if tokens is None or tokens == 1 else f" for a context of {tokens:,} tokens"
 
     def usable_bytes(self, device: Device) -> int:
-        """What a load may take of a device."""
+        """Bytes that a load may take of a device."""
         return usable_now(self.readings.get(device.index), self.forecast.reserve(device), self.left(device))
 
     def _check_stages(self) -> None:
-        """Raises LoadFailed for a model that cannot be divided so, however much memory is free."""
+        """Raises LoadFailed for a model that cannot be divided like this, even if all memory were free."""
         model, num_layers, most_stages = self.model, self.facts.num_layers, self.facts.most_stages
         if not self.facts.has_stages:
             raise ModelUnsupported(
@@ -317,7 +301,7 @@ def choose_devices(
 
 
 def usable_now(reading: DeviceReading | None, kept: MemoryReserve, left_bytes: int | None) -> int:
-    """What a load may take of a device. `left_bytes`: what other models leave of the operator's ceiling."""
+    """Bytes that a load may take of a device. `left_bytes`: what other models leave of the operator's ceiling."""
     have_bytes = 0 if reading is None else max(0, kept.usable_bytes(reading.free_bytes))
     return have_bytes if left_bytes is None else min(have_bytes, left_bytes)
 

@@ -25,9 +25,9 @@ from cortex.neuron.node.devices import NodeDevices
 from cortex.neuron.node.harness.estimates import FileFacts, Footprint
 from cortex.neuron.node.harness.harness import Harnesses
 from cortex.neuron.node.instance import Instance, ModelCallbacks
+from cortex.neuron.node.library import Fetch, FileStamps, KnownModel, Library, file_stamps
 from cortex.neuron.node.loading.device_allocator import DeviceAllocator, RoomElsewhere, wake_settled
 from cortex.neuron.node.loading.device_choice import capacity_bytes, check_devices
-from cortex.neuron.node.loading.library import Fetch, FileStamps, KnownModel, Library, file_stamps
 from cortex.neuron.node.loading.loads_in_progress import OnWait
 from cortex.neuron.node.memory.host_budget import HostBudget
 from cortex.neuron.node.survey_process.client import Surveys
@@ -149,7 +149,7 @@ class ModelLoader:
             raise _load_error(model.id, error) from error
         except InsufficientCapacity as error:
             advice = _smaller_forms(survey.quantised)
-            raise InsufficientCapacity(f"{error.message}{advice}", details=error.details) from error
+            raise error.in_words(f"{error.message}{advice}") from error
         instance.files = (path, self._surveyed_files.get(model.id, ()))
         self._library.remember_quant(model.id, model.quant)
         contexts, resident = self.contexts(model), instance.host.resident
@@ -184,12 +184,12 @@ class ModelLoader:
             if footprint.splits is None and not model.host_weights:
                 if footprint.last_resort is None:
                     raise
-                raise InsufficientCapacity(f"{error.message}; {NO_EXPERTS}", details=error.details) from error
+                raise error.in_words(f"{error.message}; {NO_EXPERTS}") from error
             try:
                 return await self._load_split(model, facts, callbacks)
             except InsufficientCapacity as split_error:
                 message = f"{error.message}; {split_error.message.removeprefix(f'{model.id}: ')}"
-                raise InsufficientCapacity(message, details=error.details) from split_error
+                raise error.in_words(message) from split_error
 
     async def _load_split(self, model: KnownModel, facts: FileFacts, callbacks: ModelCallbacks) -> Instance:
         """With as much of its weights in host memory as the device has no room for. Raises as `_load_or_split` does."""

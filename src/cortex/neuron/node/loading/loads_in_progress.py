@@ -8,10 +8,9 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cortex.neuron.node.loading.device_choice import ChosenDevices
+from cortex.neuron.node.memory.allocation import Reservation
 from cortex.neuron.node.memory.ceilings import ModelHolding
 from cortex.neuron.worker.discovery import DeviceReading
-from cortex.neuron.worker.hosts.replicated import LockDevices
 from cortex.wire.node.protocol import Device
 
 _RECHECK_S = 1.0
@@ -22,48 +21,13 @@ OnWait = Callable[[str | None], None]
 
 
 @dataclass(eq=False, slots=True)
-class Reservation:
-    """The memory of one load, from the decision about its devices to its end."""
+class Turn:
+    """A load that runs in the workers of its devices, or waits for that."""
 
     model_id: str
-    device_bytes: Mapping[int, int]
-    """What it may take, by device index."""
-    taken_bytes: int = 0
-    """The part that it is known to hold already, over all its devices."""
-    was_alone: bool = True
-    """No other load ran on its devices meanwhile."""
-
-    def outstanding_bytes(self, index: int) -> int:
-        """What it will take of the device beyond what a reading shows."""
-        own, whole = self.device_bytes.get(index, 0), sum(self.device_bytes.values())
-        return max(0, own - self.taken_bytes * own // whole) if whole else 0
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceAllocation:
-    """The devices of one load, whose memory is reserved for it."""
-
-    chosen: ChosenDevices
-    lock_devices: LockDevices
-    """For later loads of a part of the model by its host."""
-    _reservation: Reservation
-
-    def took(self, num_bytes: int) -> None:
-        """The load holds this much by now, over all its devices."""
-        self._reservation.taken_bytes = num_bytes
-
-    @property
-    def was_alone(self) -> bool:
-        """No other load has run on its devices meanwhile, so that a change of their free memory is due to this one."""
-        return self._reservation.was_alone
-
-
-@dataclass(eq=False, slots=True)
-class _Turn:
-    """A load that runs in the workers of these devices, or waits for that."""
-
-    model_id: str
-    indices: frozenset[int]
+    indices: frozenset[int] = frozenset()
+    """The devices that it takes, as decided last."""
+    runs: bool = False
 
 
 class LoadsInProgress:
@@ -72,7 +36,7 @@ class LoadsInProgress:
     def __init__(self, devices: Sequence[Device]) -> None:
         self._reservations: list[Reservation] = []
         self._num_host_shares = sum(device.kind == "cpu" for device in devices)
-        self._turns: list[_Turn] = []
+        self._turns: list[Turn] = []
         """In the order of their arrival."""
         self.changed = asyncio.Event()
         """Set, and replaced, when a load has ended."""
@@ -127,34 +91,48 @@ class LoadsInProgress:
 
     # Turns
 
-    @contextlib.asynccontextmanager
-    async def turn(self, model_id: str, indices: Collection[int], on_wait: OnWait) -> AsyncIterator[None]:
-        """No other load runs in the workers of these devices. The first to come is the first to run."""
-        turn = _Turn(model_id, frozenset(indices))
+    @contextlib.contextmanager
+    def queued(self, model_id: str) -> Iterator[Turn]:
+        """A place among the loads that run in workers: the first to come is the first to run."""
+        turn = Turn(model_id)
         self._turns.append(turn)
         try:
-            while (other := self._before(turn)) is not None:
-                shared = ", ".join(map(str, sorted(turn.indices & other.indices)))
-                on_wait(f"waits for the load of {other.model_id} on device {shared}")
-                await self.wait(self.changed)
-            yield
+            yield turn
         finally:
             self._turns.remove(turn)
             self._notify()
 
-    def _before(self, turn: _Turn) -> _Turn | None:
-        earlier = self._turns[: self._turns.index(turn)]
-        return next((other for other in earlier if not other.indices.isdisjoint(turn.indices)), None)
+    def start(self, turn: Turn, indices: Collection[int]) -> str | None:
+        """Starts the load in the workers of these devices, or returns what it waits for."""
+        turn.indices = frozenset(indices)
+        for other in self._ahead_of(turn):
+            if shared := turn.indices & other.indices:
+                return f"waits for the load of {other.model_id} on device {', '.join(map(str, sorted(shared)))}"
+        turn.runs = True
+        return None
 
-    @property
-    def devices_with_turns(self) -> frozenset[int]:
-        """Where a load runs in the worker, or waits for that."""
-        return frozenset[int]().union(*(turn.indices for turn in self._turns))
+    @contextlib.asynccontextmanager
+    async def turn(self, model_id: str, indices: Collection[int], on_wait: OnWait) -> AsyncIterator[None]:
+        """No other load runs in the workers of these devices."""
+        with self.queued(model_id) as turn:
+            while (reason := self.start(turn, indices)) is not None:
+                on_wait(reason)
+                await self.wait(self.changed)
+            yield
+
+    def busy_devices(self, turn: Turn) -> frozenset[int]:
+        """Where the load would wait for others."""
+        return frozenset[int]().union(*(other.indices for other in self._ahead_of(turn)))
+
+    def _ahead_of(self, turn: Turn) -> list[Turn]:
+        place = self._turns.index(turn)
+        return [other for at, other in enumerate(self._turns) if at < place or (other.runs and at > place)]
 
     @property
     def devices(self) -> frozenset[int]:
         """Where any load runs, or waits."""
-        return self.devices_with_turns.union(*(each.device_bytes for each in self._reservations))
+        turns = (turn.indices for turn in self._turns)
+        return frozenset[int]().union(*turns, *(each.device_bytes for each in self._reservations))
 
     # Waiting
 

@@ -19,7 +19,7 @@ from cortex.formats.quant_names import plain
 from cortex.formats.units import gib
 from cortex.http.composed_body import Body
 from cortex.neuron.hub_process.resolver import OfferRequest
-from cortex.neuron.node.loading.library import KnownModel, Library
+from cortex.neuron.node.library import KnownModel, Library
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.progress import LoadProgressTracker
 from cortex.neuron.weights.errors import CheckpointError, FilesMissing, HubError, NotOnHub

@@ -1,6 +1,5 @@
-"""The memory of the host as a resource: one budget for the weights that models keep there, those of sleeping models,
-and KV pages. In this order: weights of loaded models stay, sleeping models are unloaded for them, pages get the rest.
-"""
+"""One budget for host memory: weights of loaded models, weights of sleeping models, and KV pages. In this order: loaded
+models stay, sleeping models are unloaded for them, and pages get the rest."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ log = logging.getLogger(__name__)
 SLEEP_SHARE = 0.5
 """The share of free host memory that sleeping models may use, unless `limits.sleep_mb` is set."""
 LOCKED_SHARE = 0.75
-"""The share of the host's memory that may be page-locked. The kernel can neither move nor drop that."""
+"""The share of host memory that may be page-locked. The kernel can neither move nor drop locked pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +32,11 @@ class HostModel:
     idle_s: float
     """Seconds since its last request ended."""
     sleeps: bool
-    """It is asleep, falling asleep or waking; else it computes with them where they are."""
+    """It is asleep, falling asleep or waking. Otherwise it is loaded and computes with these weights."""
     can_be_unloaded: bool = False
     """It is asleep."""
     locked_bytes: int = 0
-    """The part that is page-locked while it is loaded."""
+    """Bytes that are page-locked while it is loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ class SleepPlan:
 
 
 def make_room(need_bytes: int, budget_bytes: int, sleeping: Sequence[HostModel]) -> SleepPlan:
-    """Unloads the longest idle models first, and none where `need_bytes` would not fit even then."""
+    """Picks the models that have been idle longest; none if `need_bytes` would not fit even without all of them."""
     held_bytes = sum(each.host_bytes for each in sleeping)
     to_unload: list[str] = []
     for each in _longest_idle(sleeping):
@@ -67,7 +66,7 @@ def _longest_idle(sleeping: Sequence[HostModel]) -> list[HostModel]:
 
 
 def can_sleep(sleep_mb: int | None, devices: Sequence[Device]) -> bool:
-    """Whether any model of the node may sleep. On a CPU the weights are in host memory anyway: sleep frees little."""
+    """Whether models of this node may sleep. On a CPU the weights are in host memory anyway, so sleep frees little."""
     return any(device.kind == "cuda" for device in devices) if sleep_mb is None else sleep_mb > 0
 
 
@@ -80,22 +79,22 @@ class HostLimits:
     sleep_mb: int | None = None
 
     def budget_bytes(self, host: HostMemory, held_bytes: int) -> int:
-        """What models may use of the host's memory in all; they hold `held_bytes` of it already. Never so much that the
-        host would swap, nor more than may be page-locked, where a GPU copies it."""
+        """Bytes that models may use of host memory; they hold `held_bytes` of it already. The host must not swap, and
+        where a GPU copies, no more than `LOCKED_SHARE` may be page-locked."""
         most_bytes = max(0, host.free_bytes + held_bytes - host.reserve_bytes)
         most_bytes = min(most_bytes, self.locked_bytes(host)) if self.has_gpu else most_bytes
         return most_bytes if self.host_mb is None else min(self.host_mb << 20, most_bytes)
 
     @property
     def has_gpu(self) -> bool:
-        """Whether what models have in host memory is page-locked, so that a device can copy it."""
+        """Whether models' host memory is page-locked for copies to a device."""
         return any(device.kind == "cuda" for device in self.devices)
 
     def locked_bytes(self, host: HostMemory) -> int:
         return int(host.total_bytes * LOCKED_SHARE)
 
     def sleep_bytes(self, host: HostMemory, held_bytes: int) -> int:
-        """What sleeping models may use of that; they hold `held_bytes` already."""
+        """The part of it that sleeping models may use; they hold `held_bytes` already."""
         if not can_sleep(self.sleep_mb, self.devices):
             return 0
         return int((host.free_bytes + held_bytes) * SLEEP_SHARE) if self.sleep_mb is None else self.sleep_mb << 20
@@ -103,7 +102,7 @@ class HostLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """What models hold of the host's memory now."""
+    """Host memory that models hold now."""
 
     weight_bytes: int
     """Of loaded models."""
@@ -116,7 +115,7 @@ class _Use:
 
 
 class HostBudget:
-    """One for the node, on the daemon's loop. What it decides is decided one after another."""
+    """One per node, on the daemon's loop. Decides requests one after another."""
 
     def __init__(
         self,
@@ -134,10 +133,10 @@ class HostBudget:
         self._read = read
         self._lock = asyncio.Lock()
         self._loading: dict[str, int] = {}
-        """Model id → what its load in progress will hold."""
+        """Model id → bytes that its load in progress will hold."""
         self._falling_asleep_bytes = 0
-        self._told_bytes: int | None = None
-        """What pages were last told to leave to weights."""
+        self._withheld_bytes: int | None = None
+        """Bytes of the budget that pages currently leave to weights."""
         self._host = read()
         self._shortage: str | None = None
 
@@ -145,29 +144,28 @@ class HostBudget:
 
     @contextlib.asynccontextmanager
     async def for_sleep(self, need_bytes: int) -> AsyncIterator[bool]:
-        """Makes room for the weights of a model and keeps it while the context is open. Yields whether there is any."""
+        """Reserves memory for a model's weights while the context is open. Yields whether there is any."""
         async with self._lock:
             host = await self._read_now()
             left_bytes = self._left_bytes(host, self._reserved_bytes())
             budget_bytes = min(self._limits.sleep_bytes(host, self._use().sleeping_bytes), left_bytes)
             has_room = await self._made_room(need_bytes, budget_bytes)
             self._falling_asleep_bytes = need_bytes if has_room else 0
-            self._tell_pages(await self._read_now())
+            self._limit_pages(await self._read_now())
             try:
                 yield has_room
             finally:
                 self._falling_asleep_bytes = 0
 
     def free_bytes(self, model_id: str) -> int:
-        """What a load of the model may leave to the host, after the unload of sleeping models. As of the latest
-        reading."""
+        """Bytes that a load of the model may put into host memory, after the unload of sleeping models. As of the
+        latest reading."""
         staying_bytes = sum(each.host_bytes for each in self._sleeping() if not each.can_be_unloaded)
         return self._left_bytes(self._host, self._reserved_bytes(but=model_id) + staying_bytes)
 
     @contextlib.asynccontextmanager
     async def for_weights(self, model_id: str, need_bytes: int) -> AsyncIterator[None]:
-        """Makes room for what a load leaves to the host, and keeps it while the context is open. Raises
-        InsufficientCapacity."""
+        """Reserves host memory for a load while the context is open. Raises InsufficientCapacity."""
         if not need_bytes:
             yield
             return
@@ -182,7 +180,7 @@ class HostBudget:
                     f"and at most {gib(self._limits.locked_bytes(host))} page-locked"
                 )
             self._loading[model_id] = need_bytes
-            self._tell_pages(await self._read_now())
+            self._limit_pages(await self._read_now())
         try:
             yield
         finally:
@@ -197,14 +195,14 @@ class HostBudget:
         return room.fits and make_room(need_bytes, budget_bytes, self._sleeping()) == SleepPlan(fits=True)
 
     def settle(self) -> None:
-        """Pages get what models held that have woken, were unloaded, or did not fall asleep after all."""
-        is_less = self._told_bytes is not None and self._kept_bytes() < self._told_bytes
+        """Returns to pages the memory of models that woke, were unloaded, or did not fall asleep."""
+        is_less = self._withheld_bytes is not None and self._kept_bytes() < self._withheld_bytes
         if is_less and not self._lock.locked():
-            self._tell_pages(self._host)
+            self._limit_pages(self._host)
 
-    def _tell_pages(self, host: HostMemory) -> None:
-        self._told_bytes = self._kept_bytes()
-        self._pages.give_way(max(0, self._budget_bytes(host) - self._told_bytes))
+    def _limit_pages(self, host: HostMemory) -> None:
+        self._withheld_bytes = self._kept_bytes()
+        self._pages.give_way(max(0, self._budget_bytes(host) - self._withheld_bytes))
 
     # Use
 
@@ -216,7 +214,7 @@ class HostBudget:
         return _Use(weight_bytes, sum(each.host_bytes for each in self._sleeping()), self._pages.num_bytes)
 
     def _reserved_bytes(self, but: str | None = None) -> int:
-        """The weights that loaded models hold, or will."""
+        """Bytes of weights that loaded models hold, or will."""
         held = {each.model_id: each.host_bytes for each in self._models() if not each.sleeps}
         models = (held | self._loading).keys() - {but}
         return sum(max(held.get(each, 0), self._loading.get(each, 0)) for each in models)
@@ -237,8 +235,8 @@ class HostBudget:
     # Watch
 
     async def watch(self) -> None:
-        """Keeps the reserve of the host free where models have come to use it: pages are dropped first, then sleeping
-        models are unloaded, one at a time. What remains is reported."""
+        """Keeps the host's reserve free as models use more memory: drops pages first, then unloads sleeping models one
+        at a time, and reports the rest."""
         host = await self._read_now()
         missing_bytes, use = host.num_missing_bytes(), self._use()
         if missing_bytes and use.page_bytes:
@@ -265,7 +263,7 @@ class HostBudget:
     # Reports
 
     def _locked_bytes(self) -> int:
-        """Where a GPU copies them, all pages and sleeping weights are."""
+        """All pages and sleeping weights, where a GPU copies them."""
         use = self._use()
         copied_bytes = use.sleeping_bytes + use.page_bytes if self._limits.has_gpu else 0
         return copied_bytes + sum(each.locked_bytes for each in self._models() if not each.sleeps)

@@ -1,7 +1,7 @@
-"""KV blocks between nodes: what this one offers to others, and what it fetches before it computes a prompt.
+"""Exchange of KV blocks between nodes: this node offers what it has, and fetches before it computes a prompt.
 
-Blocks travel from disk to disk, in the format of their files. A node fetches what its gateway says another one has, if
-that is expected to be faster than computing it, and gives up when it is not. Nothing here fails a request.
+Blocks travel from disk to disk, in the format of their files. A node fetches what the gateway says another node has, if
+that is expected to be faster than computing it, and gives up when it is not. Failures here never fail a request.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ log = logging.getLogger(__name__)
 MIN_TOKENS = 512
 """Shorter prefixes are computed."""
 SAVE_S = 4.0
-"""How long blocks may take from a device or host memory to disk, before what is there is sent."""
+"""Time for blocks to be written from device or host memory to disk; after it, what is on disk is sent."""
 ASK_AGAIN_S = 0.02
-"""So often a worker is asked whether it has written blocks."""
+"""Interval at which a worker is asked whether it has written the blocks."""
 CONNECT_S = 2.0
 LINK_DELAY_S = 0.02
 """Before the first byte arrives."""
 MAX_FETCHES = 4
-"""At once; others wait, no longer than they would compute."""
+"""Concurrent fetches; others wait, at most for as long as computing would take."""
 AVOID_S = 30.0
-"""For so long, a node that could not be reached is not asked again."""
+"""An unreachable node is not asked again for this long."""
 
 
 class BlockWorker(Protocol):
@@ -76,7 +76,7 @@ class _Prompt:
         return (end - first) * self.info.page_tokens
 
     def compute_s(self, first: int, end: int) -> float:
-        """How long these pages are expected to take; 0: that is not known."""
+        """Expected time to compute the pages; 0: unknown."""
         start, count = first * self.info.page_tokens, self.num_tokens(first, end)
         work = self.info.work
         return 0.0 if work is None else self.stats.prompt_token_s * work.prompt_worth(start, count)
@@ -90,7 +90,7 @@ class KvExchange:
         self._budget_bytes = budget_bytes
         self._workers = workers
         self._files: dict[bytes, dict[Path, BlockFile]] = {}
-        """By model, as found last."""
+        """Model → its files, as of the last scan."""
         self._rates: dict[str, CopyRate] = {}
         """By the address of the other node."""
         self._avoided_until_s: dict[str, float] = {}
@@ -101,7 +101,7 @@ class KvExchange:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def offered(self, model: bytes, digests: tuple[Digest, ...]) -> Selection:
-        """What there is of a prefix; what is not on disk yet is written first."""
+        """The blocks of a prefix that this node has. Blocks that are not on disk yet are written first."""
         if not self._budget_bytes:
             return Selection()
         found = await self._found(model, digests)
@@ -114,14 +114,14 @@ class KvExchange:
         return await self._found(model, digests)
 
     async def _found(self, model: bytes, digests: Sequence[Digest]) -> Selection:
-        """What is on disk."""
+        """The blocks that are on disk."""
         files = await asyncio.to_thread(block_files.scan, self._folder, model, self._files.get(model, {}))
         self._files[model] = files
         return await asyncio.to_thread(block_files.select, files.values(), digests)
 
     async def forget(self, chosen: ChosenBlocks, unused_for_s: float | None = None) -> tuple[int, int]:
-        """Deletes blocks, also in memory unless only old ones are meant; returns the files and bytes that are gone from
-        the disk."""
+        """Deletes blocks on disk, and in memory unless only old ones are meant. Returns the number of files and bytes
+        deleted."""
         purge = partial(block_files.purge, self._folder, chosen, unused_for_s)
         number, num_bytes = await asyncio.to_thread(purge)
         if unused_for_s is None:
@@ -135,8 +135,8 @@ class KvExchange:
     async def fetch(
         self, model_id: str, info: EngineInfo, stats: EngineStats, request: EngineRequest, source: Neighbour
     ) -> int:
-        """Fetches what `source` has of the prompt, and this node has not, where that is expected to be faster than
-        computing it; returns the bytes. Cancelled with its request."""
+        """Fetches the blocks of the prompt that `source` has and this node lacks, if that is expected to be faster than
+        computing; returns the bytes. Cancelled with its request."""
         if not (self._budget_bytes and info.kv_name and request.uses_prefix_cache) or request.pictures:
             return 0  # the digests of pages with pictures follow from more than tokens
         if time.monotonic() < self._avoided_until_s.get(source.url, 0.0):
@@ -170,8 +170,8 @@ class KvExchange:
         return max((count for count in counts if isinstance(count, int)), default=0)
 
     async def _receive(self, prompt: _Prompt, own: int, source: Neighbour) -> int:
-        """Writes the blocks after the first `own` pages to the disk, as far as they are worth it; returns the bytes.
-        When it is cancelled, so is the transfer."""
+        """Receives the blocks after the first `own` pages to disk while that is worth it; returns the bytes. Cancelling
+        it cancels the transfer."""
         rate = self._rates.setdefault(source.url, CopyRate(assumed=LINK_BYTES_PER_S))
         transfer = Transfer(source)
         receiving = asyncio.get_running_loop().run_in_executor(

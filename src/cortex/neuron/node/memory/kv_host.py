@@ -1,5 +1,4 @@
-"""Host memory for KV pages that are not on their device: how much of it each worker may use, and what it has of each
-model."""
+"""Host memory for KV pages that have left their device: the limit of each worker, and what it holds of each model."""
 
 from __future__ import annotations
 
@@ -19,24 +18,24 @@ class PageHolder(Protocol):
 
     @property
     def kv_host_bytes(self) -> int:
-        """What its worker holds."""
+        """Bytes that its worker holds."""
         ...
 
     @property
     def kept(self) -> Mapping[str, KeptPages]:
-        """The same for each model, by its id."""
+        """Model id → what its worker holds of the model."""
         ...
 
     def limit_kv_host(self, num_bytes: int) -> None:
-        """Its worker gives up what exceeds this, the least recently used first."""
+        """Its worker drops the least recently used pages above this limit."""
         ...
 
 
 def device_limit_bytes(
     kv_host_mb: int | None, host: HostMemory, held: Sequence[int], rest_bytes: int | None = None
 ) -> int:
-    """The limit of one device; `held`: what each of them has. `rest_bytes`: what weights leave of the budget that
-    they share with pages; None: all of it."""
+    """The limit of one device. `held`: bytes per device. `rest_bytes`: what weights leave of the budget that they share
+    with pages; None: all of it."""
     whole = kv_host_mb << 20 if kv_host_mb is not None else int((host.free_bytes + sum(held)) * KV_HOST_SHARE)
     if rest_bytes is not None:
         whole = min(whole, rest_bytes)
@@ -44,8 +43,8 @@ def device_limit_bytes(
 
 
 def kept_of_model(parts: Sequence[KeptPages], num_ranks: int) -> HostKV | None:
-    """What the workers of a node have of a model. Those of one that is divided into `num_ranks` have each a part of the
-    same tokens: the slowest decides, and all must have theirs. None: they have nothing of use."""
+    """What the workers of a node hold of a model. The ranks of a model divided into `num_ranks` hold parts of the same
+    tokens: every rank must have its part, and the slowest decides. None: nothing of use."""
     num_bytes = sum(part.num_bytes for part in parts)
     if not any(part.num_bytes or part.num_tokens for part in parts) or len(parts) < num_ranks:
         return None
@@ -71,21 +70,21 @@ class KvHostMemory:
 
     @property
     def limit_bytes(self) -> int:
-        """What the worker of each device may use now."""
+        """Current limit of each device's worker."""
         held = [holder.kv_host_bytes for holder in self._holders]
         return device_limit_bytes(self._kv_host_mb, self._read(), held, self._rest_bytes)
 
     @property
     def num_bytes(self) -> int:
-        """What the pages of all models take."""
+        """Bytes of the pages of all models."""
         return sum(holder.kv_host_bytes for holder in self._holders)
 
     def kept(self, model_id: str, num_ranks: int) -> HostKV | None:
-        """What is kept of a model, loaded or not, that is divided among `num_ranks` devices; None: nothing of use."""
+        """What is kept of a model that is divided among `num_ranks` devices, loaded or not; None: nothing of use."""
         return kept_of_model([holder.kept[model_id] for holder in self._holders if model_id in holder.kept], num_ranks)
 
     def give_way(self, rest_bytes: int) -> None:
-        """Weights take their part of the host's memory first, and leave `rest_bytes` of it."""
+        """Weights take host memory first; pages may use `rest_bytes`."""
         self._rest_bytes = rest_bytes
         limit_bytes = self.limit_bytes
         for holder in self._holders:

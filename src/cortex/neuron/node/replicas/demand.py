@@ -1,4 +1,5 @@
-"""When a model gets one more replica, and when an extra one is unloaded: a pure decision, and the task behind it."""
+"""Decides when a model gets another replica and when an extra one is unloaded, and does it: a pure decision, and the
+task behind it."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any, Literal
 
 from cortex.neuron.config import Limits
 from cortex.neuron.node.instance import Instance
-from cortex.neuron.node.loading.library import KnownModel
+from cortex.neuron.node.library import KnownModel
 from cortex.neuron.worker.hosts.replicated import ReplicatedHost
 from cortex.neuron.worker.model_host import LoadRejected
 from cortex.neuron.worker.process import WorkerLost
@@ -20,19 +21,19 @@ from cortex.wire.words import plural
 log = logging.getLogger(__name__)
 
 _RETRY_PERIODS = 6
-"""After a failure, the next replica is added after this many times the usual wait."""
+"""After a failure, the next attempt waits this many times as long as usual."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What decides about the replicas of one model."""
+    """The state that the decision about a model's replicas depends on."""
 
     num_replicas: int
     max_replicas: int
     waited_s: float = 0.0
     """How long the first request of the queue has waited; 0 without a queue."""
     idle_s: float | None = None
-    """How long the extra replica that was used least recently has had no request; None: all have one."""
+    """Seconds that the least recently used extra replica has been idle; None: all have requests."""
     since_change_s: float = float("inf")
     """Seconds since a replica was added or removed."""
     since_failure_s: float = float("inf")
@@ -69,17 +70,18 @@ class ReplicaDemand:
         add: Callable[[KnownModel, ReplicatedHost], Awaitable[bool]],
         on_changed: Callable[[str], None],
     ) -> None:
-        """`growing`: the ready models that may have extra replicas. `add`: loads one more; False: it was not needed any
-        more, or no device has room for it. `on_changed`: called with the id of a model that has more or fewer."""
+        """`growing`: the ready models that may have extra replicas. `add`: loads another one; False: it is no longer
+        needed, or no device has room for it. `on_changed`: called with the id of a model whose number of replicas
+        changed."""
         self._rules = rules
         self._growing = growing
         self._add_to = add
         self._on_changed = on_changed
         self._changes: dict[str, asyncio.Task[None]] = {}
         self._num_replicas: dict[str, int] = {}
-        """By model id, as published."""
+        """Model id → number of replicas, as published."""
         self._failed_s: dict[str, float] = {}
-        """By model id: when no replica could be added, on the loop's clock."""
+        """Model id → when adding a replica failed, on the loop's clock."""
 
     async def run(self) -> None:
         period_s = min(1.0, self._rules.add_after_s / 2, self._rules.remove_after_s / 2)

@@ -1,4 +1,5 @@
-"""The extra replicas on the devices of a node. They use memory that nothing else needs, so it counts as free."""
+"""The extra replicas on the devices of a node. They use memory that nothing else needs, so their memory counts as
+free."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ class _Extra:
     device: int
     replicas: ReplicatedHost
     free_bytes: int
-    """What the device had free before its load."""
+    """Free bytes of the device before its load."""
     load: asyncio.Task[HostReplica | None]
 
     @property
@@ -35,7 +36,7 @@ class _Extra:
         return replica if replica is not None and replica.host.resident is not None else None
 
     def num_bytes(self, free_bytes: int) -> int:
-        """What it holds of its device, which has `free_bytes` now."""
+        """Bytes that it holds of its device, which has `free_bytes` now."""
         if self.is_loading:
             return max(0, self.free_bytes - free_bytes)
         resident = self.replica.host.resident if self.replica is not None else None
@@ -52,11 +53,11 @@ class ExtraReplicas:
         self._all: list[_Extra] = []
 
     def sharing(self, indices: Collection[int]) -> frozenset[int]:
-        """The devices whose extra replicas take memory from a load on `indices`."""
+        """The devices whose extra replicas take memory that a load on `indices` could use."""
         return self._indices if self._num_host_shares or self._has_node_ceiling else frozenset(indices)
 
     def num_bytes(self, indices: Collection[int], readings: Mapping[int, DeviceReading]) -> int:
-        """What extra replicas on these devices hold."""
+        """Bytes that extra replicas on these devices hold."""
         return sum(self._bytes_of(extra, readings) for extra in self._held() if extra.device in indices)
 
     def are_loading(self, indices: Collection[int]) -> bool:

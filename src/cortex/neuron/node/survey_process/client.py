@@ -11,8 +11,8 @@ from cortex.ipc.channel import Unsendable
 from cortex.ipc.helper import Helper, function_of
 from cortex.ipc.pool import CallLost, HelperPool, PoolLost
 from cortex.neuron.config import Limits
-from cortex.neuron.node.loading.preflight import ModelFacts
 from cortex.neuron.node.survey_process import reading
+from cortex.neuron.node.survey_process.preflight import ModelFacts
 from cortex.neuron.node.survey_process.reading import Read, unpack_facts
 from cortex.neuron.text.model import TextSurvey
 from cortex.wire.errors import FilesDamaged, LoadFailed

@@ -16,16 +16,17 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from cortex.neuron.hub_process.resolver import resolve
 from cortex.neuron.kernels.quantised.recipes import RECIPES
 from cortex.neuron.layers.configs import Shard
 from cortex.neuron.models.registry import read_architecture
-from cortex.neuron.node.loading import files
-from cortex.neuron.node.loading.preflight import ModelFacts, inspect
+from cortex.neuron.node.survey_process.preflight import ModelFacts, inspect, objection
 from cortex.neuron.text.model import TextSurvey, survey_text
 from cortex.neuron.tokenizer_process.client import UNREADABLE, load_error
+from cortex.neuron.weights.errors import CheckpointError, Malformed
 from cortex.neuron.weights.safetensors.arranged import expert_infos
 from cortex.neuron.weights.stored import TensorInfo
-from cortex.wire.errors import CortexError, LoadFailed
+from cortex.wire.errors import CortexError, FilesDamaged, LoadFailed
 
 log = logging.getLogger(__name__)
 
@@ -51,9 +52,25 @@ def functions() -> dict[str, Callable[..., Any]]:
 
 
 def find_local(source: str, cache: str, quant: str | None) -> str | None:
-    """Where a model is, if all of it is on disk."""
-    path = files.find_local(source, Path(cache), quant)
-    return None if path is None else str(path)
+    """The local path of `source` when the whole model is on disk; never uses the network. Raises FilesDamaged for
+    one that is on disk and damaged."""
+    try:
+        path = resolve(
+            source,
+            quant=quant,
+            objection=objection,
+            cache_dir=Path(cache),
+            offline=True,
+            progress=lambda *_: None,
+            cancelled=lambda: False,
+        )
+    except Malformed as error:
+        raise FilesDamaged(
+            f"{source} is damaged: {error}; delete its files (POST /files/delete) and load it again, which downloads it"
+        ) from error
+    except CheckpointError:
+        return None
+    return str(path)
 
 
 def read(asked: Read) -> bytes:
@@ -90,7 +107,7 @@ def _reporting(function: F) -> F:
     return reporting  # type: ignore[return-value]
 
 
-class _Facts(msgspec.Struct, frozen=True, array_like=True):
+class _PackedFacts(msgspec.Struct, frozen=True, array_like=True):
     config: str
     quant: str | None
     recipe: str | None
@@ -110,14 +127,14 @@ def pack_facts(facts: ModelFacts) -> bytes:
         raise LoadFailed(f"{path} has more than {MAX_TENSORS} tensors; download the model again")
     members = {name: (info.shape, info.dtype, info.num_bytes, info.scaled) for name, info in tensors.items()}
     recipe = None if facts.recipe is None else facts.recipe.name
-    encoded = msgspec.msgpack.encode(_Facts(config, facts.quant, recipe, members, facts.sample))
+    encoded = msgspec.msgpack.encode(_PackedFacts(config, facts.quant, recipe, members, facts.sample))
     if len(encoded) > MAX_REPLY_BYTES:
         raise LoadFailed(f"the tensors of {path} take more than {MAX_REPLY_BYTES >> 20} MiB to list; is it a model?")
     return encoded
 
 
 def unpack_facts(facts: bytes, read: Read) -> ModelFacts:
-    packed = msgspec.msgpack.decode(facts, type=_Facts)
+    packed = msgspec.msgpack.decode(facts, type=_PackedFacts)
     raw: dict[str, Any] = json.loads(packed.config)
     architecture = read_architecture(raw)
     if read.num_ranks > 1:

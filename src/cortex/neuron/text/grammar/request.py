@@ -15,9 +15,8 @@ from typing import Any, Final
 
 from cortex.neuron.families.family import ADDRESSED, ReasoningMarkers
 from cortex.neuron.families.tool_calls import HARMONY, ToolSyntax
-from cortex.neuron.text.grammar.calls import add_calls, add_free_response
+from cortex.neuron.text.grammar.calls import HarmonyRules, add_calls, add_free_response
 from cortex.neuron.text.grammar.gbnf.reader import GbnfError, defines_a_rule, read_gbnf, to_lark
-from cortex.neuron.text.grammar.harmony import HarmonyRules
 from cortex.neuron.text.grammar.lark import LarkGrammar, literal
 from cortex.neuron.text.grammar.trial import GrammarTrial
 from cortex.neuron.text.output.addressed import MESSAGE, ROLE, START

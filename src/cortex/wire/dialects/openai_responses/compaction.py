@@ -22,7 +22,7 @@ from cortex.wire.dialects.openai_responses import PICTURE_MARKS as PICTURE_MARKS
 from cortex.wire.dialects.openai_responses import Encoder as Encoder
 from cortex.wire.dialects.openai_responses import pictures as pictures
 from cortex.wire.dialects.openai_responses import stream_error as stream_error
-from cortex.wire.dialects.openai_responses.compacted import encoded
+from cortex.wire.dialects.openai_responses.items import encoded
 from cortex.wire.dialects.openai_responses.response import usage_body
 from cortex.wire.errors import GenerationFailed, InvalidValue
 from cortex.wire.events import AnyEvent

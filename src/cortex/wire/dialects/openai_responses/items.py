@@ -6,11 +6,12 @@ chat templates expect one turn.
 
 from __future__ import annotations
 
+import base64
+import binascii
 from collections.abc import Iterator
 from typing import Any
 
 from cortex.wire.dialects.openai_responses.client_tools import CALLS, OUTPUTS, full_name, read_call
-from cortex.wire.dialects.openai_responses.compacted import shown
 from cortex.wire.dialects.openai_responses.fields import ITEMS
 from cortex.wire.errors import UnsupportedModality, shorten
 from cortex.wire.fields.body import Fields, json_text
@@ -177,3 +178,22 @@ def _read_part(part: Fields) -> Text | Image:
                 f"Content of type '{shorten(other)}' is not supported by the models here; send text or images.",
                 param=part.param("type"),
             )
+
+
+_MARK = "cortex-summary-1."
+_HEADING = "Summary of the conversation before this point:\n\n"
+
+
+def encoded(summary: str) -> str:
+    """The content of the item."""
+    return _MARK + base64.b64encode(summary.encode()).decode()
+
+
+def shown(content: str) -> str | None:
+    """What a model sees in place of the item; None for content that is not ours."""
+    if not content.startswith(_MARK):
+        return None
+    try:
+        return _HEADING + base64.b64decode(content.removeprefix(_MARK), validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        return None

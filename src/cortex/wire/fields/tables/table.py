@@ -14,6 +14,7 @@ from typing import Any
 from cortex.wire.errors import InvalidValue, shorten
 from cortex.wire.fields import body as wire_body
 from cortex.wire.fields.body import Fields, RawFields
+from cortex.wire.fields.request_class import CLASS_FIELDS
 
 
 class Treatment(StrEnum):
@@ -67,6 +68,8 @@ class FieldTable:
         facts = [one.name.partition(".")[0] for one in self if one.is_fact]
         self.facts = tuple(dict.fromkeys((*facts, *of_gateways)))
         """The fields that a gateway reads."""
+        self.class_fields = tuple(name for name in self.facts if name in CLASS_FIELDS)
+        """Those of them that say how urgent a request is."""
         self.contents = frozenset(one.name for one in self if one.has_content)
         """The fields with texts, and with objects that may hold media."""
         self.inert = frozenset(

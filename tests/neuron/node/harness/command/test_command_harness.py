@@ -24,7 +24,7 @@ from cortex.neuron.node.harness.command.estimates import CommandEstimates, Serve
 from cortex.neuron.node.harness.command.harness import CommandHarness
 from cortex.neuron.node.harness.command.host import CommandHost, ServerCommand, free_port, server_info
 from cortex.neuron.node.harness.command.server_memory import ServerMemory
-from cortex.neuron.node.loading.library import KnownModel
+from cortex.neuron.node.library import KnownModel
 from cortex.neuron.node.node import Node
 from cortex.neuron.servers.entry import HarnessEntry
 from cortex.neuron.worker.discovery import read_devices

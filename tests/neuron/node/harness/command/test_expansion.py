@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cortex.neuron.node.harness.command.expansion import Expansion, uses
+from cortex.neuron.node.harness.command.harness import Expansion, uses
 from cortex.neuron.servers.entry import HarnessEntry
 from cortex.wire.errors import LoadFailed
 

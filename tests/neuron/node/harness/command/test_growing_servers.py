@@ -13,9 +13,15 @@ from faulty_models import running_node
 
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.harness.command import server_memory
-from cortex.neuron.node.harness.command.estimates import CommandEstimates, ServedFiles, SizeOfModel
-from cortex.neuron.node.harness.command.sizes import MAX_AGE_S, ServerSizes, quantile
-from cortex.neuron.node.loading.library import KnownModel
+from cortex.neuron.node.harness.command.estimates import (
+    MAX_AGE_S,
+    CommandEstimates,
+    ServedFiles,
+    ServerSizes,
+    SizeOfModel,
+    quantile,
+)
+from cortex.neuron.node.library import KnownModel
 from cortex.neuron.node.node import Node
 from cortex.neuron.servers.entry import HarnessEntry
 from cortex.wire.node.orders import LoadRequest, UnloadRequest

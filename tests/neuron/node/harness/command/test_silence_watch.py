@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from cortex.neuron.node.harness.command.silence_watch import SilenceWatch
+from cortex.neuron.node.harness.command.host import SilenceWatch
 
 from .....waiting import NEVER_S
 

@@ -100,7 +100,7 @@ async def test_group_sleeps_and_wakes_as_one(tmp_path: Path, monkeypatch: pytest
             await until(lambda: [state for state, _ in members(nodes)] == [ModelState.ASLEEP] * 2)
 
         assert await ask() == 200
-        assert members(nodes) == [(ModelState.READY, 400)] * 2
+        await until(lambda: members(nodes) == [(ModelState.READY, 400)] * 2)
         before = card.processes()
         await put_to_sleep()
         assert await ask() == 200

@@ -68,10 +68,11 @@ export function follow(path, handlers, onState = () => {}) {
   let source = null;
   let timer = 0;
   let delay = 500;
+  let hasEnded = false;
 
   function open() {
     close();
-    if (document.hidden) return;
+    if (document.hidden || hasEnded) return;
     source = new EventSource(path);
     source.onopen = () => {
       delay = 500;
@@ -107,6 +108,7 @@ export function follow(path, handlers, onState = () => {}) {
   document.addEventListener("visibilitychange", changed);
   open();
   return () => {
+    hasEnded = true; // also for a retry that waits for its response
     document.removeEventListener("visibilitychange", changed);
     close();
   };

@@ -18,20 +18,18 @@ from cortex.http.ticker import Ticker
 from cortex.http.upstream.pool import Pool
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.devices import ReadDevices
-from cortex.neuron.node.harness.command.estimates import CommandEstimates, ServedFiles, SizeOfModel
-from cortex.neuron.node.harness.command.expansion import Expansion, expanded_texts, uses
+from cortex.neuron.node.harness.command.estimates import CommandEstimates, ServedFiles, ServerSizes, SizeOfModel
 from cortex.neuron.node.harness.command.group import MemberPorts, check_reachable, interface_of
 from cortex.neuron.node.harness.command.host import CommandHost, ServerCommand, free_port, server_info
+from cortex.neuron.node.harness.command.process_memory import gpu_bytes
 from cortex.neuron.node.harness.command.server_log import ServerLog, plain_lines
 from cortex.neuron.node.harness.command.server_memory import ServerMemory
-from cortex.neuron.node.harness.command.sizes import ServerSizes
 from cortex.neuron.node.harness.estimates import Footprint
-from cortex.neuron.node.loading.device_choice import ChosenDevices
-from cortex.neuron.node.loading.library import KnownModel
-from cortex.neuron.node.loading.loads_in_progress import DeviceAllocation
+from cortex.neuron.node.library import KnownModel
+from cortex.neuron.node.memory.allocation import ChosenDevices, DeviceAllocation
 from cortex.neuron.servers.entry import HarnessEntry
 from cortex.neuron.text.model import TextSurvey
-from cortex.neuron.worker import amd, gpu_processes
+from cortex.neuron.worker import amd
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.system.tasks import finish_all
 from cortex.wire.errors import LoadFailed, ModelUnsupported, Recovering, UnsupportedModality, shorten
@@ -40,6 +38,56 @@ from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.node.model_log import ModelLog
 from cortex.wire.node.protocol import Capabilities, Device
 from cortex.wire.words import os_error_in_words
+
+_VARIABLE = re.compile(r"\$\{([^}]*)\}")
+
+
+def expanded_texts(entry: HarnessEntry, rank: int | None, *, has_context: bool = True) -> tuple[str, ...]:
+    """Where the variables of a server are replaced. `rank`: of a member of a group."""
+    ends = (text for name in ("cmd_stop", "cmd_kill", "cmd_pid") for text in entry.commands[name])
+    return (*entry.argv(has_gpus=True, has_context=has_context, rank=rank), *ends, *entry.env.values())
+
+
+def uses(entry: HarnessEntry, variable: str, rank: int | None) -> bool:
+    """Whether the server's command or environment has `${variable}`."""
+    return any(f"${{{variable}}}" in text for text in expanded_texts(entry, rank))
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """Replaces the variables of one load. A value is never divided into several arguments, and not replaced again."""
+
+    values: Mapping[str, str | None]
+    """None: it is not known for this model."""
+    env: Mapping[str, str]
+    harness: str
+    """For messages."""
+
+    def command(self, command: Sequence[str]) -> list[str]:
+        """Raises LoadFailed for a variable that does not exist, or has no value for this model."""
+        return [self.text(argument) for argument in command]
+
+    def text(self, text: str) -> str:
+        """Raises LoadFailed."""
+        return _VARIABLE.sub(lambda found: self._value(found[1]), text)
+
+    def _value(self, name: str) -> str:
+        if name.startswith("env."):
+            variable = name.removeprefix("env.")
+            if variable not in self.env:
+                raise LoadFailed(
+                    f"the harness {self.harness} needs the environment variable {variable}, which the node does not "
+                    "have; set it where the node is started"
+                )
+            return self.env[variable]
+        if name not in self.values:
+            known = ", ".join(f"${{{each}}}" for each in (*self.values, "env.NAME"))
+            raise LoadFailed(f"the harness {self.harness} uses ${{{name}}}, which does not exist; there are {known}")
+        if (value := self.values[name]) is None:
+            setting = "context_tokens" if name == "CONTEXT" else "nodes"
+            raise LoadFailed(f"the harness {self.harness} needs ${{{name}}}; set `{setting}` of the model")
+        return value
+
 
 CHAT = "/v1/chat/completions"
 _VERSION = re.compile(r"\bversion\b\W*\w*\d", re.IGNORECASE)
@@ -378,7 +426,7 @@ def _used_bytes(devices: Sequence[Device], processes: list[int]) -> int | None:
     """The memory of these processes on the devices, where their driver tells it."""
     if devices[0].kind == "rocm":
         return amd.memory_of(processes) or None
-    return gpu_processes.used_bytes(devices, processes)
+    return gpu_bytes(devices, processes)
 
 
 def _gpu_ids(devices: Sequence[Device]) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -16,12 +16,11 @@ from cortex.http.ticker import Ticker
 from cortex.http.upstream.faults import UpstreamFault
 from cortex.http.upstream.pool import Pool
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, StepOutput
+from cortex.neuron.node.harness.command.estimates import ServerSize
 from cortex.neuron.node.harness.command.group import PULSE_S, MemberLink
 from cortex.neuron.node.harness.command.server_log import ServerLog
 from cortex.neuron.node.harness.command.server_memory import MemoryWatch, ServerMemory
 from cortex.neuron.node.harness.command.server_process import ServerProcess
-from cortex.neuron.node.harness.command.silence_watch import SilenceWatch
-from cortex.neuron.node.harness.command.sizes import ServerSize
 from cortex.neuron.servers.entry import HarnessEntry, StateRequest
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.memory import Reclaimed
@@ -29,6 +28,39 @@ from cortex.neuron.worker.model_host import Damaged, LoadRejected, ModelSink, Re
 from cortex.system.tasks import run_once
 from cortex.wire.errors import LoadFailed
 from cortex.wire.node.groups import MemberAddress
+
+
+class SilenceWatch:
+    """Has a server checked each time that a response is awaited for `after_s`. Belongs to the loop's thread."""
+
+    def __init__(self, after_s: float, check: Callable[[], Awaitable[None]]) -> None:
+        self._after_s = after_s
+        self._check = check
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        """By request."""
+
+    def begin(self, request_id: str) -> None:
+        """The request was sent."""
+        self._timers[request_id] = asyncio.get_running_loop().call_later(self._after_s, self._overdue, request_id)
+
+    def end(self, request_id: str) -> None:
+        """Some of the response has arrived, or it is awaited no more. May be called repeatedly."""
+        if (timer := self._timers.pop(request_id, None)) is not None:
+            timer.cancel()
+
+    def clear(self) -> None:
+        """No response is awaited any more."""
+        for request_id in list(self._timers):
+            self.end(request_id)
+
+    def _overdue(self, request_id: str) -> None:
+        run_once(self._check_and_go_on(request_id), "check a silent server")
+
+    async def _check_and_go_on(self, request_id: str) -> None:
+        await self._check()
+        if request_id in self._timers:
+            self.begin(request_id)
+
 
 log = logging.getLogger(__name__)
 

@@ -1,9 +1,16 @@
-"""The memory of a process and all its descendants, and whether they run."""
+"""The memory of a process and all its descendants, on the host and on GPUs, and whether they run."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import pynvml
+from pynvml import NVMLError
+
+from cortex.wire.node.protocol import Device
 
 _PROC = Path("/proc")
 
@@ -55,3 +62,30 @@ def _resident_bytes(process: int) -> int:
             if line.startswith(field):
                 return int(line.split()[1]) << 10
     return 0
+
+
+_library: Any = pynvml
+
+
+def gpu_bytes(devices: Sequence[Device], processes: Sequence[int]) -> int | None:
+    """What `processes` hold on `devices`, as the driver counts it. None where it does not know: it reports the host's
+    process ids, which a container does not see, and on some systems no memory of processes at all. Blocks."""
+    wanted = set(processes)
+    try:
+        _library.nvmlInit()
+    except NVMLError:
+        return None
+    try:
+        found = [
+            used
+            for device in devices
+            for used in _library.nvmlDeviceGetComputeRunningProcesses(_library.nvmlDeviceGetHandleByIndex(device.index))
+            if used.pid in wanted
+        ]
+    except NVMLError:
+        return None
+    finally:
+        _library.nvmlShutdown()
+    if not found or any(used.usedGpuMemory is None for used in found):
+        return None
+    return sum(int(used.usedGpuMemory) for used in found)

@@ -1,4 +1,4 @@
-"""The memory of a server on its devices: what it holds, now and as it serves, and what its end frees."""
+"""The device memory of a server: what it holds when it starts and as it serves, and what its end frees."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cortex.formats.units import gib
+from cortex.neuron.node.harness.command.estimates import quantile
 from cortex.neuron.node.harness.command.server_process import ServerProcess
-from cortex.neuron.node.harness.command.sizes import quantile
 from cortex.neuron.worker.memory import Reclaimed
 from cortex.system.tasks import run_once
 
@@ -19,10 +19,10 @@ log = logging.getLogger(__name__)
 _WATCH_S = 5.0
 """How often the memory of a server that serves is measured, at most."""
 _WATCH_SHARE = 0.02
-"""Share of the time; a measurement costs the kernel some time per GiB."""
+"""Share of the time that measuring may take: the kernel needs some time per GiB."""
 _MAX_SAMPLES = 720
 _GROWTH = 1.25
-"""A server that holds this many times what it did is reported."""
+"""A server that has grown by this factor is reported."""
 _NOISE_BYTES = 16 << 20
 _RECLAIM_S = 5.0
 _POLL_S = 0.1
@@ -30,32 +30,32 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class ServerMemory:
-    """Where the server's memory is. Every method reads on a thread."""
+    """The places of the server's memory. Every method reads on a thread."""
 
     indices: tuple[int, ...]
     free_bytes: Callable[[], int] | None
-    """Free memory of GPUs, all together; blocks. None: the server takes memory of the host, and its processes tell."""
+    """Total free memory of the GPUs; blocks. None: the server uses host memory, and its processes show how much."""
     expected_bytes: int
     process_bytes: Callable[[list[int]], int | None] = lambda _: None
-    """Memory of these processes on the GPUs; None: the driver does not know them, as in a container. Blocks."""
+    """GPU memory of these processes; None: the driver does not know them, as in a container. Blocks."""
     took: Callable[[int], None] = lambda _: None
-    """Gets what a server that starts holds by now."""
+    """Called with the bytes that a starting server holds."""
     was_alone: Callable[[], bool] = lambda: True
-    """Whether no other load has run on the devices since that of this server began."""
+    """Whether no other load has run on the devices since this server's load began."""
 
     async def free(self) -> int:
         """Bytes on its GPUs; 0 on a host without any."""
         return 0 if self.free_bytes is None else await asyncio.to_thread(self.free_bytes)
 
     async def held(self, server: ServerProcess) -> int | None:
-        """What the server holds; None where only the free memory of its devices tells."""
+        """Bytes that the server holds; None where only the devices' free memory shows it."""
         if self.free_bytes is None:
             return await asyncio.to_thread(lambda: server.num_bytes)
         return await asyncio.to_thread(lambda: self.process_bytes(server.processes)) or None
 
     async def measured(self, server: ServerProcess, free_before: int) -> int:
-        """What a server holds that has started: by its processes, else what is less free than `free_before`. Where
-        other loads have taken memory meanwhile, that is no measure, and it counts as expected."""
+        """Bytes that a started server holds: by its processes, otherwise the drop from `free_before`. If other loads
+        have taken memory meanwhile, the drop says nothing and the expected size counts."""
         if (held := await self.held(server)) is not None:
             return held
         return max(0, free_before - await self.free()) if self.was_alone() else self.expected_bytes
@@ -74,7 +74,7 @@ class ServerMemory:
 
 
 class MemoryWatch:
-    """Measures a server as it serves: it may take more than it did when it was ready. Belongs to the loop."""
+    """Measures a server while it serves: it may grow after it was ready. Belongs to the loop."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class MemoryWatch:
         started_bytes: int,
         on_held: Callable[[int], None],
     ) -> None:
-        """`on_held`: gets what it holds, each time that this has changed."""
+        """`on_held`: called with the bytes that it holds each time they change."""
         self._name = name
         self._memory = memory
         self._server = server
@@ -110,7 +110,7 @@ class MemoryWatch:
             self._on_held(held)
 
     def end(self) -> int:
-        """Returns what the server held for most of the time."""
+        """Returns the bytes that the server held for most of the time."""
         self._task.cancel()
         return quantile(self._held)
 

@@ -47,13 +47,13 @@ async function fetchConversations(who) {
   }
 }
 
-function save() {
-  current.value.changed = Date.now();
-  if (session.value?.conversations && current.value.turns.length) {
-    put(pathOf(current.value), current.value).catch((problem) => notify(`The conversation stays in this browser: ${problem.message}`, "bad"));
+/** A reply may end while another conversation is open. */
+function save(conversation) {
+  conversation.changed = Date.now();
+  if (session.value?.conversations) {
+    put(pathOf(conversation), conversation).catch((problem) => notify(`The conversation stays in this browser: ${problem.message}`, "bad"));
   }
-  const others = conversations.value.filter((each) => each !== current.value);
-  conversations.value = current.value.turns.length ? [current.value, ...others] : others;
+  conversations.value = [conversation, ...conversations.value.filter((each) => each !== conversation)];
   if (!writeConversations(session.value?.name, conversations.value)) {
     notify("This browser has no room for the conversation; it is lost when the page is closed.", "bad");
   }
@@ -82,7 +82,7 @@ async function generate(conversation, index, column) {
     if (reply.status === "failed") reply.error = problem.message;
   } finally {
     running.delete(reply);
-    if (conversations.value && current.value) save();
+    if (conversations.value?.includes(conversation)) save(conversation); // it may have been deleted
     redraw();
   }
 }
@@ -91,12 +91,12 @@ function ask(text, pictures = []) {
   const conversation = current.value;
   conversation.title ||= text.trim().slice(0, 80) || "Picture";
   conversation.turns.push({ user: text, pictures, replies: [] });
-  save();
+  save(conversation);
   conversation.models.forEach((_, column) => generate(conversation, conversation.turns.length - 1, column));
 }
 
-function stop() {
-  for (const turn of current.value.turns) {
+function stop(conversation) {
+  for (const turn of conversation.turns) {
     for (const reply of turn.replies) running.get(reply)?.abort();
   }
 }
@@ -141,6 +141,7 @@ function History({ models }) {
   const drop = (event, each) => {
     event.stopPropagation();
     conversations.value = conversations.value.filter((other) => other !== each);
+    stop(each);
     writeConversations(session.value?.name, conversations.value);
     if (session.value?.conversations) remove(pathOf(each)).catch(() => {});
     if (current.value === each) begin(each.models);
@@ -162,7 +163,7 @@ function History({ models }) {
             <button class="ghost small delete" aria-label=${`Delete ${each.title || "Untitled"}`} onClick=${(event) => drop(event, each)}>✕</button>
           </li>`)}
       </ul>
-      <p class="dim note">Conversations stay in this browser.</p>
+      <p class="dim note">${session.value?.conversations ? "The gateway keeps conversations for all of your browsers." : "Conversations stay in this browser."}</p>
     </aside>`;
 }
 
@@ -259,7 +260,7 @@ function Transcript({ conversation }) {
   };
   const edit = (index, text) => {
     const { pictures } = conversation.turns[index];
-    stop();
+    stop(conversation);
     conversation.turns.length = index;
     follows.current = true;
     ask(text, pictures);
@@ -319,7 +320,7 @@ function Composer({ conversation, models }) {
       <textarea ref=${element} rows="2" aria-label="Message" placeholder="Message (Enter sends, Shift+Enter starts a new line)" value=${text}
         onInput=${(event) => setText(event.target.value)} onKeyDown=${onKeyDown}></textarea>
       ${busy
-        ? html`<button type="button" class="danger" onClick=${stop}>Stop</button>`
+        ? html`<button type="button" class="danger" onClick=${() => stop(conversation)}>Stop</button>`
         : html`<button class="primary" disabled=${isEmpty}>Send</button>`}
     </form>`;
 }

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cortex.gateway.dispatch.nodes.poller import merged
-from cortex.neuron.api import report_revisions
-from cortex.neuron.api.report_revisions import ReportRevisions
+from cortex.neuron.api.routes import control
+from cortex.neuron.api.routes.control import ReportRevisions
 from cortex.wire.node.protocol import Health, ModelState, ModelStatus
 
 
@@ -54,7 +54,7 @@ def test_another_process_knows_no_revision_of_this_one() -> None:
 def test_callers_that_merge_changes_know_all_models(seed: int) -> None:
     random = Random(seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report_revisions, "MAX_GONE", 4)
+        patch.setattr(control, "MAX_GONE", 4)
         revisions = ReportRevisions()
         models: dict[str, ModelStatus] = {}
         known: list[Health | None] = [None, None]

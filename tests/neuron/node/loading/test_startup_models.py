@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cortex.neuron.node.startup_models import StartupModels
+from cortex.neuron.node.loading.startup_models import StartupModels
 from cortex.wire.errors import LoadFailed
 
 

@@ -1,4 +1,4 @@
-"""Room for a model on a node: sets of devices, and the models whose eviction frees enough of them.
+"""Allocation for a model on a node: sets of devices, and the models whose eviction frees enough of them.
 
 Two things limit what a model may take: the memory of each device, and the operator's ceilings (`memory_mb`) for a
 device and for the whole node. An unload on any device relieves the ceiling of the node.
@@ -66,7 +66,7 @@ class Division(msgspec.Struct, frozen=True):
         return f"; layers by memory: {'; '.join(parts)}"
 
 
-class Room(msgspec.Struct, frozen=True):
+class Allocation(msgspec.Struct, frozen=True):
     """Devices to use, and the models to evict from them or, for the node's ceiling, from others."""
 
     devices: tuple[DeviceLedger, ...]
@@ -133,16 +133,16 @@ def smallest_share(devices: Sequence[DeviceLedger]) -> str:
     return f"; device {least.index} with {gib(least.available_bytes)} free decides the share of each"
 
 
-def rooms(
+def allocations(
     sets: Sequence[tuple[DeviceLedger, ...]],
     occupants: Sequence[Occupant],
     fleet: Fleet,
     division: Division,
     have: Callable[[DeviceLedger], int],
     host_missing_bytes: int = 0,
-) -> Iterator[Room]:
-    """The sets of devices on which evictions can make room, with their victims. `host_missing_bytes`: what they must
-    free of the host's memory, too."""
+) -> Iterator[Allocation]:
+    """The sets of devices on which evictions free enough, with their victims. `host_missing_bytes`: what they must free
+    of the host's memory, too."""
     for devices in sets:
         shares = division.shares(devices, lambda device: device.capacity_bytes)
         missing = {device.index: _missing(device, shares[device.index], have(device)) for device in devices}
@@ -152,7 +152,7 @@ def rooms(
         shortfall = {index: num_bytes for index, num_bytes in missing.items() if num_bytes > 0}
         victims = choose(occupants, shortfall, fleet.rules)
         if victims is not None:
-            yield Room(devices, victims, division.by_layers)
+            yield Allocation(devices, victims, division.by_layers)
 
 
 def _missing(device: DeviceLedger, share: int, have_bytes: int) -> int:
@@ -163,14 +163,15 @@ def _missing(device: DeviceLedger, share: int, have_bytes: int) -> int:
     return max(missing, device.committed_bytes + share - device.ceiling_bytes)
 
 
-def harm(room: Room) -> tuple[float, ...]:
-    """A sort key, the best room first: lowest costs, fewest evicted bytes, least recently used, lowest priority. Models
+def harm(allocation: Allocation) -> tuple[float, ...]:
+    """A sort key, the best one first: lowest costs, fewest evicted bytes, least recently used, lowest priority. Models
     that are leaving already do not count."""
-    victims = [victim for victim in room.victims if not victim.is_leaving]
+    victims = [victim for victim in allocation.victims if not victim.is_leaving]
     return (
-        sum(victim.evict_cost - 1 for victim in victims),
+        sum(max(0.0, victim.evict_cost - 1) for victim in victims),
+        sum(victim.whole_bytes * min(1.0, victim.evict_cost) for victim in victims),
         sum(victim.whole_bytes for victim in victims),
         max((victim.last_used for victim in victims), default=0.0),
         max((victim.priority for victim in victims), default=0),
-        *(device.index for device in room.devices),
+        *(device.index for device in allocation.devices),
     )

@@ -19,9 +19,9 @@ from cortex.neuron.kernels.peer_buffer import BUFFER_BYTES
 from cortex.neuron.kernels.quantised.recipes import RECIPES
 from cortex.neuron.models.packing import MatrixDevice
 from cortex.neuron.models.registry import read_architecture
-from cortex.neuron.node.loading.forecast import Forecast
-from cortex.neuron.node.loading.library import KnownModel
-from cortex.neuron.node.loading.preflight import ModelFacts, inspect
+from cortex.neuron.node.harness.forecast import Forecast
+from cortex.neuron.node.library import KnownModel
+from cortex.neuron.node.survey_process.preflight import ModelFacts, inspect
 from cortex.system.cache_folder import cache_folder
 from cortex.wire.node.protocol import Device
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pynvml import NVMLError
 
-from cortex.neuron.worker import gpu_processes
+from cortex.neuron.node.harness.command import process_memory
 from cortex.wire.node.protocol import Device
 
 DEVICES = tuple(Device(index=index, kind="cuda", name="card", total_bytes=1 << 34) for index in range(2))
@@ -49,8 +49,8 @@ def test_memory_of_the_processes_of_a_server(
     monkeypatch: pytest.MonkeyPatch, held: tuple[dict[int, int | None], ...], expected: int | None
 ) -> None:
     driver = Driver(*held)
-    monkeypatch.setattr(gpu_processes, "_library", driver)
-    assert gpu_processes.used_bytes(DEVICES, [7, 8]) == expected
+    monkeypatch.setattr(process_memory, "_library", driver)
+    assert process_memory.gpu_bytes(DEVICES, [7, 8]) == expected
     assert driver.num_sessions == 0
 
 
@@ -58,5 +58,5 @@ def test_without_a_driver_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> N
     def fails() -> None:
         raise NVMLError(1)
 
-    monkeypatch.setattr(gpu_processes, "_library", SimpleNamespace(nvmlInit=fails))
-    assert gpu_processes.used_bytes(DEVICES, [7]) is None
+    monkeypatch.setattr(process_memory, "_library", SimpleNamespace(nvmlInit=fails))
+    assert process_memory.gpu_bytes(DEVICES, [7]) is None

@@ -5,7 +5,7 @@ import pytest
 from msgspec.structs import replace
 
 from cortex.neuron.config import DefaultModel, HarnessSettings, ModelEntry, NeuronConfig, TorchHarness
-from cortex.neuron.node.loading.library import MAX_ADOPTED, Library, cache_directory, scan_cache
+from cortex.neuron.node.library import MAX_ADOPTED, Library, cache_directory, scan_cache
 from cortex.wire.errors import LoadFailed, ModelNotFound
 from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.node.orders import LoadRequest

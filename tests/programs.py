@@ -1,0 +1,11 @@
+"""From where the real programs are started that tests use."""
+
+import os
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[1] / "src"
+
+_FOLDERS = [SOURCE] if Path("/dev/nvidiactl").exists() else [Path(__file__).parent / "without_triton", SOURCE]
+
+PYTHONPATH = os.pathsep.join(map(str, _FOLDERS))
+"""The source, and without a GPU no Triton."""

@@ -172,8 +172,8 @@ async def measured(name: str, server: Server, options: argparse.Namespace) -> Ph
     return _phase(records, start_s + options.settle, (more_tokens - tokens) / took_s, more_lines - lines)
 
 
-def _phase(records: list[Record], from_s: float, *lines: float) -> Phase:
-    return Phase([each for each in records if each.due_s >= from_s], *lines)
+def _phase(records: list[Record], from_s: float, line_tokens_per_s: float = 0.0, num_lines: float = 0.0) -> Phase:
+    return Phase([each for each in records if each.due_s >= from_s], line_tokens_per_s, num_lines)
 
 
 @contextmanager

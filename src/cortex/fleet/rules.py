@@ -41,8 +41,8 @@ class EvictionRules(Section, frozen=True):
     model makes room at once. 0: every idle model does."""
     fair_wait_s: Seconds = 30.0
     """Once a request has waited this long, the models that its model could replace take no new requests.
-    A request whose model only unreachable nodes have, or such as shut down, fails after this time; where the operator
-    drained all of them, it fails at once."""
+    A request whose model only unreachable nodes have, or such as start or shut down, fails after this time; where the
+    operator drained all of them, it fails at once."""
     retry_failed_after_s: Seconds = 30.0
     """After a failed load, the same model is not tried on the same node for this long; one that failed for lack of
     memory is tried as soon as the node has more."""

@@ -25,7 +25,7 @@ class Footprint:
     least_bytes: int
     """The least memory with which some device accepts it."""
     expected_bytes: int
-    """What it takes of the largest device, if that is otherwise empty."""
+    """What it takes of the largest device, if that is otherwise empty; 0: that is not known."""
     contexts: ContextSizes | None = None
     """What the contexts between both take; None: they are not known."""
     splits: HostSplits | None = None

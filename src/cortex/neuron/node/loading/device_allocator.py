@@ -124,13 +124,13 @@ class DeviceAllocator:
         return choice.choose()
 
     def _begin(self, model: KnownModel, facts: FileFacts, choice: DeviceChoice, chosen: ChosenDevices) -> Reservation:
-        """Reserves what the load is expected to take of its devices; all that it may take, if it is divided, because
-        its parts are not known yet."""
+        """Reserves what the load is expected to take of its devices; all that it may take, if that is not known: its
+        parts, if it is divided, or its size."""
         estimates = self._estimates_of(model)
         sizes = {device.index: choice.usable_bytes(device) for device in chosen.devices}
         if not model.is_divided:
             expected = {each.index: estimates.expected_bytes(model, facts, each) for each in chosen.devices}
-            sizes = {index: min(size, expected[index]) for index, size in sizes.items()}
+            sizes = {index: min(size, expected[index] or size) for index, size in sizes.items()}
         reservation = Reservation(model.id, sizes)
         self._loads.begin(reservation)
         return reservation

@@ -143,7 +143,7 @@ async def test_load_of_unknown_size_takes_the_rest_of_the_device_until_it_is_mea
         assert node.model("docker-0").estimate_bytes is None
         for model_id in ("next-0", "next-10"):
             await node.load(server(tmp_path, model_id), wait=False)
-            await until(lambda model_id=model_id: "docker-0" in waits_for(node, model_id))
+        await until(lambda: all("docker-0" in waits_for(node, each) for each in ("next-0", "next-10")))
         await finish(tmp_path, node, harness, "docker-0")
         await until(lambda: {"next-0", "next-10"} & harness.hosts.keys())
 

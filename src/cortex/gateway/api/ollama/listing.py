@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from cortex.fleet.catalogue import ModelSpec
 from cortex.fleet.placement.eviction import ttl_left_s
-from cortex.fleet.rules import EvictionRules
 from cortex.fleet.topology import Fleet, Node, Residency
 from cortex.gateway.api.models import MayUse, offered, offered_aliases
 from cortex.wire.dialects.ollama.models import OllamaModel, from_status
@@ -54,13 +53,13 @@ def described(fleet: Fleet, spec: ModelSpec, created: float, now: float, name: s
         vram_bytes=sum(map(_bytes, on_gpus)),
         capabilities=capabilities,
         context_tokens=spec.context_tokens,
-        expires_at=_expires_at(spec, fleet.rules, [place for place in places if place[1] in ready], now),
+        expires_at=_expires_at(fleet, [place for place in places if place[1] in ready], now),
     )
 
 
-def _expires_at(spec: ModelSpec, rules: EvictionRules, ready: list[tuple[Node, Residency]], now: float) -> float | None:
+def _expires_at(fleet: Fleet, ready: list[tuple[Node, Residency]], now: float) -> float | None:
     """Unix time at which the last replica leaves its device if no request comes; None: no time is set."""
-    left = [ttl_left_s(held, node, spec, rules, now) for node, held in ready]
+    left = [ttl_left_s(held, node, fleet, now) for node, held in ready]
     known = [left_s for left_s in left if left_s is not None]
     return time.time() + max(0.0, *known) if known and len(known) == len(left) else None
 

@@ -227,7 +227,9 @@ class CreationRoutes:
             context_tokens = min(filter(None, (described.context_tokens, named)), default=None)
             template = None
             if creation.template:
-                own = base.spec.chat_template or await chat_template(fleet, self._nodes, base.model_id)
+                own = base.spec.chat_template or await chat_template(
+                    fleet, self._nodes, listing.files_of(fleet, base.spec)
+                )
                 template = _converted(creation.template, own)
             return created_entry(creation, base, None, context_tokens, template)
         files = None if is_path(source) else self._files.source_of(plain_name(source))

@@ -34,7 +34,6 @@ from cortex.wire.node.protocol import (
     Capabilities,
     Device,
     DeviceHealth,
-    Dialect,
     Discovery,
     DiskUse,
     Health,
@@ -120,7 +119,7 @@ class FakeNeuron:
     """Accept control requests and never respond."""
     asked: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the first control request has arrived."""
-    dialects: tuple[Dialect, ...] = ("openai_chat", "openai_completions", "openai_responses", "anthropic_messages")
+    dialects: tuple[str, ...] = ("openai_chat", "openai_completions", "openai_responses", "anthropic_messages")
     seen: list[Seen] = field(default_factory=list)
     load_requests: list[LoadRequest] = field(default_factory=list)
     unload_requests: list[UnloadRequest] = field(default_factory=list)

@@ -23,8 +23,8 @@ from cortex.http.server.server import AdmitHead, Handler, Response, Server
 from cortex.http.ticker import Ticker
 from cortex.http.upstream.faults import UpstreamFault
 from cortex.http.upstream.pool import Pool
-from cortex.wire.error_encoding import envelope
-from cortex.wire.errors import CortexError, Family
+from cortex.wire.error_encoding import OPENAI
+from cortex.wire.errors import CortexError
 
 from ..waiting import WAIT_S
 
@@ -187,7 +187,7 @@ class RecordingObserver:
 
 
 def reject(error: CortexError, path: bytes) -> Response:
-    body = json.dumps(envelope(error, Family.OPENAI)).encode()
+    body = json.dumps(OPENAI.envelope(error)).encode()
     return Response(error.status, ((b"content-type", b"application/json"),), body)
 
 

@@ -30,7 +30,6 @@ from cortex.wire.errors import (
     RateLimitExceeded,
 )
 from cortex.wire.fields.raw_fields import replace_fields
-from cortex.wire.node.protocol import Dialect
 from cortex.wire.packed_request import PackedRequest, unpack
 
 LONG = "x" * LARGE_BYTES
@@ -55,7 +54,7 @@ async def parser() -> AsyncIterator[BodyParser]:
 
 @pytest.mark.parametrize("text", ["short", LONG], ids=["here", "elsewhere"])
 async def test_request_is_parsed_packed_and_translated(parser: BodyParser, text: str) -> None:
-    dialects: list[Dialect] = ["openai_chat", "openai_responses", "anthropic_messages"]
+    dialects = ["openai_chat", "openai_responses", "anthropic_messages"]
     for dialect in dialects:
         expected = DIALECTS[dialect].parse(body(text))
         packed = await parser.parse(dialect, body(text), CLIENT)
@@ -137,7 +136,7 @@ async def test_relayed_body_reads_the_same_here_and_elsewhere(
     parser: BodyParser, text: str, fields: dict[str, Any]
 ) -> None:
     sent = body(text, prompt=["a", "b"], **fields)
-    dialects: list[Dialect] = ["openai_chat", "openai_completions", "openai_responses", "anthropic_messages"]
+    dialects = ["openai_chat", "openai_completions", "openai_responses", "anthropic_messages"]
     for dialect in dialects:
         for generates in (True, False):
             here = envelopes.read_relayed(sent, dialect, generates=generates, strip_billing=True)

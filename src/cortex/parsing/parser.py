@@ -21,7 +21,6 @@ from cortex.parsing.functions import Parsed, ParsedText, ReadEvent
 from cortex.parsing.items import StoredTexts
 from cortex.parsing.picture_urls import PictureUrl
 from cortex.wire.errors import BodyTooLarge, Overloaded, PreparationLimitExceeded, RateLimitExceeded
-from cortex.wire.node.protocol import Dialect
 from cortex.wire.packed_request import PackedRequest
 from cortex.wire.pooling.request import PoolingRequest
 from cortex.wire.preset import Preset
@@ -64,7 +63,7 @@ class BodyParser:
 
     async def parse(
         self,
-        dialect: Dialect,
+        dialect: str,
         body: bytes,
         client: str,
         *,
@@ -78,7 +77,7 @@ class BodyParser:
         return _packed(await self._parse(functions.parse_request, *arguments, body=body, client=client))
 
     async def translate(
-        self, dialect: Dialect, body: bytes, model: str, client: str, *, tenant: bytes = b""
+        self, dialect: str, body: bytes, model: str, client: str, *, tenant: bytes = b""
     ) -> tuple[GenerateRequest, ServerBody]:
         """The head of an inference request, and the request for `model` in OpenAI chat, without a limit of tokens and
         with `tenant` as its salt if that is given."""
@@ -101,7 +100,7 @@ class BodyParser:
         return await self._parse(functions.write_server_body, path, without, access, body=body, client=client)
 
     async def read_relayed(
-        self, dialect: Dialect, body: bytes, client: str, *, generates: bool, strip_billing: bool
+        self, dialect: str, body: bytes, client: str, *, generates: bool, strip_billing: bool
     ) -> RelayedBody:
         """A body that is relayed, read in another process."""
         reply = await self._call(functions.read_relayed, dialect, generates, strip_billing, body=body, client=client)
@@ -109,7 +108,7 @@ class BodyParser:
         return RelayedBody(found, envelope_of(found, reply.facts, reply.spans), reply.is_stripped)
 
     async def read_preset(
-        self, dialect: Dialect, body: bytes, client: str, *, generates: bool, is_opaque: bool, preset: Preset
+        self, dialect: str, body: bytes, client: str, *, generates: bool, is_opaque: bool, preset: Preset
     ) -> RelayedBody:
         """A body that was read before, with what the model's name adds to it."""
         fields = {name: getattr(preset, name) for name in Preset.__struct_fields__}

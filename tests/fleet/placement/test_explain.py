@@ -12,8 +12,7 @@ from cortex.fleet.placement.feasibility import Feasibility
 from cortex.fleet.placement.place import place
 from cortex.fleet.placement.search import search
 from cortex.fleet.topology import Abilities
-from cortex.wire.error_encoding import envelope
-from cortex.wire.errors import Family
+from cortex.wire.error_encoding import OPENAI
 from cortex.wire.node.protocol import ModelState
 
 NOW = 10_000.0
@@ -102,7 +101,7 @@ def test_rejection_maps_to_status_and_code(
     assert (error.status, error.code) == (status, code)
     with pytest.raises(type(error), match=words):
         raise error
-    assert envelope(error, Family.OPENAI)["error"]["nodes"][0]["node"] == "n"
+    assert OPENAI.envelope(error)["error"]["nodes"][0]["node"] == "n"
     assert (error.retry_after_s == DRAINING_RETRY_S) == (code == "draining")
 
 

@@ -16,7 +16,7 @@ from cortex.gateway.dispatch.nodes.poller import FOREIGN_DIALECTS
 from cortex.gateway.ledger.keys import generate
 from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest
 from cortex.gateway.proxy.outgoing_body import MOST_UNASKED_TOKENS, OutgoingBody, choice_limit
-from cortex.gateway.proxy.routes import CHAT, MESSAGES, InferenceRoute
+from cortex.gateway.proxy.routes import CHAT, ROUTES, InferenceRoute
 from cortex.parsing import envelope as envelopes
 from cortex.parsing.parser import BodyParser
 from cortex.wire.errors import InvalidValue
@@ -124,7 +124,7 @@ def picture_body(route: InferenceRoute, url: str, num_padding: int = 0) -> bytes
     return msgspec.json.encode({"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": content}]})
 
 
-@pytest.mark.parametrize("route", [CHAT, MESSAGES], ids=["relayed", "translated"])
+@pytest.mark.parametrize("route", [CHAT, ROUTES[b"/v1/messages"]], ids=["relayed", "translated"])
 def test_foreign_server_gets_no_address_of_a_picture(route: InferenceRoute) -> None:
     body = outgoing(route, picture_body(route, "https://10.0.0.1/x.png"))
     assert body.choose(lease(is_ours=True))

@@ -28,9 +28,8 @@ from cortex.parsing.cost import is_edited_elsewhere, is_read_elsewhere
 from cortex.parsing.envelope import Envelope, RelayedBody
 from cortex.system.tasks import run_once
 from cortex.telemetry.spans import Span
-from cortex.wire import error_encoding
 from cortex.wire.dialects.anthropic_messages import BILLED
-from cortex.wire.errors import CortexError, Family, InvalidAPIKey, ShuttingDown, shorten
+from cortex.wire.errors import CortexError, InvalidAPIKey, ShuttingDown, shorten
 from cortex.wire.fields.body import check_content_type
 from cortex.wire.pooling.parse import names_model, only_model, with_model
 from cortex.wire.preset import Preset
@@ -85,7 +84,7 @@ class Inference:
             key = services.admission.authenticate(request)
             content_type, is_from_page = headers.get(b"content-type"), b"origin" in headers
             # Ollama's clients do not declare their bodies, and web pages always send their origin.
-            if content_type != _JSON and (is_from_page or route.family is not Family.OLLAMA):
+            if content_type != _JSON and (is_from_page or route.family.declares_bodies):
                 check_content_type((content_type or b"").decode("latin-1"), required=is_from_page)
             if route.may_lack_model and not names_model(request.body):
                 request.body = with_model(request.body, self._only_model(request, route, key))
@@ -307,7 +306,7 @@ class Inference:
                 node="",
                 dialect=route.dialect,
                 path=route.path,
-                status=error_encoding.status(error, route.family),
+                status=route.family.status(error),
                 outcome="rejected",
                 error_code=error.code,
                 error_message=error.message,

@@ -243,7 +243,7 @@ class OutgoingBody:
             body = served.with_fields(self._fields.written(limit))
         else:
             body = served.with_fields({} if limit is None else {"max_tokens": limit})
-        response_id = self._route.codec.ID_PREFIX + self._request.id.decode().removeprefix("req_")
+        response_id = self._route.codec.id_prefix + self._request.id.decode().removeprefix("req_")
         if self._keeper is not None and self._keeper.kept is not None:
             request, response_id = self._keeper.kept.described(request), self._keeper.kept.id
         name, show = self._request.envelope.facts.model, partial(shown_to, self._admitted.key)

@@ -237,7 +237,7 @@ class ProxyRequest:
 
     def _tell(self, wait_s: float) -> None:
         """A node wakes for the request: a client that streams learns how long that takes."""
-        if self._relay is not None and self._accounting.stream and self.route.codec.CONTENT_TYPE == sse.CONTENT_TYPE:
+        if self._relay is not None and self._accounting.stream and self.route.codec.content_type == sse.CONTENT_TYPE:
             self._relay.comment(b": a node is waking up, which takes about %d s\n\n" % round(wait_s))
 
     def _loading_note(self) -> bytes:

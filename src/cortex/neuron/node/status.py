@@ -14,6 +14,7 @@ from cortex.neuron.node.library import KnownModel
 from cortex.neuron.node.loading.loader import Estimate, Inspection
 from cortex.neuron.node.memory.host_budget import can_sleep
 from cortex.neuron.worker.discovery import Inventory
+from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import CortexError
 from cortex.wire.node.bench import BenchResult
 from cortex.wire.node.load_options import SamplingDefaults
@@ -63,6 +64,7 @@ def describe_node(
         max_devices_per_model=len(inventory.devices),
         can_sleep=can_sleep(sleep_mb, inventory.devices),
         harnesses=harnesses,
+        dialects=tuple(DIALECTS),
         group_harnesses=group_harnesses,
     )
 

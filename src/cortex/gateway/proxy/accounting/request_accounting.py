@@ -310,7 +310,7 @@ class RequestAccounting:
             "cortex.outcome": self._result(outcome),
             "cortex.attempts": self.num_attempts,
             MODEL: self.admitted.model,
-            OPERATION: operation_name(self.route.dialect if self.route.generates else self.route.need),
+            OPERATION: self.route.codec.operation if self.route.generates else operation_name(self.route.need),
             STATUS_CODE: self.status,
         }
         if usage is not None:

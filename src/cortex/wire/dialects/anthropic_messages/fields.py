@@ -14,6 +14,7 @@ from cortex.wire.fields.tables.table import (
     rejected,
     tolerated,
 )
+from cortex.wire.preset import JsonFields, PresetFields, ReasoningEffort, object_in, write
 
 _TOOLS = [{"name": "weather", "input_schema": {"type": "object"}}]
 
@@ -72,3 +73,18 @@ BLOCKS = (
     Kind("redacted_thinking", Treatment.TOLERATED, "encrypted for the vendor's models"),
 )
 """Types of content blocks. Others are rejected."""
+
+
+def _write_reasoning(fields: JsonFields, effort: ReasoningEffort) -> None:
+    write(fields, "thinking", {"type": "disabled"} if effort == "none" else {"type": "adaptive"})
+    if effort != "none":
+        known = "low" if effort == "minimal" else effort
+        write(fields, "output_config", {**object_in(fields, "output_config"), "effort": known})
+
+
+PRESET = PresetFields(
+    names={"stop": "stop_sequences", "max_completion_tokens": "max_tokens"},
+    system="system",
+    has_messages=True,
+    write_reasoning=_write_reasoning,
+)

@@ -7,28 +7,18 @@ from typing import Any
 
 import msgspec
 
-from cortex.wire.dialects.llama_cpp_infill.fields import FIELDS as FIELDS
-from cortex.wire.dialects.openai_chunks import stream_error as stream_error
-from cortex.wire.dialects.openai_chunks import timings_body
+from cortex.wire.dialects.dialect import Dialect
+from cortex.wire.dialects.llama_cpp_infill.fields import FIELDS
+from cortex.wire.dialects.openai_chunks import stream_error, timings_body
 from cortex.wire.error_encoding import from_code
-from cortex.wire.errors import Family
 from cortex.wire.events import AnyEvent, Failure, Finish, ReasoningDelta, TextDelta
 from cortex.wire.fields.body import LARGEST_COUNT, Fields
 from cortex.wire.fields.sampling import read_sampling
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import GenerateRequest, Reasoning, Text
 from cortex.wire.response import gather
-from cortex.wire.sse import COMMENT, frame
-from cortex.wire.sse import CONTENT_TYPE as CONTENT_TYPE
+from cortex.wire.sse import frame
 from cortex.wire.tenant import read_tenant
-
-PATH = "/infill"
-CONVERSATION = ("input_prefix", "prompt", "input_suffix")
-PICTURE_MARKS = ()
-CLIENT_FIELDS: dict[str, str] = {"prompt": "input_prefix", "suffix": "input_suffix"}
-FAMILY = Family.OPENAI
-ID_PREFIX = "infill-"
-KEEPALIVE = COMMENT
 
 
 def read_facts(fields: Fields) -> RequestSummary:
@@ -37,11 +27,6 @@ def read_facts(fields: Fields) -> RequestSummary:
     return RequestSummary(
         fields.model(), fields.flag("stream") or False, limit if limit is not None and limit >= 0 else None, 1
     )
-
-
-def pictures(fields: Fields) -> tuple[str, ...]:  # noqa: ARG001 - as the other dialects
-    """What is filled in is text."""
-    return ()
 
 
 def parse(body: bytes) -> GenerateRequest:
@@ -107,3 +92,20 @@ def _end(text: str, finish: Finish, model: str) -> dict[str, Any]:
         "truncated": False,
         "timings": timings_body(usage, finish.timing),
     }
+
+
+DIALECT = Dialect(
+    name="llama_cpp_infill",
+    path="/infill",
+    fields=FIELDS,
+    conversation=("input_prefix", "prompt", "input_suffix"),
+    read_facts=read_facts,
+    parse=parse,
+    new_encoder=Encoder,
+    fold=fold,
+    stream_error=stream_error,
+    id_prefix="infill-",
+    spoken_by="harnesses",
+    is_chat=False,
+    client_fields={"prompt": "input_prefix", "suffix": "input_suffix"},
+)

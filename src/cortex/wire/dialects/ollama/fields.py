@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Final
+
 from cortex.wire.fields.tables.shared import CACHE_SALT
 from cortex.wire.fields.tables.table import FieldTable, content, fact, honoured, limit, rejected, tolerated
+from cortex.wire.preset import JsonFields, PresetFields, ReasoningEffort, write
 
 _OPTIONS = (
     limit("options.num_predict", 9, "-1 and -2: no limit; 0 computes the prompt alone"),
@@ -72,3 +76,23 @@ GENERATE = FieldTable(
         rejected("context", [1], "earlier turns are not sent as tokens; send them to /api/chat", []),
     ),
 )
+
+_THINK: Final = {"none": False, "minimal": "low", "xhigh": "max"}
+
+
+def _write_reasoning(fields: JsonFields, effort: ReasoningEffort) -> None:
+    write(fields, "think", _THINK.get(effort, effort))
+
+
+CHAT_PRESET = PresetFields(
+    names={
+        "max_tokens": "num_predict",
+        "max_completion_tokens": "num_predict",
+        "repetition_penalty": "repeat_penalty",
+        "repetition_window": "repeat_last_n",
+    },
+    options=OPTIONS,
+    has_messages=True,
+    write_reasoning=_write_reasoning,
+)
+GENERATE_PRESET = dataclasses.replace(CHAT_PRESET, system="system", has_messages=False)

@@ -14,6 +14,7 @@ from cortex.wire.fields.tables.table import (
     rejected,
     tolerated,
 )
+from cortex.wire.preset import JsonFields, PresetFields, ReasoningEffort, write
 
 _WEATHER = {"name": "weather", "parameters": {"type": "object"}}
 _TOOLS = [{"type": "function", "function": _WEATHER}]
@@ -70,3 +71,12 @@ TOOLS = (
     Kind("custom", Treatment.HONOURED, "free text; a grammar is shown to the model and not enforced"),
 )
 """Types of tools. Others run on the vendor's servers."""
+
+
+def _write_reasoning(fields: JsonFields, effort: ReasoningEffort) -> None:
+    for other in ("enable_thinking", "thinking_budget_tokens"):
+        fields.pop(other, None)
+    write(fields, "reasoning_effort", effort)
+
+
+PRESET = PresetFields(has_messages=True, write_reasoning=_write_reasoning)

@@ -8,17 +8,17 @@ from typing import Any
 
 import msgspec
 
+from cortex.wire.dialects.dialect import Dialect
 from cortex.wire.dialects.openai_chunks import (
     SYSTEM_FINGERPRINT,
     ChunkEncoder,
     prompt_logprobs_body,
+    stream_error,
     timings_body,
     usage_body,
 )
-from cortex.wire.dialects.openai_chunks import stream_error as stream_error
-from cortex.wire.dialects.openai_completions.fields import FIELDS as FIELDS
+from cortex.wire.dialects.openai_completions.fields import FIELDS
 from cortex.wire.error_encoding import from_code
-from cortex.wire.errors import Family
 from cortex.wire.events import (
     AnyEvent,
     Failure,
@@ -43,20 +43,11 @@ from cortex.wire.fields.sampling import (
     read_stream_options,
     read_truncation,
 )
+from cortex.wire.preset import PresetFields
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import GenerateRequest, Prompt, Reasoning, Text
 from cortex.wire.response import ResponseChoice, gather, total_usage
-from cortex.wire.sse import COMMENT
-from cortex.wire.sse import CONTENT_TYPE as CONTENT_TYPE
 from cortex.wire.tenant import read_tenant
-
-PATH = "/v1/completions"
-CONVERSATION = ("prompt",)
-PICTURE_MARKS = ()
-CLIENT_FIELDS: dict[str, str] = {}
-FAMILY = Family.OPENAI
-ID_PREFIX = "cmpl-"
-KEEPALIVE = COMMENT
 
 
 def read_facts(fields: Fields) -> RequestSummary:
@@ -65,11 +56,6 @@ def read_facts(fields: Fields) -> RequestSummary:
     if (num_prompts := fields.num_prompts("prompt")) > MAX_PROMPTS:
         raise fields.invalid("prompt", f"a request may have at most {MAX_PROMPTS} prompts; send fewer")
     return RequestSummary(fields.model(), fields.flag("stream") or False, max_tokens, n * num_prompts)
-
-
-def pictures(fields: Fields) -> tuple[str, ...]:  # noqa: ARG001 - as the other dialects
-    """A prompt is text."""
-    return ()
 
 
 def parse(body: bytes) -> GenerateRequest:
@@ -266,3 +252,20 @@ def _top_body(token: TokenLogprob) -> dict[str, float | None] | None:
     if token.logprob is None:
         return None
     return {**{other.token: other.logprob for other in token.top}, token.token: token.logprob}
+
+
+DIALECT = Dialect(
+    name="openai_completions",
+    path="/v1/completions",
+    fields=FIELDS,
+    conversation=("prompt",),
+    read_facts=read_facts,
+    parse=parse,
+    new_encoder=Encoder,
+    fold=fold,
+    stream_error=stream_error,
+    id_prefix="cmpl-",
+    spoken_by="servers",
+    is_chat=False,
+    preset=PresetFields(names={"max_completion_tokens": "max_tokens"}),
+)

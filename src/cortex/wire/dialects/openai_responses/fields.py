@@ -14,6 +14,7 @@ from cortex.wire.fields.tables.table import (
     rejected,
     tolerated,
 )
+from cortex.wire.preset import JsonFields, PresetFields, ReasoningEffort, object_in, write
 
 _TOOLS = [{"type": "function", "name": "weather", "parameters": {"type": "object"}}]
 
@@ -104,3 +105,14 @@ ITEMS = (
 
 ITEMS_OF_GATEWAYS = (Kind("item_reference", Treatment.HONOURED, "by a gateway, which puts the stored item there"),)
 """Types of input items that only a gateway accepts."""
+
+
+def _write_reasoning(fields: JsonFields, effort: ReasoningEffort) -> None:
+    write(fields, "reasoning", {**object_in(fields, "reasoning"), "effort": effort})
+
+
+PRESET = PresetFields(
+    names={"max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens"},
+    system="instructions",
+    write_reasoning=_write_reasoning,
+)

@@ -109,5 +109,6 @@ class DrawGraphs:
             log.info("draws of %d rows run one operation at a time: they cannot be captured as a graph", len(logits))
             self._is_given_up = True
             return False
+        captured.replay_first(len(logits))
         self._captured[len(logits), kind] = captured
         return True

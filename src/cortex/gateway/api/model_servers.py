@@ -30,7 +30,8 @@ from cortex.wire.node.model_log import ModelLog
 T = TypeVar("T")
 
 _MAX_LINES = 10**15
-_FOLLOW_S = 1.0
+FOLLOW_S = 1.0
+"""How often a stream of logs continues."""
 _MAX_PENDING = 10_000
 """Events that a client has not read."""
 _TEXT = ((b"content-type", b"text/plain; charset=utf-8"), (b"cache-control", b"no-cache"))
@@ -46,7 +47,10 @@ class ModelServerRoutes:
         metering: Metering,
         deferred: DeferredResponses,
         event_log: EventLog,
+        *,
+        follow_s: float = FOLLOW_S,
     ) -> None:
+        self._follow_s = follow_s
         self._event_log = event_log
         self._tasks = OwnedTasks()
         self._dispatcher = dispatcher
@@ -98,7 +102,7 @@ class ModelServerRoutes:
             while not exchange.closed:
                 self._metering.meter.authenticate_operator(exchange.request)
                 if exchange.paused:  # it has not read what it got; nodes keep the rest
-                    await asyncio.sleep(_FOLLOW_S)
+                    await asyncio.sleep(self._follow_s)
                     continue
                 texts = [] if name == "upstream" or model is not None else [*pending]
                 pending.clear()
@@ -106,7 +110,7 @@ class ModelServerRoutes:
                     texts.append(await self._output(model, seen))
                 if (text := "".join(texts)) and not exchange.closed:
                     exchange.write(text.encode())
-                await asyncio.sleep(_FOLLOW_S)
+                await asyncio.sleep(self._follow_s)
         except CortexError:
             exchange.finish(keep_alive=False)
         except BaseException:

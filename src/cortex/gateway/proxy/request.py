@@ -284,7 +284,8 @@ class ProxyRequest:
             headers = (*headers, *outgoing_headers.kv_source(lease, services.nodes))
         config = services.config
         for_client = outgoing_headers.for_client(lease, route, admitted, names_node=config.node_header)
-        silence_s = route.silence_s(config.idle_timeout_s, is_stream=accounting.stream)
+        whole_silence_s = services.limits.whole_silence_s
+        silence_s = route.silence_s(config.idle_timeout_s, whole_silence_s, is_stream=accounting.stream)
         when_down_s = silence_s if route.outlasts_polls(lease.abilities) else None
         self._relay.send(
             node.pool, self._body.method, target, headers, body, translation, for_client, silence_s, when_down_s

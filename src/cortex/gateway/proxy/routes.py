@@ -31,8 +31,6 @@ from cortex.wire.requests import GenerateRequest
 UPSTREAM_PATH = b"/upstream/{model}"
 _ANTHROPIC_ID = ANTHROPIC_REQUEST_ID.encode()
 _UPSTREAM_PREFIX = UPSTREAM_PREFIX.encode()
-WHOLE_SILENCE_S = 3600.0
-"""How long a response that is no stream may take, at least: nodes send nothing until all of it is done."""
 JSON_HEADERS = ((b"content-type", b"application/json"),)
 
 
@@ -76,9 +74,9 @@ class InferenceRoute:
         object.__setattr__(self, "may_lack_model", self.path.decode() in MODEL_OPTIONAL)
         object.__setattr__(self, "span_name", f"POST {self.path.decode()}")
 
-    def silence_s(self, idle_timeout_s: float, *, is_stream: bool) -> float:
+    def silence_s(self, idle_timeout_s: float, whole_silence_s: float, *, is_stream: bool) -> float:
         """How long a node that responds to polls may be silent in a response."""
-        return max(idle_timeout_s, WHOLE_SILENCE_S) if self.runs_model and not is_stream else idle_timeout_s
+        return max(idle_timeout_s, whole_silence_s) if self.runs_model and not is_stream else idle_timeout_s
 
     def outlasts_polls(self, abilities: Abilities) -> bool:
         """Whether a node may miss polls because it works for such a request: a foreign server of speech or images may

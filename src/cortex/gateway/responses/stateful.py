@@ -168,7 +168,8 @@ class StatefulInference:
         )
         held_end = None
         if self._store.database.is_shared or facts.conversation_id is not None:
-            held_end = DeferredEnd.of(received.exchange, self._store.max_entry_bytes)
+            max_held_s = self._inference.services.limits.max_held_s
+            held_end = DeferredEnd.of(received.exchange, self._store.max_entry_bytes, max_held_s)
         return StoringKeeper(self._store, kept, _key_id(received), input, stream=facts.stream, held_end=held_end)
 
     async def _referred(self, received: ReceivedRequest, facts: RequestSummary, turn: Turn | None) -> _Referred:

@@ -51,9 +51,9 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "cortex_device_kv_host_bytes": ("Host memory of KV pages that are not on the device.", ("node", "device")),
     "cortex_device_utilisation_ratio": ("How busy the device is, 0 to 1.", ("node", "device")),
     "cortex_device_temperature_celsius": ("Temperature of the device.", ("node", "device")),
-    "cortex_device_watts": ("What the device draws, where the node can read that.", ("node", "device")),
+    "cortex_device_watts": ("Power draw of the device, where the node can read it.", ("node", "device")),
     "cortex_node_watts": (
-        "What devices and processor packages of the node draw, as far as it can read that.",
+        "Power draw of the devices and processor packages that the node can read.",
         ("node",),
     ),
     "cortex_node_asleep": ("1 while the node is suspended.", ("node",)),
@@ -271,7 +271,7 @@ class _RequestMetrics(Collector):
             "cortex_cost", "Cost of tokens by the prices in models.toml, in their currency.", labels=labels
         )
         energy = CounterMetricFamily(
-            "cortex_energy_joules", "What requests drew of devices whose power nodes can read.", labels=labels
+            "cortex_energy_joules", "Energy that requests used on devices whose power nodes can read.", labels=labels
         )
         for account, spend in self.spend.items():
             energy.add_metric(account, spend.energy_mj / 1000)

@@ -72,7 +72,7 @@ class PictureInlining:
             raise invalid(
                 found[-1].param,
                 f"the request names {len(distinct)} pictures by address, at most {section.max_urls} are fetched "
-                "(pictures.max_urls in cortex.toml); send the others themselves",
+                "(pictures.max_urls in cortex.toml); send the others in the request",
             )
         files: dict[str, bytes] = {}
         tasks = [asyncio.create_task(self._fetch(each, section, client, files)) for each in distinct.values()]
@@ -220,7 +220,7 @@ class PictureFetcher:
             headers = ((b"accept", b"image/*"), (b"user-agent", b"cortex"))
             return await pool.fetch(b"GET", address.target.encode(), headers, timeout_s=section.timeout_s)
         except ValueError:
-            raise ForbiddenAddress("it is no valid address") from None
+            raise ForbiddenAddress("its address is invalid") from None
         finally:
             pool.close()
 
@@ -257,11 +257,11 @@ def read_address(url: str, hosts: tuple[str, ...]) -> PictureAddress:
         port = parts.port or 443
         host = (parts.hostname or "").rstrip(".").encode("ascii" if url.isascii() else "idna").decode().lower()
     except ValueError:  # of ports, and of host names that cannot be encoded
-        raise ForbiddenAddress("it is no valid address") from None
+        raise ForbiddenAddress("its address is invalid") from None
     if parts.scheme.lower() != "https":
         raise ForbiddenAddress("only https addresses are fetched")
     if len(url) > _MAX_URL or not url.isprintable() or " " in url or not host:
-        raise ForbiddenAddress("it is no valid address")
+        raise ForbiddenAddress("its address is invalid")
     if parts.username is not None or parts.password is not None:
         raise ForbiddenAddress("it contains a name or a password")
     if hosts and not any(host == name or (name.startswith(".") and host.endswith(name)) for name in hosts):

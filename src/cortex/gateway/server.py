@@ -333,7 +333,7 @@ class Gateway:
         )
         for problem in ended:
             if isinstance(problem, BaseException):
-                log.error("not all was written at the end: %s", problem, exc_info=problem)
+                log.error("closing failed, something may not have been written: %s", problem, exc_info=problem)
         await asyncio.gather(self._database.close(), self._responses_database.close())
         await asyncio.to_thread(self._tracer.close)
         await asyncio.to_thread(self._measured_sizes.write, self.dispatcher.fleet.measured)

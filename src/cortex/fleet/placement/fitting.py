@@ -146,7 +146,7 @@ class Fitting:
                 break
         if found.is_short and found is not wanted and need.contexts is not None:
             tokens = f"{need.contexts.wanted_tokens:,}"
-            reason = f"{found.reason}; a context of {tokens} tokens cannot be had: {wanted.reason}"
+            reason = f"{found.reason}; a context of {tokens} tokens is not possible: {wanted.reason}"
             return msgspec.structs.replace(found, reason=reason)
         return found
 
@@ -353,7 +353,7 @@ def _find_allocation(
     gone = [msgspec.structs.replace(occupant, protection=None) for occupant in occupants]
     allocation = cheapest(gone, lambda device: device.balance_bytes + device.foreign_bytes)
     if allocation is None and host_missing_bytes > 0:
-        return _Finding(Verdict.TOO_SMALL, f"{gib(host_missing_bytes)} of host memory are missing for its weights")
+        return _Finding(Verdict.TOO_SMALL, f"{gib(host_missing_bytes)} more host memory is needed for its weights")
     if allocation is None:
         return _Finding(Verdict.CROWDED, "the device reports less free memory than its models and other programs leave")
     in_the_way = {victim.model_id for victim in allocation.victims}
@@ -490,7 +490,7 @@ def _last_resort(spec: ModelSpec, status: ModelStatus) -> str:
         return ""
     most = splits.splits[-1]
     speed = speed_in_words(most.tokens_per_s, is_measured=splits.is_measured)
-    return f'; with `host_weights = "auto"` up to {gib(most.host_bytes)} of it may lie in host memory, {speed}'
+    return f'; with `host_weights = "auto"` up to {gib(most.host_bytes)} of it may be in host memory, {speed}'
 
 
 def _smaller_form(status: ModelStatus, devices: Sequence[DeviceLedger]) -> str:

@@ -67,7 +67,7 @@ def unfit_for_group(spec: ModelSpec, node: Node | None, *, is_waking: bool = Fal
         )
         return Verdict.WRONG_HARNESS, reason
     if any(member.id == spec.id and member.state is not ModelState.ASLEEP for member in node.members):
-        return Verdict.BLOCKED, "has a member of an earlier start of it, which is being ended"
+        return Verdict.BLOCKED, "still has a member of its previous start, which is being ended"
     return None
 
 

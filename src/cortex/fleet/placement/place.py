@@ -245,7 +245,7 @@ def without_memory(
         return unfit
     failed = Verdict.UNSUPPORTED if held is not None and held.is_unsupported else Verdict.FAILED
     if held is not None and held.is_absent and (origin != "operator" or held.is_unusable) and not _is_other(spec, held):
-        return failed, held.status.reason or "its files are not there"
+        return failed, held.status.reason or "its files are missing"
     if held is not None and held.state is ModelState.FAILED and origin != "operator":
         age_s = now - held.state_since
         if age_s < fleet.rules.retry_failed_after_s:

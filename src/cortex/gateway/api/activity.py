@@ -351,5 +351,5 @@ class HistoryRoutes:
         wanted = query(exchange.request, "window") or "hour"
         window = next((each for each in WINDOWS if each == wanted), None)
         if window is None:
-            raise InvalidValue(f"{shorten(wanted)} is no window; use {' or '.join(WINDOWS)}.", param="window")
+            raise InvalidValue(f"{shorten(wanted)} is not a window; use {' or '.join(WINDOWS)}.", param="window")
         return json_response(self._history.as_json(window))

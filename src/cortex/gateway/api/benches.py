@@ -100,7 +100,7 @@ class BenchRoutes:
             own = [ModelOnNode(here.name, model) for here in ready if here.takes_orders]
             if not own:
                 names = ", ".join(here.name for here in ready)
-                raise ModelUnsupported(f"{model} is served by {names}, which is no neuron: it cannot be measured.")
+                raise ModelUnsupported(f"{model} is served by {names}, which is not a neuron: it cannot be measured.")
             return own
         chosen = self._operator.load(model, node).node
         assert chosen is not None, "a load that is not rejected has a node"

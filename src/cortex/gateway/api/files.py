@@ -263,7 +263,7 @@ class FileRoutes:
             check_name(wanted.model, "model")
             match = _HUB_ID.fullmatch(known_repository(wanted.model) or wanted.model)
             if match is None:
-                what = f"{shorten(wanted.model)} is no model of this gateway and no repository of the hub"
+                what = f"{shorten(wanted.model)} is neither a model of this gateway nor a repository of the hub"
                 raise ModelNotFound(f"{what}, whose names are OWNER/NAME.", param="model") from None
             quant = wanted.quant or match["quant"]
             source = match["name"] + (match["revision"] or "")

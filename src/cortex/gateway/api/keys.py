@@ -243,8 +243,8 @@ class KeyRoutes:
     def _check_in_database(self, key: KeySection) -> None:
         if key.id in self._metering.in_force.file_ids:
             raise ManagedByFile(
-                f"The key `{key.name}` is in the configuration file, which wins over the database: change it there, "
-                "with `cortex keys change` or `cortex keys remove` and `--config`."
+                f"The key `{key.name}` is in the configuration file, which takes precedence over the database: "
+                "change it there, with `cortex keys change` or `cortex keys remove` and `--config`."
             )
 
     def _group_in_database(self, name: str) -> GroupSection:
@@ -268,7 +268,7 @@ class KeyRoutes:
         try:
             await self._refresh()
         except StoreError as error:  # the response says so; the gateway goes on looking for changes
-            log.error("keys were changed in the database, and are not in force here yet: %s", error)
+            log.error("keys were changed in the database but are not in force here yet: %s", error)
         return result
 
     async def _counters(self) -> Mapping[str, Counters]:

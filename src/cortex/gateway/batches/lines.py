@@ -152,7 +152,7 @@ def _checked_body(raw: Raw) -> _Body:
         raise InvalidValue("body.stream: results of a batch are not streamed; leave it out.", param="body.stream")
     for name in _STATEFUL:
         if bytes(getattr(body, name)) not in _UNUSED:
-            raise InvalidValue(f"body.{name}: lines of a batch have no state; leave it out.", param=f"body.{name}")
+            raise InvalidValue(f"body.{name}: lines of a batch are stateless; leave it out.", param=f"body.{name}")
     return body
 
 

@@ -233,7 +233,7 @@ class BatchRunner:
                 self._runs[batch.id] = run
                 await self._drive(run)
         except Lost:
-            log.warning("batch %s is run by another gateway now", batch.id)
+            log.warning("another gateway runs batch %s now", batch.id)
         except asyncio.CancelledError:
             if run is not None:
                 with contextlib.suppress(StoreError, Lost):
@@ -273,7 +273,7 @@ class BatchRunner:
             await self._fail(batch, [_problem(problem.code, problem.message)])
             return None
         except FileNotFoundError:
-            await self._fail(batch, [_problem("file_not_found", "The input file is not there any more.")])
+            await self._fail(batch, [_problem("file_not_found", "The input file no longer exists.")])
             return None
         run = _BatchRun(batch, file, BatchResults(self._files, batch, self._owner))
         invalid = [line for line in read if isinstance(line, InvalidLine)]
@@ -325,7 +325,7 @@ class BatchRunner:
                 continue
             except OSError as problem:
                 if not is_disk_full:
-                    log.error("results of batch %s wait: they cannot be written (%s)", run.batch.id, problem)
+                    log.error("results of batch %s cannot be written yet: %s", run.batch.id, problem)
                 is_disk_full = True
                 await asyncio.sleep(RENEW_S)
                 continue

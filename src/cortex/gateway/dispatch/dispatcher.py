@@ -145,7 +145,7 @@ class Dispatcher(DispatchView, StateMachine):
         running = sum(self._leases.in_flight_on(node.name).get(model, 0) for node in self.fleet.listing(model))
         if running + self._queues.depths.get(model, 0) >= limit:
             requests = plural(limit, "request", "requests")
-            raise RateLimitExceeded(f"{model} has {requests} already, its limit; try again later.", retry_after_s=1.0)
+            raise RateLimitExceeded(f"{model} already has {requests}, its limit; try again later.", retry_after_s=1.0)
 
     def cancel(self, pending: PendingRequest) -> None:
         """The client disconnected. A load under way continues: other clients may want it."""
@@ -370,7 +370,7 @@ class Dispatcher(DispatchView, StateMachine):
             return
         self._fleet_state.changed(node)
         if not self._fleet_state.reported(node).devices:
-            self._wake(node, "it is not known what it has")
+            self._wake(node, "its models are not known")
 
     @event
     def source_surveyed(self, target: ModelOnNode, source: str, result: ModelStatus | CortexError) -> None:

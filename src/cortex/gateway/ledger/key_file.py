@@ -131,7 +131,7 @@ class KeyFile:
         if not found:
             raise UnknownKey(
                 f"{self.path} has no key {name_or_id}",
-                "see `cortex keys list`; one of the database is changed without --config",
+                "see `cortex keys list`; leave out --config for a key in the database",
             )
         if len(found) > 1:
             ids = ", ".join(section.id for section in found)
@@ -152,7 +152,7 @@ class KeyFile:
         return shorter
 
     def _not_editable(self, name: str) -> KeyFileError:
-        return KeyFileError(f"the table of {name} in {self.path} cannot be edited by program", "edit it by hand")
+        return KeyFileError(f"the table of {name} in {self.path} cannot be edited automatically", "edit it by hand")
 
     def _replace(self, text: str) -> None:
         """Replace the contents of the file atomically and durably; its mode and its owner stay, and so does a link to

@@ -76,7 +76,9 @@ class UnwrittenUsage:
     def save(self, usage: Mapping[Slot, Counts], claim: Claim) -> None:
         """Keep `usage`. Raises OSError."""
         private_file.write(self._path, msgspec.json.encode(_Unwritten(claim, list(usage.items()))))
-        log.warning("usage that the database did not take is in %s and is written at the next start", self._path)
+        log.warning(
+            "usage that could not be written to the database is in %s and is written at the next start", self._path
+        )
 
     def recover(self, store: Store) -> None:
         """Write what was kept, if anything. Raises `StoreError`, and then it stays kept."""

@@ -120,7 +120,9 @@ class Sessions:
             private_file.write(self._path, secret)
             return self._existing() or secret  # another process may have written it at the same time
         except OSError as problem:
-            log.warning("sign-ins to the page end with this process: cannot use %s", about(str(self._path), problem))
+            log.warning(
+                "sign-ins to the page will not survive a restart: cannot use %s", about(str(self._path), problem)
+            )
             return secrets.token_bytes(_SECRET_BYTES)
 
     def _existing(self) -> bytes | None:

@@ -81,7 +81,7 @@ class Conversations:
         try:
             found = msgspec.json.decode(body, type=_Conversation)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
-            raise InvalidValue(f"The body is no conversation: {problem}") from problem
+            raise InvalidValue(f"The body is not a conversation: {problem}") from problem
         if found.id != name or len(name) > _MAX_ID:
             raise InvalidValue("The id in the body is not the one in the path.", param="id")
 

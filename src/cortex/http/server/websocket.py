@@ -135,7 +135,7 @@ class WebSocket(SwitchedConnection):
             if now - self._pinged_at > limits.stall_s:
                 self.transport.abort()
         elif now - self._asked_at > MAX_IDLE_S and self.is_idle:
-            self.close(CloseCode.GOING_AWAY, "no request for a long time; connect again")
+            self.close(CloseCode.GOING_AWAY, "the connection was idle for too long; connect again")
         elif now - self._heard_at > PING_S and not self.is_full:
             self._pinged_at = now
             self.transport.write(encode(Opcode.PING, b""))

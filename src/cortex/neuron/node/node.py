@@ -296,7 +296,7 @@ class Node:
         """Idempotent: joins a load in progress. With `wait`, returns when the model is ready or raises why not."""
         model = self._adopt(request)
         if request.wake_only and not self._models.is_in_memory(model.id):
-            raise LoadFailed(f"nothing of {model.id} is on this node any more; load it again")
+            raise LoadFailed(f"nothing of {model.id} is left on this node; load it again")
         if request.member is not None:
             await self._end_other_group(model)
         elif not (request.devices or request.harness or request.wake_only):  # no order of a gateway

@@ -121,7 +121,7 @@ class CreationRoutes:
             await client.upload(digest, body)
         except UpstreamFault as fault:
             self._upload_node = ""
-            raise UpstreamUnavailable(f"Node {client.name} did not take the upload: {fault}") from fault
+            raise UpstreamUnavailable(f"Node {client.name} did not accept the upload: {fault}") from fault
         except CortexError:  # its disk may be full
             self._upload_node = ""
             raise
@@ -135,7 +135,7 @@ class CreationRoutes:
                 if all([await self._nodes[name].has_upload(digest) for digest in digests]):
                     return self._nodes[name]
             except UpstreamFault as fault:
-                log.debug("%s was not asked for uploads: %s", name, fault)
+                log.debug("%s cannot list its uploads: %s", name, fault)
         return None
 
     def _begin_create(self, exchange: Exchange) -> None:
@@ -263,7 +263,7 @@ def _converted(template: str, own_template: str) -> str | None:
         return to_jinja(template)
     except TemplateProblem as problem:
         raise InvalidValue(
-            f"This TEMPLATE cannot be converted: {problem}. What can be is {SUPPORTED}. Without TEMPLATE, the model is "
+            f"This TEMPLATE cannot be converted: {problem}. Supported are {SUPPORTED}. Without TEMPLATE, the model is "
             "prompted with the template of its files.",
             param="template",
         ) from problem

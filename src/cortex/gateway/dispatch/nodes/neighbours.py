@@ -65,7 +65,7 @@ class Neighbours:
             try:
                 found.append(self._nodes[name].as_neighbour(repository))
             except OSError as error:
-                log.warning("%s cannot be asked for files: %s", name, error)
+                log.warning("%s is left out as a source of files: %s", name, error)
         return tuple(found)
 
     def _repository(self, fleet: Fleet, model: str, source: str | None) -> str | None:

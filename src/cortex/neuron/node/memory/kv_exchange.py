@@ -156,7 +156,7 @@ class KvExchange:
                     num_bytes = await self._receive(prompt, own, source)
         except TimeoutError:
             if is_asked:
-                self._avoid(source, "it did not send them before the prompt would have been computed")
+                self._avoid(source, "computing the prompt would have been faster")
             return 0
         if num_bytes:
             for worker in self._workers:
@@ -216,7 +216,7 @@ class KvExchange:
 
     def _avoid(self, source: Neighbour, reason: str) -> None:
         """Also called on threads."""
-        log.warning("no KV blocks from %s, which is not asked again for %.0f s: %s", source.name, AVOID_S, reason)
+        log.warning("no KV blocks from %s, not used again for %.0f s: %s", source.name, AVOID_S, reason)
         self._avoided_until_s[source.url] = time.monotonic() + AVOID_S
 
 

@@ -104,7 +104,7 @@ class ReplicaDemand:
     def _publish(self, model: KnownModel, num_replicas: int) -> None:
         before, self._num_replicas[model.id] = self._num_replicas.get(model.id, model.replicas), num_replicas
         if num_replicas != before:  # added, idle, lost, or unloaded because another load needed the memory
-            log.info("%s: %s, %d before", model.id, plural(num_replicas, "replica"), before)
+            log.info("%s: %s instead of %d", model.id, plural(num_replicas, "replica"), before)
             self._on_changed(model.id)
 
     def _adjust(self, model: KnownModel, instance: Instance, replicas: ReplicatedHost) -> None:

@@ -122,7 +122,7 @@ class CommandHost:
     _server: ServerProcess | None = None
     _sink: ModelSink | None = None
     _port: int = 0
-    _last_check: str = "no check has ended"
+    _last_check: str = "no check has finished"
     """The outcome of the last health check."""
     _kill_reason: str | None = None
     _watch: asyncio.Task[None] | None = None
@@ -134,7 +134,7 @@ class CommandHost:
 
     def __post_init__(self) -> None:
         silence_s = self.entry.silence_timeout_s
-        reason = f"nothing of it has arrived for {silence_s:g} s"
+        reason = f"its server has sent nothing for {silence_s:g} s"
         self._silence = SilenceWatch(silence_s, lambda: self.end_if_hung(reason))
 
     @property
@@ -181,7 +181,7 @@ class CommandHost:
 
     async def _start(self, sink: ModelSink, *, is_last: bool) -> bool:
         """Returns when the server is healthy; False: another program took its port first. Raises LoadRejected."""
-        port, self._last_check = self.choose_port(), "no check has ended"
+        port, self._last_check = self.choose_port(), "no check has finished"
         self._port = port
         name = f"{self.model_id} ({self.entry.name})"
         server = self._server = await ServerProcess.start(

@@ -67,8 +67,8 @@ class ConfigurationFiles:
         return config, self.read_catalogue(config)
 
     def read_catalogue(self, config: Config) -> Catalogue:
-        """The catalogue, with the models that were created. The operator's names must stand for something; an entry
-        that was created and does not is served with an error. Raises SettingsError."""
+        """The catalogue, with the created models. The operator's entries must be valid; a created entry that is not is
+        served with an error. Raises SettingsError."""
         catalogue = load_catalogue(config, self.path)
         names = [section.name for section in config.neurons]
         is_known = config.discovery.dns is None  # otherwise nodes have names that are found later

@@ -36,7 +36,7 @@ class _BenchOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     force: bool = False
     reload: bool = True
     wait: bool = True
-    """Respond when all is measured; otherwise at once, with the job."""
+    """Respond when everything is measured; otherwise at once, with the job."""
 
 
 class BenchRoutes:
@@ -72,7 +72,7 @@ class BenchRoutes:
         return None
 
     async def close(self) -> None:
-        """Stop watching; nodes finish without us."""
+        """Stop watching; nodes finish by themselves."""
         await self._tasks.cancel()
 
     def _start(self, model: str, order: _BenchOrder, by: str) -> Job:

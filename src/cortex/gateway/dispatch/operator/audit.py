@@ -20,14 +20,15 @@ FLUSH_S = 1.0
 EXPIRE_S = 600.0
 """How often entries that are too old are deleted."""
 MAX_WAITING = 10_000
-"""Entries that wait in memory for the database; the oldest ones beyond it are lost."""
+"""Entries that may wait in memory for the database; older ones beyond it are lost."""
 MAX_ENTRIES = 1_000_000
 """The oldest entries beyond it are deleted, so that no key can fill the disk."""
 MAX_REJECTED = 100_000
-"""The oldest of rejected requests beyond it are deleted first, so that no key without rights can push out the changes
-of others."""
+"""The oldest rejected requests beyond it are deleted first, so that no key without rights can displace the changes of
+others."""
 MAX_WITHOUT_KEY = 20_000
-"""The same for what failed without a valid key, as sign-ins do: unauthenticated clients push out no records of keys."""
+"""The same for failures without a valid key, such as sign-ins, so that unauthenticated clients displace no records of
+keys."""
 MAX_SIGN_INS = 100_000
 """The same for sign-ins, which every key may make as often as it likes."""
 SIGN_IN_ACTIONS = ("POST /session", "GET /session/callback", "HEAD /session/callback")
@@ -81,7 +82,7 @@ class AuditEntry(msgspec.Struct, frozen=True):
 
     at_ms: int
     key_id: str
-    """Empty: there is no key, on an open gateway, for a failed sign-in, a change of the configuration file or a command
+    """Empty without a key: on an open gateway, for a failed sign-in, a change of the configuration file, or a command
     that writes to the database."""
     key_name: str
     client: str
@@ -89,7 +90,7 @@ class AuditEntry(msgspec.Struct, frozen=True):
     action: str
     """Method and path, such as `POST /fleet/models/small/unload`."""
     detail: str
-    """The body of the request, shortened; for a sign-in, what came of it."""
+    """The body of the request, shortened; for a sign-in, its outcome."""
     status: int
     """The HTTP status of the response; 0 where there is none."""
 
@@ -145,7 +146,7 @@ class AuditLog:
 
 
 def record_changed_keys(audit: AuditLog, before: Sequence[NamedKey], after: Sequence[NamedKey]) -> None:
-    """Record the keys that a reload of the configuration file has put in or out of force."""
+    """Record the keys that a reload of the configuration file has added or removed."""
     old, new = ({key.id: key for key in keys} for keys in (before, after))
     for change, ids in (
         ("added", new.keys() - old.keys()),

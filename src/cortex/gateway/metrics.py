@@ -86,7 +86,7 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
 def fleet_gauges(
     fleet: Fleet, queue_depths: Mapping[str, int], in_flight: Mapping[ModelOnNode, int]
 ) -> Iterator[GaugeSample]:
-    """Every gauge of every node, device and model that is not cold, and what is kept of cold ones."""
+    """The gauges of every node, device and model that is not cold, and of what nodes keep for cold ones."""
     models = {held.model_id for node in fleet.nodes for held in _not_cold(node)}
     for model, depth in (dict.fromkeys(models, 0) | dict(queue_depths)).items():
         yield GaugeSample("cortex_queue_depth", depth, model=model)
@@ -205,7 +205,7 @@ class KeyTokens:
 
     def __init__(self) -> None:
         self.cost = 0.0
-        """By the prices when each request ended."""
+        """At the prices in force when each request ended."""
         self.prompt = 0
         self.cached = 0
         self.completion = 0

@@ -18,7 +18,7 @@ from cortex.http.server.server import Response
 from cortex.wire.errors import DatabaseUnavailable, InvalidValue, MethodNotAllowed, RouteNotFound
 
 MAX_KEPT = 60
-"""Conversations of one person, as many as the page shows. The oldest ones beyond it are deleted."""
+"""Conversations per person, as many as the page shows. Older ones are deleted."""
 _MAX_ID = 100
 
 SCHEMA = Schema(
@@ -45,7 +45,7 @@ _DELETE = "DELETE FROM page_conversation WHERE owner = ? AND id = ? RETURNING id
 
 
 class _Conversation(msgspec.Struct, frozen=True):
-    """What is read of a conversation; the page knows the rest."""
+    """The fields of a conversation that are read here; the page knows the rest."""
 
     id: str
     changed: int

@@ -1,4 +1,4 @@
-"""What all requests of a gateway share."""
+"""Services that all requests of a gateway share."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ class Services:
     parser: BodyParser
     pictures: PictureInlining
     buffered: Buffered
-    """Request bytes in memory, of clients and of runs in the background."""
+    """Request bytes in memory, of clients and background runs."""
     idle_caps: IdleCaps
-    """How many lines of batches each node may run; interactive requests report how fast they were served."""
+    """Limits the batch lines per node by how fast interactive requests are served."""
     clock: ClassVar = staticmethod(time.monotonic)
-    """Not the loop's, which counts whole milliseconds and stands still during a turn: a request takes less."""
+    """Not the loop's clock, which has a resolution of a millisecond and is constant during a turn: too coarse for a
+    request."""

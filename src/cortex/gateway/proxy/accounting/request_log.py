@@ -20,9 +20,9 @@ FLUSH_S = 1.0
 EXPIRE_S = 600.0
 """How often requests that are too old are deleted."""
 MAX_WAITING = 20_000
-"""Requests that wait in memory for the database; the oldest ones beyond it are lost."""
+"""Requests that may wait in memory for the database; older ones beyond it are lost."""
 MAX_SEARCHED = 500_000
-"""Requests that one reading looks at, some seconds of its thread."""
+"""Requests that one search reads at most, which takes seconds on its thread."""
 _PAGE = 500
 _MANY = 2**53
 _NEVER_S = 1e11
@@ -52,7 +52,7 @@ Matches = Callable[[RequestRecord], bool]
 
 
 class SearchTooLong(Exception):
-    """More than `MAX_SEARCHED` requests were read, and too few of them match."""
+    """`MAX_SEARCHED` requests were read, and too few match."""
 
 
 class RequestLog:
@@ -70,7 +70,7 @@ class RequestLog:
 
     @property
     def retention_days(self) -> int:
-        """0: nothing is written, and requests pass here unseen."""
+        """0 disables the log."""
         return self._retention_days
 
     @retention_days.setter
@@ -89,7 +89,8 @@ class RequestLog:
             await self.flush()
 
     async def flush(self) -> None:
-        """Write what has ended, and delete what is too old. Never raises. Goes on where its caller is cancelled."""
+        """Write completed requests and delete those that are too old. Never raises. Continues if its caller is
+        cancelled."""
         now = self._clock()
         is_due = self.retention_days > 0 and now - self._expired_at >= EXPIRE_S
         if not self._waiting and not is_due:
@@ -108,8 +109,8 @@ class RequestLog:
         key_id: str | None = None,
         request_id: str | None = None,
     ) -> list[RequestRecord]:
-        """The newest `limit` requests that ended in [since, until) and match, newest first; only those of one key or
-        id where it is given, without reading the others. Raises StoreError and SearchTooLong."""
+        """The newest `limit` matching requests that ended in [since, until), newest first. A key or id restricts what
+        is read. Raises StoreError and SearchTooLong."""
         await self.flush()
         wanted = {"key_id": key_id, "request_id": request_id}
         return await self._database.report(
@@ -117,7 +118,7 @@ class RequestLog:
         )
 
     async def forget(self, matches: Matches, *, request_id: str | None = None) -> int:
-        """Delete the requests that match, of one id where it is given; returns how many. Raises StoreError."""
+        """Delete the matching requests, only those of an id if it is given; returns how many. Raises StoreError."""
         await self.flush()
         return await self._database.report(lambda execute: _forget(execute, matches, request_id))
 
@@ -148,7 +149,7 @@ def _read(
     *,
     most: int,
 ) -> list[RequestRecord]:
-    """`wanted`: values of columns; None: any. Raises SearchTooLong after `most` requests."""
+    """`wanted`: values of columns, None for any. Raises SearchTooLong after `most` requests."""
     values = {column: value for column, value in wanted.items() if value is not None}
     statement = _READ.format(where="".join(f" AND {column} = ?" for column in values))
     found: list[RequestRecord] = []

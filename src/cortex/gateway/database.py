@@ -56,7 +56,7 @@ class StoreSettingError(StoreError):
 
 
 class RejectedValue(StoreError):
-    """The database is available, and cannot hold a value: PostgreSQL no text with a NUL character."""
+    """The database is available but cannot store a value: PostgreSQL rejects text with a NUL character."""
 
 
 class Schema(NamedTuple):
@@ -83,7 +83,7 @@ class Driver(Protocol):
     """For messages; contains no secrets."""
     errors: tuple[type[Exception], ...]
     rejections: tuple[type[Exception], ...]
-    """Those of the values, not of the database."""
+    """Errors caused by values, not by the database."""
     style: ParameterStyle
 
     def connect(self, work_s: float = WORK_S) -> DatabaseConnection:
@@ -261,7 +261,7 @@ class Database:
 
     @property
     def exists(self) -> bool:
-        """False for a file that the first use would create."""
+        """False for a file that does not exist yet."""
         return self.is_shared or Path(self.location).exists()
 
     @property
@@ -349,8 +349,8 @@ class Database:
         return result
 
     def run_each(self, works: Sequence[Callable[[Execute], object]]) -> dict[int, Exception]:
-        """Do all of `works` in one transaction, or, if one of them cannot be done, each in its own, so that it takes
-        no other with it. Returns why some were not done, by position: once the database is unavailable, none is."""
+        """Do all of `works` in one transaction or, if one of them fails, each in its own. Returns the errors of those
+        that failed, by position; once the database is unavailable, all the rest fail."""
         try:
             self.run(lambda execute: [work(execute) for work in works])
             return {}
@@ -407,8 +407,8 @@ class Database:
 
 
 class WaitingRows(Generic[T]):
-    """Rows of a table that are written in batches. Those that the database does not take now wait in memory, the newest
-    ones up to a limit. Belongs to the loop."""
+    """Rows that are written in batches. While the database is unavailable they wait in memory, the newest up to a
+    limit. Belongs to the loop."""
 
     def __init__(self, database: Database, add: Callable[[Execute, T], object], max_waiting: int) -> None:
         """`add` writes one row."""
@@ -424,8 +424,8 @@ class WaitingRows(Generic[T]):
         return bool(self._rows) or self._turn.locked()
 
     async def flush(self, then: Callable[[Execute], object] | None = None) -> bool:
-        """Write what waits, and do `then`, after a flush that is under way; returns whether all of it was done. Never
-        raises. Goes on where its caller is cancelled."""
+        """Write the waiting rows and do `then`, after any flush under way; returns whether everything was written.
+        Never raises. Continues if its caller is cancelled."""
         return await asyncio.shield(self._flush(then))
 
     async def _flush(self, then: Callable[[Execute], object] | None) -> bool:
@@ -467,7 +467,7 @@ def _create(execute: Execute, schema: Schema, columns: Callable[[str], set[str]]
 
 
 def is_unavailable(error: Exception) -> bool:
-    """Whether it is of the database, and not of what was to be written."""
+    """Whether the database is at fault, not the value."""
     return isinstance(error, StoreError) and not isinstance(error, RejectedValue)
 
 

@@ -80,7 +80,7 @@ log = logging.getLogger(__name__)
 
 TICK_S = 1.0
 WATCH_KEYS_S = 0.4
-"""How often the database is asked whether keys have changed: they are in force everywhere within a second."""
+"""Interval at which the database is checked for changed keys, which are in force everywhere within a second."""
 
 
 class Gateway:
@@ -101,12 +101,12 @@ class Gateway:
         """Relative paths of the configuration start at `directory`. Raises SettingsError or `StoreError`."""
         loop = asyncio.get_running_loop()
         self.config = config
-        """With the nodes that were discovered."""
+        """Includes discovered nodes."""
         self._configured, self._catalogue = config, catalogue
         self._discovery = DNSDiscovery(resolve)
         self._ticker = Ticker(loop)
         self._tick_thread = ThreadPoolExecutor(1, thread_name_prefix="tick")
-        """The tick shares no thread with work that clients cause, which may occupy all of the default executor."""
+        """The tick has its own thread, because clients' work may occupy all of the default executor."""
         self._created_models = CreatedModels(config.state_directory(directory))
         self._measured_sizes = MeasuredSizes(config.state_directory(directory))
         self.event_log = EventLog()
@@ -348,7 +348,7 @@ class Gateway:
     async def reload(self, files: ConfigurationFiles) -> None:
         """Read and use the configuration in `files`.
 
-        Never raises. If anything fails, the configuration in force stays as it is, and `/health` has the reason.
+        Never raises. If anything fails, the configuration in force stays, and `/health` has the reason.
         """
         try:
             async with self._reloading:
@@ -381,7 +381,7 @@ class Gateway:
     async def reconfigure(self, config: Config, catalogue: Catalogue) -> None:
         """Use a new configuration. Running responses continue; addresses need a restart.
 
-        Raises what the start would raise, and then nothing has changed.
+        Raises what `start` would raise, and then nothing has changed.
         """
         before, was_open = self.config, self._metering.is_open
         configured, config = config, self._with_discovered(config)
@@ -451,7 +451,7 @@ class Gateway:
         warn_about_access(self.config, is_open=metering.is_open, has_keys=bool(metering.in_force.keys))
 
     async def _refresh_keys(self) -> None:
-        """Put in force what the database has now. Raises `StoreError`."""
+        """Apply the keys that the database has now. Raises `StoreError`."""
         async with self._reloading:
             was_open = self._metering.is_open
             await self._use_keys(self.config)

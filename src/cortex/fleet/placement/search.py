@@ -1,4 +1,4 @@
-"""The best node for a model among many: only those that come into question are assessed."""
+"""Finds the best node for a model among many, assessing only candidates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .place import assess, decided, preference, raised_need, without_memory
 
 _FITS, _AFTER_EVICTION = RANK[Verdict.FITS], RANK[Verdict.FITS_AFTER_EVICTION]
 _BEFORE_NAME = 11
-"""The length of a bound that only lacks the name of its node, by which equally good nodes are ordered."""
+"""The length of a bound without the node's name, which breaks ties."""
 SMALL_FLEET = 8
 """A decision for at most this many nodes explains all of them."""
 MIN_ASSESSED = 3
@@ -33,8 +33,8 @@ def search(
 ) -> Decision:
     """The same action and node as `place` decides, with the assessments of fewer nodes.
 
-    Nodes are assessed in the order of how good they can be at best, until no other can be better than the best found:
-    if the model has to wait or is rejected, until no other has a better verdict.
+    Nodes are assessed in the order of their bounds, until no other can be better than the best found. If the model has
+    to wait or is rejected, until no other has a better verdict.
     """
     spec = fleet.catalogue.spec(model_id)
     is_small = len(fleet.nodes) <= small_fleet
@@ -52,7 +52,7 @@ def search(
 
 
 def may_fit(model_id: str, node: Node, fleet: Fleet, now: float, *, origin: Origin) -> bool:
-    """Whether it cannot be ruled out that the model can be loaded on `node` now. It takes no assessment."""
+    """Whether the model might be loadable on `node` now; false only if ruled out. Needs no assessment."""
     candidates = _Candidates(fleet.catalogue.spec(model_id), fleet, now, origin, only_on=node)
     bound = candidates.bound()
     return bound is not None and _is_start(bound[0])
@@ -70,7 +70,7 @@ def _is_settled(found: Sequence[Assessment], best: tuple[float | str, ...], boun
 
 
 def _is_start(rank: int) -> bool:
-    """Whether it is that of a verdict with which the model is served, woken or loaded."""
+    """Whether its verdict is one with which the model is served, woken or loaded."""
     return rank in START_RANKS
 
 
@@ -91,10 +91,10 @@ class _Candidates:
         self._spec, self._fleet, self._now, self._origin = spec, fleet, now, origin
         self._packs = fleet.placement.strategy == "pack"
         self._elsewhere = need_of(spec, Node(name=""), fleet)
-        """What the model needs on nodes that do not list it."""
+        """The model's need on nodes that do not list it."""
         self._is_plain = is_plain(spec, fleet, origin)
         self._full: list[int] = []
-        """Nodes without the memory free: they are looked at only where no other has it."""
+        """Nodes without enough free memory, considered only if no other node has it."""
         if only_on is not None:
             self._queue = [self._entry(fleet.index.positions[only_on.name])]
             return
@@ -117,7 +117,7 @@ class _Candidates:
                 self._queue.append(self._entry(position))
 
     def bound(self) -> Bound | None:
-        """That of the next node; None: there is none."""
+        """The bound of the next node; None if there is none."""
         while self._queue or self._full:
             if self._full and (not self._queue or self._queue[0][0][0] > _FITS):
                 self._queue += map(self._entry, self._full)

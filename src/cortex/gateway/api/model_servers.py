@@ -1,6 +1,6 @@
-"""What nodes keep of the servers that run a model, for operators: their output (`GET /fleet/models/{model}/log`), which
-may show prompts, and the sizes that were measured (`DELETE /fleet/models/{model}/size`). `/logs` and `/logs/stream` are
-llama-swap's: the events of the fleet and the output of all servers, as text."""
+"""For operators, the servers that run models: their output (`GET /fleet/models/{model}/log`), which may show prompts,
+and their measured sizes (`DELETE /fleet/models/{model}/size`). llama-swap's `/logs` and `/logs/stream` have the events
+of the fleet and the output of all servers, as text."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ class ModelServerRoutes:
         self._deferred.respond(exchange, shown())
 
     def _stream(self, exchange: Exchange, name: str | None = None) -> None:
-        """Follow the events and the output of servers; of `proxy` the events alone, of `upstream` the output, of a
-        model its servers'. With `no-history`: from now on."""
+        """Follow events and output: `proxy` has the events, `upstream` the output of all servers, a model's id that of
+        its servers. With `no-history`, from now on."""
         self._metering.meter.authenticate_operator(exchange.request)
         model = None if name in (None, "proxy", "upstream") else self._dispatcher.resolve(name or "").model_id
         has_history = query(exchange.request, "no-history") is None
@@ -157,7 +157,7 @@ class ModelServerRoutes:
         return model, clients
 
     async def _forget_size(self, model: str, clients: Sequence[NodeClient]) -> Response:
-        """Here, and on the nodes; each of them reports what the model counts as there, or why it did not forget."""
+        """Forget it here and on the nodes. Each node reports the size that it now assumes, or its error."""
         found = await asyncio.gather(*(_asked(client, client.forget_size(model)) for client in clients))
         self._dispatcher.forget_size(model)
         nodes = [

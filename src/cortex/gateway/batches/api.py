@@ -83,7 +83,7 @@ class _NewBatch(msgspec.Struct, frozen=True):
 
 
 def takes(request: Request) -> bool:
-    """Whether a request is about files or batches. Anthropic's own files have another form, and do not exist here."""
+    """Whether a request is about files or batches. Anthropic's file API is not supported."""
     path = request.path
     if path == MESSAGE_BATCHES_PATH or path.startswith(MESSAGE_BATCHES_PATH + b"/"):
         return True

@@ -1,4 +1,4 @@
-"""Runs batches: one gateway owns each batch, runs its lines where nobody is slowed down, and records every result once.
+"""Runs batches: one gateway owns each batch, runs its lines where they slow no one down, and records every result once.
 
 The owner shows in the database that it is alive. Where it does not for `lost_after_s`, another gateway takes the batch
 over and runs the lines that have no result.
@@ -45,11 +45,11 @@ PURGE_S = 30.0
 MAX_OWNED = 64
 """Batches that one gateway runs at once."""
 MAX_UNWRITTEN = 512
-"""Results in memory; while there are more, no line is started."""
+"""Results held in memory; no line starts while there are more."""
 MAX_RESULT_BYTES = 64 * 1024 * 1024
 NUM_PROBLEMS = 100
 _BUSY = (503, 507, 529)
-"""The model is not there, or its nodes have enough to do: the line waits for as long as its batch does."""
+"""The model is unavailable, or its nodes are busy: the line waits for as long as its batch."""
 _FAULTY = (429, 499, 500, 502, 504)
 JSON = ((b"content-type", b"application/json"),)
 
@@ -75,7 +75,7 @@ class _LineRun:
         self._runner = runner
         self.line = line
         self.node = node
-        """Where it counts; empty: its model is ready nowhere."""
+        """The node where it counts; empty if its model is ready nowhere."""
         self.is_probe = not node
         self.avoided = avoided
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -86,7 +86,7 @@ class _LineRun:
         self.is_finished = False
         """Whether the line has a result."""
         self.awaits_budget = False
-        """A budget had too little left for it, and will have more by itself: a window moves on, requests end."""
+        """A budget had too little left for it, but will recover: its window moves on, or requests end."""
 
     @property
     def reservation(self) -> LineReservation:
@@ -130,16 +130,16 @@ class _BatchRun:
         self.batch = batch
         self.input = input
         self.pending: dict[str, deque[Line]] = {}
-        """By model, of which each has some; lines with the same beginning one after the other."""
+        """By model, each with at least one line. Lines with the same beginning are next to each other."""
         self.running: dict[asyncio.Task[None], _LineRun] = {}
         self.results = results
         self.tries: Counter[int] = Counter()
         self.is_stopping = False
         self.wake = asyncio.Event()
         self.retry_at: dict[str, tuple[float, float]] = {}
-        """By model: when its lines may run again, and the back-off that led to it."""
+        """By model: when its lines may run again, and the current back-off."""
         self.node_of: dict[str, str] = {}
-        """Where the last line of each model ran: the next one begins alike."""
+        """Where the last line of each model ran; the next one likely shares its prefix."""
 
     @property
     def kind(self) -> Kind:
@@ -180,14 +180,14 @@ class BatchRunner:
         ]
 
     def kick(self) -> None:
-        """There is a new batch, or one was cancelled."""
+        """A batch was created or cancelled."""
         self._claim_at = -math.inf
         for run in self._runs.values():
             run.results.renewed_at = -math.inf
             run.wake.set()
 
     async def close(self, grace_s: float = 0.0) -> None:
-        """Start no line, wait for those that run for up to `grace_s`, and give the batches to other gateways."""
+        """Stop starting lines, wait up to `grace_s` for running ones, and release the batches to other gateways."""
         self._is_closing = True
         deadline = time.monotonic() + grace_s
         while any(run.running for run in self._runs.values()) and time.monotonic() < deadline:
@@ -244,7 +244,7 @@ class BatchRunner:
                 self._runs[batch.id] = run
                 await self._drive(run)
         except Lost:
-            log.warning("batch %s is run by another gateway now", batch.id)
+            log.warning("another gateway runs batch %s now", batch.id)
         except asyncio.CancelledError:
             if run is not None:
                 with contextlib.suppress(StoreError, Lost):
@@ -284,7 +284,7 @@ class BatchRunner:
             await self._fail(batch, [_problem(problem.code, problem.message)])
             return None
         except FileNotFoundError:
-            await self._fail(batch, [_problem("file_not_found", "The input file is not there any more.")])
+            await self._fail(batch, [_problem("file_not_found", "The input file no longer exists.")])
             return None
         run = _BatchRun(batch, file, BatchResults(self._files, batch, self._owner, self._limits.renew_s))
         invalid = [line for line in read if isinstance(line, InvalidLine)]
@@ -336,7 +336,7 @@ class BatchRunner:
                 continue
             except OSError as problem:
                 if not is_disk_full:
-                    log.error("results of batch %s wait: they cannot be written (%s)", run.batch.id, problem)
+                    log.error("results of batch %s cannot be written yet: %s", run.batch.id, problem)
                 is_disk_full = True
                 await asyncio.sleep(self._limits.renew_s)
                 continue
@@ -351,7 +351,7 @@ class BatchRunner:
             await self._fail(run.batch, [_problem("results_lost", "The results no longer exist.")])
 
     async def _stop(self, run: _BatchRun, outcome: Outcome) -> None:
-        """The lines that have no result get one that says why."""
+        """Give the lines without a result one that says why."""
         run.is_stopping = True
         left = [line for lines in run.pending.values() for line in lines] + await self._abort(run)
         run.pending.clear()
@@ -388,7 +388,7 @@ class BatchRunner:
                     self._runs[run.batch.id] = self._runs.pop(run.batch.id)  # its turn is after that of the others
 
     def _room(self, now: float) -> dict[str, int]:
-        """How many more lines each node may run. One that could load a model which requests wait for takes none."""
+        """How many more lines each node may run: none where a model could be loaded for waiting requests."""
         dispatcher = self._services.dispatcher
         in_flight: Counter[str] = Counter()
         for target, count in dispatcher.in_flight.items():
@@ -490,7 +490,7 @@ class BatchRunner:
             raise
 
     def _back_off(self, run: _BatchRun, model: str, node: str, *, is_busy: bool) -> None:
-        """Only for its batch: the key of another one may have a budget, or its model a node."""
+        """Only for this batch: another one may have budget left, or a model with a free node."""
         now = self._services.clock()
         if is_busy and node:
             self.caps.full(node, now)

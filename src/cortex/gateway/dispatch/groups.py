@@ -1,11 +1,11 @@
-"""The life of a group, from the side of the gateway: a model that one server runs on several nodes.
+"""The gateway's side of a group, a model that one server runs on several nodes: start, sleep, end and restart.
 
-`fleet/placement/groups.py` decides where. A start has five steps: every node prepares its member, which fixes ports
-and shows the version of its server and its files; nodes that lack files get them; the leader's node checks that it
-reaches all ports; then all members but the leader are loaded, and last the leader, which takes the requests. A
-prepared member is a claim, so that of several gateways one starts the group, and the others wait for it. All members
-start, or what has started is ended. From then on the nodes watch each other (`MemberLink` of a neuron): when one is
-lost, they end the group, and the dispatcher has it started again (`LostGroups`).
+`fleet/placement/groups.py` decides where. A start has five steps: every node prepares its member, which fixes ports and
+shows the version of its server and its files; nodes that lack files get them; the leader's node checks that it reaches
+all ports; then all members but the leader are loaded, and last the leader, which takes the requests. A prepared member
+is a claim: one gateway starts the group, and others wait for it. If any member fails to start, the started ones are
+ended. From then on the nodes watch each other (`MemberLink` of a neuron): when one is lost, they end the group, and the
+dispatcher has it started again (`LostGroups`).
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ T = TypeVar("T")
 END_TIMEOUT_S = 30.0
 CLAIM_POLL_S = 1.0
 RENEW_S = 30.0
-"""How often a claim is renewed during downloads; nodes drop it after `HOLD_S` of theirs."""
+"""Interval at which a claim is renewed during downloads; nodes drop it after their `HOLD_S`."""
 UNLOAD_TIMEOUT_S = 180.0
-"""Running requests may end first; a node that takes longer is stuck."""
+"""Time for running requests to end; a node that takes longer is stuck."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Members:
-    """The nodes of a group. Their errors have the name of the node, but for those of the leader: what becomes of an
-    order is reported with its name."""
+    """The nodes of a group. Errors name their node, except the leader's, whose name is reported with the order
+    anyway."""
 
     nodes: Mapping[str, NodeClient]
     leader: str
@@ -133,7 +133,7 @@ async def _start_once(
 
 
 async def wake_group(nodes: Mapping[str, NodeClient], plans: Sequence[MemberPlan], request: LoadRequest) -> ModelStatus:
-    """The leader wakes last: its server wakes those of the others. Raises as `start_group` does."""
+    """The leader wakes last, because its server wakes the others. Raises as `start_group` does."""
     members = _Members(nodes, plans[0].node)
     async with _ended_on_failure(members, plans, UnloadRequest(model_id=request.model_id, force=True)):
         waking = msgspec.structs.replace(request, devices=())
@@ -163,7 +163,7 @@ async def _quietly(call: Awaitable[object]) -> None:
 
 
 async def unload_group(nodes: Mapping[str, NodeClient], names: Sequence[str], request: UnloadRequest) -> ModelStatus:
-    """The leader first, whose requests may end before. The others sleep if it does. Raises CortexError."""
+    """Unload the leader first, after its requests. The others sleep if it does. Raises CortexError."""
     members = _Members(nodes, names[0])
     status = await members.ask(names[0], lambda node: node.unload(request, timeout_s=UNLOAD_TIMEOUT_S))
     is_asleep = status.state is ModelState.ASLEEP
@@ -202,8 +202,8 @@ async def _prepared(
 async def _claimed(
     members: _Members, plans: Sequence[MemberPlan], request: LoadRequest, group: str
 ) -> list[PreparedMember]:
-    """Idempotent. One node decides between gateways: that whose name comes first, whoever leads. Raises CortexError,
-    such as GroupClaimed."""
+    """Idempotent. The node whose name sorts first decides between gateways, whoever leads. Raises CortexError, such as
+    GroupClaimed."""
 
     def prepare(rank: int) -> Awaitable[PreparedMember]:
         return members.ask(plans[rank].node, _prepare(request, group, rank))
@@ -282,7 +282,7 @@ async def _load_members(members: _Members, plans: Sequence[MemberPlan], requests
 
 
 async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:
-    """All results; where a call fails, the others are cancelled."""
+    """All results; if a call fails, the others are cancelled."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return await asyncio.gather(*tasks)
@@ -292,24 +292,24 @@ async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:
 
 
 class LostGroups:
-    """The groups that have ended by themselves, and are to be started again. Owned by the dispatcher."""
+    """The groups that ended by themselves and are to be restarted. Owned by the dispatcher."""
 
     def __init__(self) -> None:
         self.models: set[str] = set()
 
     def changed(self, before: Node, after: Node) -> None:
-        """A node has changed: finds those that it led and has lost, or that it leads again."""
+        """A node has changed: find groups that it led and lost, or that it leads again."""
         for held in before.active:
             if held.status.nodes and held.state is ModelState.READY and _has_lost(after, held.model_id):
                 self.models.add(held.model_id)
 
     def settle(self, model: str) -> None:
-        """It was started, or is wanted no more."""
+        """It was started, or is no longer wanted."""
         self.models.discard(model)
 
 
 def _has_lost(node: Node, model: str) -> bool:
-    """Whether a model that was ready is not, and nobody has ordered that."""
+    """Whether a model that was ready is not, although no one ordered that."""
     held = node.residencies.get(model)
     if not node.healthy or held is None:
         return True

@@ -1,4 +1,4 @@
-"""What all requests of a gateway share."""
+"""Services that all requests of a gateway share."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Services:
     parser: BodyParser
     pictures: PictureInlining
     buffered: Buffered
-    """Request bytes in memory, of clients and of runs in the background."""
+    """Request bytes in memory, of clients and background runs."""
     idle_caps: IdleCaps
     """How many lines of batches each node may run; interactive requests report how fast they were served."""
     limits: RequestLimits

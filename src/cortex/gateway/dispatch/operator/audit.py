@@ -74,7 +74,7 @@ class AuditEntry(msgspec.Struct, frozen=True):
 
     at_ms: int
     key_id: str
-    """Empty: there is no key, on an open gateway, for a failed sign-in, a change of the configuration file or a command
+    """Empty without a key: on an open gateway, for a failed sign-in, a change of the configuration file, or a command
     that writes to the database."""
     key_name: str
     client: str
@@ -82,7 +82,7 @@ class AuditEntry(msgspec.Struct, frozen=True):
     action: str
     """Method and path, such as `POST /fleet/models/small/unload`."""
     detail: str
-    """The body of the request, shortened; for a sign-in, what came of it."""
+    """The body of the request, shortened; for a sign-in, its outcome."""
     status: int
     """The HTTP status of the response; 0 where there is none."""
 
@@ -160,7 +160,7 @@ class AuditLog:
 
 
 def record_changed_keys(audit: AuditLog, before: Sequence[NamedKey], after: Sequence[NamedKey]) -> None:
-    """Record the keys that a reload of the configuration file has put in or out of force."""
+    """Record the keys that a reload of the configuration file has added or removed."""
     old, new = ({key.id: key for key in keys} for keys in (before, after))
     for change, ids in (
         ("added", new.keys() - old.keys()),

@@ -83,7 +83,7 @@ class RequestLog:
 
     @property
     def retention_days(self) -> int:
-        """0: nothing is written, and requests pass here unseen."""
+        """0 disables the log."""
         return self._retention_days
 
     @retention_days.setter
@@ -102,7 +102,8 @@ class RequestLog:
             await self.flush()
 
     async def flush(self) -> None:
-        """Write what has ended, and delete what is too old. Never raises. Goes on where its caller is cancelled."""
+        """Write completed requests and delete those that are too old. Never raises. Continues if its caller is
+        cancelled."""
         now = self._clock()
         is_due = self.retention_days > 0 and now - self._expired_at >= EXPIRE_S
         if not self._waiting and not is_due:
@@ -121,8 +122,8 @@ class RequestLog:
         key_id: str | None = None,
         request_id: str | None = None,
     ) -> list[RequestRecord]:
-        """The newest `limit` requests that ended in [since, until) and match, newest first; only those of one key or
-        id where it is given, without reading the others. Raises StoreError and SearchTooLong."""
+        """The newest `limit` matching requests that ended in [since, until), newest first. A key or id restricts what
+        is read. Raises StoreError and SearchTooLong."""
         await self.flush()
         wanted = {"key_id": key_id, "request_id": request_id}
         return await self._database.report(
@@ -130,7 +131,7 @@ class RequestLog:
         )
 
     async def forget(self, matches: Matches, *, request_id: str | None = None) -> int:
-        """Delete the requests that match, of one id where it is given; returns how many. Raises StoreError."""
+        """Delete the matching requests, only those of an id if it is given; returns how many. Raises StoreError."""
         await self.flush()
         return await self._database.report(lambda execute: _forget(execute, matches, request_id, self.limits))
 

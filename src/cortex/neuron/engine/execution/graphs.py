@@ -274,7 +274,9 @@ class SizedGraphs(ABC):
         try:
             captured = Captured(*self._capture(lambda: self._step(*inputs)), inputs)
         except NotCaptured as error:
-            log.info("steps of %d rows run one operation at a time: this model cannot be captured as a graph", size)
+            log.info(
+                "steps of %d rows run one operation at a time: this model cannot be captured as a CUDA graph", size
+            )
             log.debug("not captured: %s", error.__cause__)
         except torch.OutOfMemoryError:
             if not self._group.shard.is_whole:

@@ -31,7 +31,8 @@ from cortex.wire.node.groups import MemberAddress
 
 
 class SilenceWatch:
-    """Has a server checked each time that a response is awaited for `after_s`. Belongs to the loop's thread."""
+    """Triggers a check of the server whenever a response has been awaited for `after_s`. Belongs to the loop's
+    thread."""
 
     def __init__(self, after_s: float, check: Callable[[], Awaitable[None]]) -> None:
         self._after_s = after_s
@@ -44,12 +45,12 @@ class SilenceWatch:
         self._timers[request_id] = asyncio.get_running_loop().call_later(self._after_s, self._overdue, request_id)
 
     def end(self, request_id: str) -> None:
-        """Some of the response has arrived, or it is awaited no more. May be called repeatedly."""
+        """Part of the response has arrived, or it is no longer awaited. May be called repeatedly."""
         if (timer := self._timers.pop(request_id, None)) is not None:
             timer.cancel()
 
     def clear(self) -> None:
-        """No response is awaited any more."""
+        """Stop awaiting any response."""
         for request_id in list(self._timers):
             self.end(request_id)
 
@@ -66,18 +67,18 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.1
 _MEASURE_S = 1.0
-"""How often the memory of a server that starts is measured, which takes the kernel some time per GiB."""
+"""Interval of memory measurements while a server starts; each takes the kernel some time per GiB."""
 _HEALTH_S = 15.0
-"""How long one health check may take."""
+"""Time limit of one health check."""
 _BEGIN_S = 3600.0
-"""How long a server that works may take, at least, until something of a response arrives: one that is no stream arrives
-when it is done."""
+"""Minimum time granted to a working server until part of a response arrives; a whole response arrives only when
+complete."""
 _LOSS_S = 5.0
-"""A server that closes a connection may have died, which is noticed a moment later."""
+"""The death of a server is noticed this much later than its closed connection."""
 _PORT_TRIES = 3
 _STOPPED_CHECKS = 2
 _SHORTEST_STREAM_S = 0.02
-"""A response that is complete sooner after its first piece came whole: its speed is not known."""
+"""A response that is complete within this time after its first piece arrived as a whole; its speed is unknown."""
 _PAGES = 1 << 40
 """A server manages its own KV cache: the node only bounds the number of its requests."""
 
@@ -88,18 +89,18 @@ class ServerCommand:
 
     argv: Callable[[int], list[str]]
     stop: Callable[[int, int], list[str]]
-    """On a port, with a process id; empty: SIGTERM."""
+    """The stop command for a port and process id; empty for SIGTERM."""
     env: Callable[[int], Mapping[str, str]]
     kill: Callable[[int], list[str]] = lambda _: []
-    """For what is left when its processes are killed."""
+    """The cleanup command after its processes were killed."""
     find_pid: Callable[[int], list[str]] = lambda _: []
-    """Prints the process id of a server that a daemon started."""
+    """The command that prints the process id of a server started by a daemon."""
 
 
 @dataclass(eq=False, slots=True)
 class CommandHost:
-    """A `ModelHost`. A request that is submitted has a slot at once: its caller sends it to the server itself, and
-    reports with `produced` and `finished`."""
+    """A `ModelHost`. A submitted request has a slot at once: its caller sends it to the server itself and reports with
+    `produced` and `finished`."""
 
     model_id: str
     entry: HarnessEntry
@@ -111,7 +112,8 @@ class CommandHost:
     size: ServerSize
     log: ServerLog = field(default_factory=ServerLog)
     link: MemberLink | None = None
-    """To the other nodes, if the server is a member of a group. Only the leader's takes requests, and has a pool."""
+    """The link to the other nodes, if the server is a member of a group. Only the leader's server takes requests and
+    has a pool."""
     resident: Resident | None = None
     pool: Pool | None = None
     """Requests to the server, while it is healthy."""
@@ -122,7 +124,7 @@ class CommandHost:
     _server: ServerProcess | None = None
     _sink: ModelSink | None = None
     _port: int = 0
-    _last_check: str = "no check has ended"
+    _last_check: str = "no check has finished"
     """The outcome of the last health check."""
     _kill_reason: str | None = None
     _watch: asyncio.Task[None] | None = None
@@ -134,7 +136,7 @@ class CommandHost:
 
     def __post_init__(self) -> None:
         silence_s = self.entry.silence_timeout_s
-        reason = f"nothing of it has arrived for {silence_s:g} s"
+        reason = f"its server has sent nothing for {silence_s:g} s"
         self._silence = SilenceWatch(silence_s, lambda: self.end_if_hung(reason))
 
     @property
@@ -180,8 +182,9 @@ class CommandHost:
         return self.resident
 
     async def _start(self, sink: ModelSink, *, is_last: bool) -> bool:
-        """Returns when the server is healthy; False: another program took its port first. Raises LoadRejected."""
-        port, self._last_check = self.choose_port(), "no check has ended"
+        """Returns True when the server is healthy, and False if another program took its port first. Raises
+        LoadRejected."""
+        port, self._last_check = self.choose_port(), "no check has finished"
         self._port = port
         name = f"{self.model_id} ({self.entry.name})"
         server = self._server = await ServerProcess.start(
@@ -254,7 +257,7 @@ class CommandHost:
         return True
 
     async def _health_status(self, pool: Pool) -> int | None:
-        """The status of a health check; None: there is no response."""
+        """The status of a health check; None without a response."""
         try:
             status = (await pool.fetch(b"GET", self.entry.health.path.encode(), timeout_s=_HEALTH_S)).status
         except UpstreamFault as fault:
@@ -264,7 +267,7 @@ class CommandHost:
         return status
 
     def _holds(self, held: int) -> None:
-        """The server holds this much as it serves."""
+        """The server holds this much while it serves."""
         resident, counted = self.resident, self.size.holds(held)
         if resident is not None and not resident.host_bytes:
             self.resident = replace(resident, measured_bytes=counted, process_bytes=held)
@@ -281,7 +284,7 @@ class CommandHost:
             self._sink.on_lost(reason)
 
     async def _watch_stopped(self, server: ServerProcess) -> None:
-        """A process that is stopped holds up the whole group, and no connection shows it."""
+        """A stopped process blocks the whole group without any connection showing it."""
         num_seen = 0
         while num_seen < _STOPPED_CHECKS:
             await asyncio.sleep(PULSE_S)
@@ -306,7 +309,7 @@ class CommandHost:
             self.link.end(reason)
 
     async def leave(self, drain_s: float) -> None:
-        """The node of a member shuts down: returns when the leader has ended its requests, or after `drain_s`."""
+        """The node of a member is shutting down: returns when the leader has ended its requests, or after `drain_s`."""
         if self.link is not None and not self._serves and self.resident is not None:
             await self.link.leave("its node shuts down", drain_s)
 
@@ -346,7 +349,7 @@ class CommandHost:
         return self.resident
 
     async def _ask(self, request: StateRequest) -> str | None:
-        """Sends a request for another state; returns why it has failed."""
+        """Sends a request to sleep or wake; returns why it failed."""
         if self.pool is None:
             return "has ended"
         body, headers = msgspec.json.encode(request.body), ((b"content-type", b"application/json"),)
@@ -372,7 +375,8 @@ class CommandHost:
         return await self.memory.reclaimed(resident.process_bytes, free_before)
 
     def _stop_command(self, server: ServerProcess) -> tuple[list[str], Mapping[str, str]]:
-        """It was checked before the load, but the node's environment may have changed: the server ends all the same."""
+        """Checked before the load, but the node's environment may have changed since; the server is ended in any
+        case."""
         try:
             return self.command.stop(self._port, server.pid or 0), self.command.env(self._port)
         except LoadFailed as problem:
@@ -392,8 +396,8 @@ class CommandHost:
             self.pool = None
 
     async def end_if_hung(self, reason: str) -> None:
-        """Called when a response is overdue. A server that sends others, or responds to its health check with any
-        status, works: it stays."""
+        """Called when a response is overdue. A server that sends other responses, or responds to its health check with
+        any status, is kept."""
         pool = self.pool
         if pool is None:
             return
@@ -406,7 +410,7 @@ class CommandHost:
             self.kill(reason)
 
     async def has_ended_soon(self) -> bool:
-        """Whether the server has ended, or does in a moment from now."""
+        """Whether the server has ended, or ends within a moment."""
         if self.pool is not None and self._watch is not None:
             await asyncio.wait({self._watch}, timeout=_LOSS_S)
         return self.pool is None
@@ -463,7 +467,7 @@ class CommandHost:
 
 
 def free_port() -> int:
-    """A port of the loopback address that no program has at this moment."""
+    """A currently free port of the loopback address."""
     with socket.socket() as chosen:
         chosen.bind(("127.0.0.1", 0))
         port: int = chosen.getsockname()[1]
@@ -481,5 +485,5 @@ def _is_free(port: int) -> bool:
 
 
 def server_info(harness: str, context_tokens: int | None) -> EngineInfo:
-    """What a node knows of a server's model; a context of 0 is unknown."""
+    """The known facts of a server's model; a context of 0 is unknown."""
     return EngineInfo(harness, "", context_tokens or 0, 0, weight_bytes=0, kv_bytes=0, page_tokens=1, num_pages=_PAGES)

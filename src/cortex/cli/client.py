@@ -109,9 +109,7 @@ class GatewayClient:
             raise CommandError(f"{url} is not a gateway address", f"write it like {DEFAULT_URL}", ExitCode.USAGE)
         api_key = (api_key or "").strip()
         if not is_one_key(api_key):
-            raise CommandError(
-                "the key has a character that no key has", "set CORTEX_API_KEY to one key", ExitCode.USAGE
-            )
+            raise CommandError("the key contains an invalid character", "set CORTEX_API_KEY to one key", ExitCode.USAGE)
         self._host = host
         self._base = parts.path.rstrip("/").removesuffix("/v1")
         self.url = f"{parts.scheme}://{parts.netloc}{self._base}"

@@ -201,7 +201,7 @@ def test_left_out_keys_are_named_by_their_path() -> None:
 def test_key_that_is_not_known_is_rejected(path: tuple[str, ...], shown: str) -> None:
     data = yaml.safe_load(EVERY)
     reduce(getitem, path, data)["novel"] = 1
-    with pytest.raises(NotLlamaSwap, match=f"`{shown}` is no key of llama-swap"):
+    with pytest.raises(NotLlamaSwap, match=f"`{shown}` is not a known llama-swap key"):
         convert(data)
 
 
@@ -298,7 +298,7 @@ def test_unreadable_sets_of_the_matrix_are_rejected(expression: str, problem: st
         ('models: {m: {cmd: "s \'unclosed"}}', "the model m: No closing quotation"),
         ("models: {m: {cmd: '# nothing'}}", "its cmd is empty"),
         ("models: {m: {cmd: 's ${PORT}'}}\npeers: {p: {}}", "the peer p has no `proxy`"),
-        ("models: {m: {cmd: 's ${PORT}', ttl: soon}}", "`ttl` is soon, which is no number"),
+        ("models: {m: {cmd: 's ${PORT}', ttl: soon}}", "`ttl` is soon, which is not a number"),
         ("models: {m: {cmd: 's ${PORT}', env: {A: b}}}", "`env` is .*; give a list"),
     ],
 )

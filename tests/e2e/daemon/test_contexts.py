@@ -83,7 +83,7 @@ def test_model_gets_its_full_context_of_an_idle_model_and_less_is_said_everywher
     assert tokens < 32_768
     assert short["context_is_short"]
     assert "with a context of only about" in short["outcome"]
-    assert "a context of 32,768 tokens cannot be had: only models that cannot be evicted" in short["reason"]
+    assert "a context of 32,768 tokens is not possible: only models that cannot be evicted" in short["reason"]
     limited = f"context limited to {tokens:,} of {FULL:,} tokens by memory"
     assert f"context {tokens:,} of {FULL:,} tokens" in explained(gateway, "long")["reason"]
     listed = gateway.call("/v1/models/long")[1]

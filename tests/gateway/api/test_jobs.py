@@ -246,9 +246,8 @@ async def test_pin_and_drain_survive_a_restart(neurons: StartNeuron, start_gatew
 
 
 async def test_pins_and_drained_nodes_are_stored_when_the_order_is_confirmed(
-    neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    neurons: StartNeuron, start_gateway: StartGateway, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("cortex.gateway.dispatch.operator.state.INTERVAL_S", 3600)
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
     client = await start_gateway(beast)
 

@@ -6,12 +6,12 @@ import asyncio
 import json
 from typing import TYPE_CHECKING, Any
 
-import pytest
 from aiohttp import web
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
-from cortex.gateway.api import model_servers
+from cortex.gateway.api.model_servers import ModelServerRoutes
 from cortex.gateway.ledger.keys import generate
+from cortex.gateway.proxy.deferred_responses import DeferredResponses
 from cortex.http.request import Request
 from cortex.wire.node.protocol import ModelState
 
@@ -179,10 +179,8 @@ async def test_logs_have_the_events_of_the_fleet_and_follow_them(
 
 
 async def test_stream_of_logs_keeps_what_a_slow_client_has_not_read(
-    neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+    neurons: StartNeuron, start_gateway: StartGateway
 ) -> None:
-    monkeypatch.setattr(model_servers, "_FOLLOW_S", 0.01)
-
     class SlowExchange:
         request = Request(b"GET", b"/logs/stream/proxy", b"", (), b"", "client")
         closed, written = False, b""
@@ -201,7 +199,10 @@ async def test_stream_of_logs_keeps_what_a_slow_client_has_not_read(
 
     client = await start_gateway(await neurons("beast", sizes={"a": GB}))
     await client.chat("a")
-    slow, routes = SlowExchange(), client.gateway._model_servers  # noqa: SLF001
+    slow, metering = SlowExchange(), client.gateway._metering  # noqa: SLF001
+    routes = ModelServerRoutes(
+        client.gateway.dispatcher, {}, metering, DeferredResponses(), client.gateway.event_log, follow_s=0.01
+    )
     async with asyncio.timeout(WAIT_S):
         await routes._follow(slow, "proxy", None, has_history=True)  # type: ignore[arg-type]  # noqa: SLF001
     assert b"model loaded" in slow.written

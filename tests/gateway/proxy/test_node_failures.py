@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from cortex.gateway.proxy.services import RequestLimits
 from cortex.wire.node.protocol import ModelState
 
 from ..fake_neuron import GB
@@ -123,7 +124,6 @@ async def test_slow_response_that_is_no_stream_is_neither_sent_again_nor_held_ag
     is_too_busy_for_polls: bool,
     neurons: StartNeuron,
     start_gateway: StartGateway,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def work(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         node.silent = is_too_busy_for_polls
@@ -144,7 +144,9 @@ async def test_slow_response_that_is_no_stream_is_neither_sent_again_nor_held_ag
     data = msgspec.json.encode({"model": "a", "messages": [], "input": "long"})
     async with client.session.post(client.url + path, data=data, headers=headers) as response:
         assert (response.status, await response.read()) == (200, b"sound")
-    monkeypatch.setattr("cortex.gateway.proxy.routes.WHOLE_SILENCE_S", 0.5)
+    limits = RequestLimits(whole_silence_s=0.5)
+    client = await start_gateway(*own, foreign=foreign, idle_timeout_s=0.2, request_limits=limits)
+    client.gateway.event_log.subscribe(events.append)
     status, body = await client.post(path, {"model": "a", "messages": [], "input": "endless"}, **headers)
     assert (status, body["error"]["code"]) == (502, "upstream_unavailable")
     assert sum(len(node.seen) for node in nodes) == 2

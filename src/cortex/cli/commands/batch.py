@@ -35,7 +35,7 @@ def batch() -> None:
 @batch.command()
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--window", default="24h", show_default=True, help="How long it may take: 30m, 24h, 7d.")
-@click.option("--wait", "waits", is_flag=True, help="Show the progress until it has ended.")
+@click.option("--wait", "waits", is_flag=True, help="Show progress until it ends.")
 @gateway_options
 @json_option
 def submit(file: Path, window: str, waits: bool, gateway: GatewayClient, as_json: bool) -> None:
@@ -100,7 +100,7 @@ def ls(limit: int, gateway: GatewayClient, as_json: bool) -> None:
 @batch.command()
 @click.argument("id")
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write to a file.")
-@click.option("--errors", is_flag=True, help="The lines that failed, instead of those that succeeded.")
+@click.option("--errors", is_flag=True, help="Get the failed lines instead of the successful ones.")
 @gateway_options
 def results(id: str, output: Path | None, errors: bool, gateway: GatewayClient) -> None:
     """Print the results of a batch, one JSON object per line."""

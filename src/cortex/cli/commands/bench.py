@@ -20,9 +20,9 @@ from cortex.wire.node.protocol import ModelState
 
 @click.command(cls=Command)
 @click.argument("model", type=MODEL, required=False)
-@click.option("--node", help="Only on this node; on all where the model is ready when absent.")
-@click.option("--reload/--no-reload", default=True, help="Also measure its load and its wake (the default).")
-@click.option("--force", is_flag=True, help="Also while it has requests; the result is then of what they leave.")
+@click.option("--node", help="Node to measure on. [default: all where the model is ready]")
+@click.option("--reload/--no-reload", default=True, help="Also measure load and wake (the default).")
+@click.option("--force", is_flag=True, help="Measure even while the model has requests, which lower the result.")
 @gateway_options
 @json_option
 def bench(
@@ -61,7 +61,7 @@ def bench(
     count = sum(failure.code != ModelUnsupported.code for failure in failures)
     if count or len(failures) == len(models):
         what = f"{len(failures)} of {len(models)} models were not measured, or not everywhere"
-        raise CommandError(what, "see above why, and name one to measure it again: `cortex bench MODEL`")
+        raise CommandError(what, "the reasons are above; measure one again with `cortex bench MODEL`")
 
 
 def _measure(gateway: GatewayClient, model: str, body: dict[str, Any]) -> tuple[dict[str, Any], GatewayRejected | None]:

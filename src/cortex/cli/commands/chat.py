@@ -118,7 +118,7 @@ def read_picture(path: Path) -> dict[str, Any]:
             f"cannot read {path}: {error.strerror}", "check the path of the picture", ExitCode.USAGE
         ) from error
     except UnreadablePicture as problem:
-        raise CommandError(f"{path} is no picture that can be sent: {problem}", "", ExitCode.USAGE) from None
+        raise CommandError(f"{path} cannot be sent as a picture: {problem}", "", ExitCode.USAGE) from None
     url = f"data:{header.media_type};base64,{base64.b64encode(file).decode()}"
     return {"type": "image_url", "image_url": {"url": url}}
 
@@ -203,8 +203,13 @@ class ChatResponse:
 @click.argument("model", type=MODEL, required=False)
 @click.argument("prompt", required=False)
 @click.option("-s", "--system", help="System prompt.")
-@click.option("-t", "--temperature", type=click.FloatRange(0, 2), help="0 always takes the most likely token.")
-@click.option("-n", "--max-tokens", type=click.IntRange(1), help="Longest response, in tokens.")
+@click.option(
+    "-t",
+    "--temperature",
+    type=click.FloatRange(0, 2),
+    help="Sampling temperature; 0 always picks the most likely token.",
+)
+@click.option("-n", "--max-tokens", type=click.IntRange(1), help="Maximum length of the response, in tokens.")
 @click.option(
     "-i",
     "--image",
@@ -428,8 +433,13 @@ _SHOWN_ELEMENTS = 4
 @click.command(cls=Command)
 @click.argument("model", type=MODEL)
 @click.argument("texts", metavar="[TEXT]...", nargs=-1)
-@click.option("-d", "--dimensions", type=click.IntRange(1), help="Only the first elements of each vector.")
-@click.option("--as", "purpose", type=click.Choice(["query", "document"]), help="Use the model's prompt for it.")
+@click.option("-d", "--dimensions", type=click.IntRange(1), help="Return only this many elements of each vector.")
+@click.option(
+    "--as",
+    "purpose",
+    type=click.Choice(["query", "document"]),
+    help="Prepend the model's prompt for this kind of text.",
+)
 @gateway_options
 @json_option
 def embed(

@@ -35,8 +35,10 @@ _TITLES = ("TIME", "STATUS", "TTFT", "TOTAL", "TOK/S", "TOKENS", "NODE", "KEY", 
 
 
 @click.command(cls=Command)
-@click.option("-f", "--follow", is_flag=True, help="Wait for further requests until Ctrl-C.")
-@click.option("-n", "--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="How many of each.")
+@click.option("-f", "--follow", is_flag=True, help="Keep printing new requests until Ctrl-C.")
+@click.option(
+    "-n", "--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="Maximum number of entries."
+)
 @click.option(
     "--model",
     type=MODEL,
@@ -69,7 +71,7 @@ def logs(
     With --json it is shown by --server only.
     """
     if since is not None and follow:
-        raise click.UsageError("--since shows what has ended: leave out --follow")
+        raise click.UsageError("--since shows past requests only: leave out --follow")
     output = None if model is None or "*" in model or (as_json and not server) else _ServerOutput(gateway, model, limit)
     if server:
         _show_output(output, follow=follow, as_json=as_json)
@@ -85,7 +87,7 @@ def logs(
         output.show(as_json=False)
         click.echo()
     if not as_json and not first and not follow:
-        out.print("no requests yet" if not filters else "no such requests")
+        out.print("no requests yet" if not filters else "no matching requests")
         return
     lines = _Lines(out)
     if not as_json:
@@ -245,7 +247,7 @@ def _seconds(seconds: float | None) -> str:
 
 @click.command(cls=Command)
 @click.option("-n", "--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="How many.")
-@click.option("--key", help="Only what the key of this name or id did.")
+@click.option("--key", help="Only actions of the key with this name or id.")
 @click.option("--since", help="From then on: 30m, 12h, 7d, a date, or a time.")
 @gateway_options
 @json_option
@@ -267,7 +269,7 @@ def audit(limit: int, key: str | None, since: str | None, gateway: GatewayClient
         print_json(entries)
         return
     if not entries:
-        console().print("nothing was changed, and nobody signed in")
+        console().print("no changes and no sign-ins")
         return
     shown = table("TIME", "KEY", "CLIENT", ">STATUS", "ACTION", "DETAIL")
     for entry in entries:
@@ -284,7 +286,7 @@ _GROUPS: tuple[GroupBy, ...] = get_args(GroupBy)
 
 @click.command(cls=Command)
 @click.option("--by", type=click.Choice(_GROUPS), default="key", show_default=True)
-@click.option("--days", type=click.FloatRange(0, min_open=True), help="How far back; 30 if nothing else is given.")
+@click.option("--days", type=click.FloatRange(0, min_open=True), help="Days to look back. [default: 30]")
 @click.option("--since", help="From then on: 12h, 7d, a date, or a time.")
 @click.option("--until", help="Until then: 12h, 7d, a date, or a time; until now if absent.")
 @click.option("-c", "--config", type=click.Path(path_type=Path), help="Read the ledger of this cortex.toml.")

@@ -19,10 +19,15 @@ from cortex.wire.node.protocol import ModelState
 @click.command(cls=Command)
 @click.argument("model", type=MODEL, metavar="MODEL[:QUANT]")
 @click.argument("prompt", required=False)
-@click.option("--node", help="The node to load it on; the gateway chooses when absent.")
+@click.option("--node", help="Node to load it on. [default: the gateway chooses]")
 @click.option("-s", "--system", help="System prompt.")
-@click.option("-t", "--temperature", type=click.FloatRange(0, 2), help="0 always takes the most likely token.")
-@click.option("-n", "--max-tokens", type=click.IntRange(1), help="Longest response, in tokens.")
+@click.option(
+    "-t",
+    "--temperature",
+    type=click.FloatRange(0, 2),
+    help="Sampling temperature; 0 always picks the most likely token.",
+)
+@click.option("-n", "--max-tokens", type=click.IntRange(1), help="Maximum length of the response, in tokens.")
 @gateway_options
 def run(
     model: str,

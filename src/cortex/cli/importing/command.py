@@ -72,7 +72,7 @@ def _converted(file: Path) -> Imported:
         raise CommandError(str(error), f"correct {file}", ExitCode.CONFIG) from error
     except SettingsError as error:
         raise CommandError(
-            f"{file} has what our files cannot have: {error.message}",
+            f"{file} cannot be converted: {error.message}",
             "correct it there, and import it again",
             ExitCode.CONFIG,
         ) from error

@@ -166,7 +166,7 @@ def _left_out(data: Any, keys: _Keys, path: str = "") -> list[str]:
     for name, value in data.items():
         here, known = f"{path}.{name}" if path else str(name), keys.get(str(name), keys.get("*"))
         if known is None and not str(name).startswith("x-"):  # which other programs take for the user's own
-            raise NotLlamaSwap(f"`{here}` is no key of llama-swap that is known here; correct it, or remove it")
+            raise NotLlamaSwap(f"`{here}` is not a known llama-swap key; correct it, or remove it")
         if isinstance(known, dict):
             found += _left_out(value, known, here)
         elif not known:
@@ -201,7 +201,7 @@ class _Model:
 def convert(data: Any, name: str = "llama-swap.yaml") -> Imported:
     """`data`: the file as YAML has it. Raises NotLlamaSwap."""
     if not isinstance(data, dict) or not isinstance(data.get("models"), dict) or not data["models"]:
-        raise NotLlamaSwap(f"{name} has no `models`, so it is no configuration of llama-swap")
+        raise NotLlamaSwap(f"{name} is not a llama-swap configuration: it has no `models`")
     imported = Imported()
     note = imported.notes.append
     left_out = _left_out(data, KEYS)
@@ -215,9 +215,11 @@ def convert(data: Any, name: str = "llama-swap.yaml") -> Imported:
     wanted = _texts(_mapping(_mapping(data, "hooks"), "on_startup"), "preload")
     preload = list(dict.fromkeys(names.get(each, each) for each in wanted))
     if absent := [each for each in preload if each not in models]:
-        note(f"not loaded at start, because they are no models: {', '.join(absent)}")
+        note(f"not loaded at start, because there are no such models: {', '.join(absent)}")
     if data.get("apiKeys"):
-        note("apiKeys are not imported, because we store hashes only: make a key for each owner with `cortex keys add`")
+        note(
+            "apiKeys are not imported, because only hashes are stored: make a key for each owner with `cortex keys add`"
+        )
     if left_out:
         note(f"without an equivalent, and left out: {', '.join(left_out)}")
     known = _LEVELS.get(str(data.get("logLevel")))
@@ -482,7 +484,7 @@ def _swap_groups(groups: Mapping[str, Any], models: Mapping[str, _Model], note: 
         group = _mapping(groups, name)
         named = _texts(group, "members")
         if absent := [each for each in named if each not in models]:
-            note(f"the group {name} has members that are no models: {', '.join(absent)}")
+            note(f"the group {name} has members that are not models: {', '.join(absent)}")
         if twice := [each for each in named if each in grouped]:
             note(f"the group {name} is without {', '.join(twice)}: a model is in one group")
         if members := [each for each in named if each in models and each not in grouped]:
@@ -502,7 +504,7 @@ def _sets(matrix: Mapping[str, Any], models: Mapping[str, _Model], note: Any) ->
         if (model := models.get(variables.get(str(short), str(short)))) is not None:
             model.spec["evict_cost"] = _number(costs, short)
         else:
-            note(f"the cost of {short} in the matrix is left out: it is no model")
+            note(f"the cost of {short} in the matrix is left out: it is not a model")
     expressions = {str(name): str(text) for name, text in _mapping(matrix, "sets").items()}
     found: list[list[str]] = []
     for name in expressions:
@@ -537,7 +539,7 @@ def _peer(name: str, raw: Any, data: Mapping[str, Any], note: Any) -> dict[str, 
     filters = _mapping(raw, "filters")
     given = {*_mapping(filters, "setParams"), *_stripped(filters)}
     if fixed := sorted((ROUTED_FIELDS - {"model"}) & given):
-        note(f"the peer {name}: its filters of {', '.join(fixed)} are left out, which the gateway itself reads")
+        note(f"the peer {name}: its filters of {', '.join(fixed)} are left out: the gateway reads these itself")
     return peer | _parameters(filters, _mapping(filters, "setParams"), ROUTED_FIELDS)
 
 
@@ -551,7 +553,7 @@ def _number(data: Mapping[str, Any], name: str) -> float:
     try:
         number = float(data.get(name) or 0)
     except (TypeError, ValueError):
-        raise NotLlamaSwap(f"`{name}` is {shorten(str(data[name]))}, which is no number") from None
+        raise NotLlamaSwap(f"`{name}` is {shorten(str(data[name]))}, which is not a number") from None
     if not math.isfinite(number):
         raise NotLlamaSwap(f"`{name}` is {number}; give a finite number")
     return number

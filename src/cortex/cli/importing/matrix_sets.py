@@ -55,7 +55,7 @@ class _Reader:
         while self._take("|"):
             found += self._combined()
         if len(found) > MAX_SETS:
-            raise MatrixProblem(f"the set {self._inside[-1]} of the matrix stands for more than {MAX_SETS} sets")
+            raise MatrixProblem(f"the set {self._inside[-1]} of the matrix expands to more than {MAX_SETS} sets")
         return found
 
     def _combined(self) -> list[tuple[str, ...]]:
@@ -66,7 +66,7 @@ class _Reader:
         for part in parts:
             total *= len(part)
         if total > MAX_SETS:
-            raise MatrixProblem(f"the set {self._inside[-1]} of the matrix stands for more than {MAX_SETS} sets")
+            raise MatrixProblem(f"the set {self._inside[-1]} of the matrix expands to more than {MAX_SETS} sets")
         return [tuple(dict.fromkeys(itertools.chain(*each))) for each in itertools.product(*parts)]
 
     def _part(self) -> list[tuple[str, ...]]:

@@ -167,9 +167,9 @@ STOP_GRACE_S = run_files.DRAIN_S + 4.0
 )
 @click.option(
     "--host",
-    help="Address to listen on; 0.0.0.0 lets other machines in, everybody until there are keys. [default: 127.0.0.1]",
+    help="Address to listen on; 0.0.0.0 admits other machines, without keys until there are some. [default: 127.0.0.1]",
 )
-@click.option("--ollama", is_flag=True, help="Also listen on Ollama's port, 11434, where clients look by themselves.")
+@click.option("--ollama", is_flag=True, help="Also listen on port 11434, where clients of Ollama look by default.")
 @click.option(
     "-c", "--config", type=click.Path(path_type=Path), help="A cortex.toml to use; the local neuron joins its nodes."
 )

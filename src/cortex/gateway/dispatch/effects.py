@@ -29,11 +29,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RECYCLE_TIMEOUT_S = 60.0
-"""A node kills a worker that does not exit long before that."""
+"""Longer than a node waits before it kills a worker that does not exit."""
 
 
 class Outcomes(Protocol):
-    """The events of the dispatcher in which effects end."""
+    """The dispatcher's events that report how effects ended."""
 
     def load_ended(self, target: ModelOnNode, result: ModelStatus | CortexError) -> None: ...
     def unload_ended(self, target: ModelOnNode, error: CortexError | None) -> None: ...
@@ -62,7 +62,7 @@ class NodeEffects:
         self._neighbours = neighbours
         self._tasks: dict[asyncio.Task[None], str] = {}
         self.outcomes: Outcomes
-        """The dispatcher. Set once, before the first order, because each of the two needs the other."""
+        """The dispatcher. Set once, before the first order, because the two refer to each other."""
 
     def load(self, node: str, request: LoadRequest, others: tuple[MemberPlan, ...]) -> None:
         self._metrics.cold_starts.labels(request.model_id, node).inc()
@@ -102,7 +102,7 @@ class NodeEffects:
             client.pool.is_down = is_down
 
     async def close(self) -> None:
-        """Stop waiting for orders under way; nodes finish them without us."""
+        """Stop waiting for running orders, which nodes complete by themselves."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -190,7 +190,8 @@ class NodeEffects:
 
 
 async def result_of(call: Callable[[], Awaitable[T]]) -> T | CortexError:
-    """What an order to a node returns, or why it failed. Never raises: the dispatcher waits for the end of an order."""
+    """The result of an order to a node, or its error. Never raises, because the dispatcher waits for the end of every
+    order."""
     try:
         return await call()
     except UpstreamFault as fault:

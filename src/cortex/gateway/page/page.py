@@ -1,4 +1,5 @@
-"""The routes of the page: its files, and `/session`, with which a browser signs in, looks who it is, and signs out."""
+"""The routes of the page: its files, and `/session`, with which a browser signs in, reads its identity, and signs
+out."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ class _SignIn(msgspec.Struct, frozen=True):
 
 
 class Page:
-    """Serves the page. Used on the loop's thread; files are read on another one, at the first request for one."""
+    """Serves the page. Used on the loop's thread; files are read on another one, at the first request."""
 
     def __init__(
         self, meter: Meter, signing_in: SigningIn, attempts: SignInAttempts, *, is_secure: bool = False

@@ -50,7 +50,7 @@ def request_id_of(given: bytes | None) -> bytes:
 
 
 def is_opaque(route: InferenceRoute) -> bool:
-    """Whether only a server knows what the fields of its requests mean."""
+    """Whether only the model's server understands the fields of its requests."""
     return route.need == "relay"
 
 
@@ -124,7 +124,7 @@ class Inference:
         then(self._received(exchange, route, key, id, span, received_at, read))
 
     def _preset(self, read: RelayedBody, route: InferenceRoute, key: KeySection | None) -> Preset | None:
-        """What the name of the model adds to the request."""
+        """The fields that the model's name adds to the request."""
         dispatcher = self.services.dispatcher
         if not dispatcher.catalogue.has_presets or route.need in ("embeddings", "rerank"):
             return None
@@ -134,7 +134,7 @@ class Inference:
             return None
 
     def _only_model(self, request: Request, route: InferenceRoute, key: KeySection | None) -> str:
-        """The model that the query names, or the only one that can do what the route does. Raises MissingModel."""
+        """The model that the query names, or the only one that can serve the route. Raises MissingModel."""
         if named := parse_qs(request.query.decode("latin-1")).get("model"):
             return named[0]
         held = [held for node in self.services.dispatcher.fleet.nodes for held in node.residencies.values()]
@@ -224,8 +224,8 @@ class Inference:
         *,
         is_check: bool = False,
     ) -> None:
-        """Admit a request and send it to a node, or reject it. `keeper` gets its response. `make_body`: what nodes get
-        in place of the body that was read, with the name of the model there. `is_check`: see `AdmittedRequest`."""
+        """Admit a request and send it to a node, or reject it. `keeper` gets its response. `make_body` makes the body
+        for nodes, given the name of the model there. `is_check`: see `AdmittedRequest`."""
         route, body, envelope = received.route, received.body, received.envelope
         try:
             has_price = route.need == "relay"  # its tokens are not in its bytes

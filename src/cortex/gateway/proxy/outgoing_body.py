@@ -1,8 +1,8 @@
-"""The body that a node gets: the client's bytes, the same with other values for a few fields, or a translation of it.
+"""The body that a node gets: the client's bytes, with a few fields changed, or a translation.
 
-Our own nodes learn from headers which tokens a request may use, and its tenant. Foreign servers do not know them: for
-them the limit of one choice is written into the body, and the tenant where they read it there. They get the body as it
-was read here (`foreign/body.py`).
+Neurons get the token limit and the tenant of a request in headers. Foreign servers do not read these: the limit of one
+choice is written into their body, and so is the tenant, if they read it there. They get the body as it was parsed here
+(`foreign/body.py`).
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from cortex.wire.tenant import EVERYBODY
 
 
 class OpaqueBody:
-    """The same for every attempt, but for the path below `/upstream/`: a foreign server is the upstream itself."""
+    """The same for every attempt, except for the path below `/upstream/`: a foreign server is the upstream itself."""
 
     __slots__ = ("_body", "_form", "_own_target", "_target", "_upstream", "headers", "method")
 
     def __init__(self, request: Request, model: str, found: OpaqueFields | str) -> None:
-        """`found`: what is known of its fields; or, for a request below `/upstream/`, the path of the server."""
+        """`found`: its known fields or, for a request below `/upstream/`, the path at the server."""
         self.method = request.method
         self.headers: Headers = ()
         self._body: Body = b""
@@ -112,17 +112,17 @@ class OutgoingBody:
         self._admitted = admitted
         self._keeper = keeper
         self.headers: Headers = _STREAM if self._route.generates and received.envelope.facts.stream else _WHOLE
-        """What the node learns about the body and the response."""
+        """Headers for the node about the body and the response."""
         self._has_budget = self._route.need != "relay" and admitted.reservation.token_limit is not None
         self._access = _access(admitted, has_budget=self._has_budget) if self._route.need != "relay" else "any"
         self._is_foreign = False
         self._translates = False
         """Whether the body is translated."""
         self._tenant = EVERYBODY
-        """The tenant that is written into it."""
+        """The tenant that is written into the body."""
         self._set_params: dict[str, Any] = {}
         self._strip_params: tuple[str, ...] = ()
-        """What the operator sets and leaves out at the node."""
+        """The fields that the operator sets and removes at the node."""
         asked = received.envelope.facts.asked_class
         self._beyond = (TIER, PRIORITY) if asked is not None and asked != admitted.request_class else ()
         """Fields that ask for more than the key may have: a foreign server gets none of them."""
@@ -130,9 +130,9 @@ class OutgoingBody:
         """The limit of a choice at a foreign server, by the tokens of the prompt there."""
         is_renamed = received.envelope.facts.model != admitted.model  # the client named it by an alias
         self._edited: bytes | None = None if is_renamed or self._route.target else received.body
-        """What our own nodes get, or the target of another path, once it is made."""
+        """The body for neurons, or for the target of another path, once made."""
         self._served: ServerBody | None = None
-        """What a foreign server gets of a body that is not translated, once it is made."""
+        """The body for a foreign server, if it is not translated, once made."""
         self._translated: tuple[GenerateRequest, ServerBody] | None = None
 
     def choose(self, lease: Lease) -> bool:
@@ -156,7 +156,7 @@ class OutgoingBody:
         return self._edited is not None or not is_edited_elsewhere(body)
 
     async def prepare(self, parser: BodyParser) -> None:
-        """Makes a body that would block the loop in another process. Raises CortexError on an invalid one."""
+        """Make a body that would block the loop in another process. Raises CortexError for an invalid one."""
         key, exchange = self._admitted.key, self._request.exchange
         client = key.id if key is not None else exchange.request.client  # who shares the parser with others
         body, model = self._received, self._admitted.model
@@ -174,9 +174,8 @@ class OutgoingBody:
             self._edited = await parser.edit(body, {"model": model}, client)
 
     def made(self) -> tuple[bytes, bytes, ChatTranslation | OllamaEmbeddings | None]:
-        """The path, the body, and the translation of the response. Raises CortexError on an invalid body, among them
-        InsufficientQuota where the budget is too small for a foreign server, which cannot receive
-        a limit for the tokens of the prompt."""
+        """The path, the body, and the translation of the response. Raises CortexError for an invalid body, including
+        InsufficientQuota if the budget is too small for a foreign server, which takes no limit on prompt tokens."""
         model = self._admitted.model
         if self._route.target:
             body = self._edited = self._edited or embeddings.request_body(self._received, model)
@@ -210,13 +209,13 @@ class OutgoingBody:
 
     @property
     def _fields(self) -> ServerFields:
-        """What a foreign server gets in place of the client's fields."""
+        """The fields that a foreign server gets instead of the client's."""
         is_limited = self._has_budget and self._route.generates
         values = {**self._set_params, "model": self._admitted.model}
         return ServerFields(self._path, values, self._tenant, self._strip_params, is_limited)
 
     def _foreign_limit(self, num_bytes: int) -> int | None:
-        """The limit of a choice at a foreign server that gets a body of this size; None: there is none."""
+        """The limit of a choice at a foreign server for a body of this size; None without a limit."""
         if not (self._is_foreign and self._has_budget):
             return None
         facts = self._request.envelope.facts
@@ -251,22 +250,22 @@ class OutgoingBody:
 
 
 def _access(admitted: AdmittedRequest, *, has_budget: bool) -> Access:
-    """What the key may send to a foreign server, which reads fields that are not known here: they may choose another
-    model, or use tokens that are not counted."""
+    """Which fields the key may send to a foreign server: fields unknown here could choose another model or use
+    uncounted tokens."""
     if has_budget:
         return "counted"
     return "known" if admitted.key is not None and admitted.key.models else "any"
 
 
 MOST_UNASKED_TOKENS = 16_384
-"""The limit of a choice whose client sets none, where the budget has more: servers reject limits beyond their context,
-and many do not report it."""
+"""The limit of a choice whose client sets none, even if the budget has more: servers reject limits beyond their
+context, and many do not report it."""
 
 
 def choice_limit(reservation: Reservation, facts: RequestSummary, most_prompt_tokens: int) -> int | None:
-    """The most tokens of one choice at a server that takes no limit for the whole request; None without a
-    budget, and where the model's context ends a choice before the budget does. The prompt counts as one token per byte,
-    because that is the most that it can have. Raises InsufficientQuota."""
+    """The token limit of one choice at a server that takes no limit for the whole request; None without a budget, or if
+    the model's context ends a choice before the budget does. The prompt counts as one token per byte, its upper bound.
+    Raises InsufficientQuota."""
     prompt_tokens = reservation.max_prompt_tokens(most_prompt_tokens)
     try:
         limit = reservation.extend(prompt_tokens)

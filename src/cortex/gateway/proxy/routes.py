@@ -31,8 +31,6 @@ from cortex.wire.requests import GenerateRequest
 UPSTREAM_PATH = b"/upstream/{model}"
 _ANTHROPIC_ID = ANTHROPIC_REQUEST_ID.encode()
 _UPSTREAM_PREFIX = UPSTREAM_PREFIX.encode()
-WHOLE_SILENCE_S = 3600.0
-"""How long a response that is no stream may take, at least: nodes send nothing until all of it is done."""
 JSON_HEADERS = ((b"content-type", b"application/json"),)
 
 
@@ -43,20 +41,20 @@ class InferenceRoute:
     path: bytes
     dialect: DialectName
     need: RequestKind = "response"
-    """What it needs of a node."""
+    """What it needs from a node."""
     target: bytes = b""
-    """The path at a node, if it is another one."""
+    """The path at a node, if different."""
     # What every request reads is computed once.
     generates: bool = field(init=False)
-    """Whether it needs a generated response. Only that may be streamed."""
+    """Whether it generates text. Only such responses may be streamed."""
     runs_model: bool = field(init=False)
-    """Whether it needs a loaded model. Then it may wait for a load, and is sent to another node where one fails."""
+    """Whether it needs a loaded model. Then it may wait for a load, and is retried at another node."""
     uses_tokens: bool = field(init=False)
     """Whether its requests are charged."""
     codec: Dialect = field(init=False)
     family: Family = field(init=False)
     reports_durations: bool = field(init=False)
-    """Whether its responses say how long the request waited."""
+    """Whether its responses report how long the request waited."""
     is_upstream: bool = field(init=False)
     """Whether its requests name their model in the path."""
     may_lack_model: bool = field(init=False)
@@ -76,13 +74,13 @@ class InferenceRoute:
         object.__setattr__(self, "may_lack_model", self.path.decode() in MODEL_OPTIONAL)
         object.__setattr__(self, "span_name", f"POST {self.path.decode()}")
 
-    def silence_s(self, idle_timeout_s: float, *, is_stream: bool) -> float:
+    def silence_s(self, idle_timeout_s: float, whole_silence_s: float, *, is_stream: bool) -> float:
         """How long a node that responds to polls may be silent in a response."""
-        return max(idle_timeout_s, WHOLE_SILENCE_S) if self.runs_model and not is_stream else idle_timeout_s
+        return max(idle_timeout_s, whole_silence_s) if self.runs_model and not is_stream else idle_timeout_s
 
     def outlasts_polls(self, abilities: Abilities) -> bool:
-        """Whether a node may miss polls because it works for such a request: a foreign server of speech or images may
-        do one thing at a time."""
+        """Whether a node may miss polls while it serves such a request: a foreign speech or image server may handle one
+        request at a time."""
         return self.need == "relay" and not abilities.takes_orders
 
     def id_headers(self, request_id: bytes) -> Headers:
@@ -148,14 +146,14 @@ ROUTES: dict[bytes, InferenceRoute] = {
 
 @lru_cache(maxsize=16)
 def keepalive(dialect: DialectName, interval_s: float) -> Keepalive:
-    """What clients of streams in this dialect get while they wait."""
+    """The keepalive for streams in this dialect."""
     codec = DIALECTS[dialect]
     return Keepalive(codec.KEEPALIVE, interval_s, stream_headers(codec.CONTENT_TYPE))
 
 
 def loading_note(route: InferenceRoute, model: str, text: str, *, as_reasoning: bool) -> bytes:
-    """What a client of a stream is told while its model is loaded: as reasoning, where the dialect lets a chunk come
-    before the node's, else as an SSE comment. Empty where there is no such thing."""
+    """A note for a streaming client while its model loads: reasoning, if the dialect permits a chunk before the node's,
+    else an SSE comment. Empty if the dialect has neither."""
     if not as_reasoning or route.dialect not in ("openai_chat", "ollama_chat", "ollama_generate"):
         line = " ".join(text.splitlines())
         return b"" if route.family is Family.OLLAMA else f": {line}\n".encode()

@@ -36,7 +36,7 @@ from cortex.wire.requests import GenerateRequest
 from cortex.wire.response import total_usage
 
 MAX_STREAM_BYTES = 64 * 1024 * 1024
-"""The most that is held of a stream while it is translated: some dialects repeat all of it in the last event."""
+"""Limit of the text held of a translated stream, because some dialects repeat all of it in the last event."""
 _EVENT_BYTES = 16
 _CALL_BYTES = 256
 _LOGPROB_BYTES = 64
@@ -54,7 +54,7 @@ class ChatTranslation:
         model: str,
         show: Callable[[CortexError], CortexError] = lambda error: error,
     ) -> None:
-        """`show` makes what the client may see of an error inside a stream."""
+        """`show` redacts an error inside a stream for the client."""
         self._show = show
         self._route = route
         self._request = request
@@ -65,7 +65,7 @@ class ChatTranslation:
         self._encoder = route.codec.Encoder(request, id=id, created=self._created, model=model)
         self._finishes: list[Finish] = []
         self._num_held_bytes = 0
-        """An estimate of what decoder and encoder keep of a stream until its end."""
+        """Estimated bytes that decoder and encoder keep of a stream until its end."""
         self.gateway_s = 0.0
         """How long the request was held back here."""
         self._began_at = time.monotonic()
@@ -112,8 +112,7 @@ class ChatTranslation:
             raise MalformedResponse(problem.message) from problem
 
     def _timed(self, events: list[AnyEvent]) -> list[AnyEvent]:
-        """`events` with the durations that were measured here, and those that the server reported. A whole response
-        counts as decoded."""
+        """`events` with measured durations and those that the server reported. A whole response counts as decoded."""
         if not events:
             return events
         now = time.monotonic()
@@ -145,7 +144,7 @@ class ChatTranslation:
 
 
 def _held_bytes(event: AnyEvent) -> int:
-    """About what a dialect may keep of an event until the end of the response."""
+    """Estimated bytes that a dialect may keep of an event until the end of the response."""
     match event:
         case TextDelta(text=text) | ReasoningDelta(text=text) | ToolCallDelta(arguments=text):
             return _EVENT_BYTES + len(text)

@@ -1,7 +1,7 @@
-"""Requests of the Responses API: those that refer to stored responses are completed, and responses are kept.
+"""Requests of the Responses API: resolves references to stored responses, and keeps responses.
 
-A node gets the whole conversation and knows nothing of stored responses. A request without state goes the way of all
-others.
+A node gets the whole conversation and knows nothing of stored responses. A request without state is served like any
+other.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Turn(Protocol):
         """The response and those that it continues, oldest first; None if the connection has forgotten it."""
 
     def begins(self, earlier: Sequence[StoredTexts], input: Raw | bytes) -> None:
-        """The request is sent now. It continues `earlier`, and its own `input` is a string or an array of items."""
+        """The request is being sent. It continues `earlier`; its own `input` is a string or an array of items."""
 
 
 class StatefulInference:
@@ -148,8 +148,8 @@ class StatefulInference:
     def _keeper(
         self, received: ReceivedRequest, facts: RequestSummary, input: Raw | bytes, id: str | None = None
     ) -> ResponseKeeper | None:
-        """What keeps the response, as `id` if there is one already; None when the client or the operator does not want
-        it to be stored."""
+        """The keeper of the response, as `id` if it has one already; None if the client or the operator does not want
+        it stored."""
         section = self._store.section
         is_retrievable = facts.store is not False
         if not _makes_response(received) or not (is_retrievable or facts.conversation_id is not None):
@@ -168,11 +168,12 @@ class StatefulInference:
         )
         held_end = None
         if self._store.database.is_shared or facts.conversation_id is not None:
-            held_end = DeferredEnd.of(received.exchange, self._store.max_entry_bytes)
+            max_held_s = self._inference.services.limits.max_held_s
+            held_end = DeferredEnd.of(received.exchange, self._store.max_entry_bytes, max_held_s)
         return StoringKeeper(self._store, kept, _key_id(received), input, stream=facts.stream, held_end=held_end)
 
     async def _referred(self, received: ReceivedRequest, facts: RequestSummary, turn: Turn | None) -> _Referred:
-        """Everything that a request refers to. Raises the CortexError of what is not stored."""
+        """Everything that a request refers to. Raises the CortexError for a missing response or item."""
         references = References(False, ())
         if items.REFERENCE in received.body:
             references = await self._inference.services.parser.find_references(

@@ -252,7 +252,7 @@ def _of_models(models: Iterable[ModelStatus]) -> Iterator[Metric]:
     sizes = {model.id: model.measured_bytes for model in models if model.state is not ModelState.ASLEEP}
     yield _gauge("model_bytes", "Device memory that a loaded model takes.", "model", sizes)
     replicas = {model.id: model.replicas for model in models if sizes.get(model.id) is not None}
-    yield _gauge("model_replicas", "How often a model is in memory, extra replicas included.", "model", replicas)
+    yield _gauge("model_replicas", "Copies of a model in memory, extra replicas included.", "model", replicas)
     in_host = {model.id: model.host_bytes for model in models if model.host_bytes}
     loaded = {model.id for model in models if model.state is ModelState.READY}
     sleeping = {model_id: num_bytes for model_id, num_bytes in in_host.items() if model_id not in loaded}
@@ -280,7 +280,7 @@ def _of_devices(devices: Iterable[DeviceHealth]) -> Iterator[Metric]:
     temperature = {index: device.temperature_c for index, device in by_index.items()}
     yield _gauge("device_temperature_celsius", "Temperature of the device.", "device", temperature)
     watts = {index: device.watts for index, device in by_index.items()}
-    yield _gauge("device_watts", "What the device draws, where that can be read.", "device", watts)
+    yield _gauge("device_watts", "Power draw of the device, where it can be read.", "device", watts)
 
 
 def _of_host(host: HostHealth | None) -> Iterator[Metric]:
@@ -292,7 +292,7 @@ def _of_host(host: HostHealth | None) -> Iterator[Metric]:
 
 
 def _fallbacks(devices: Iterable[DeviceHealth]) -> Metric:
-    what = "1 for what a library of the engine does not have any more, and the node does without."
+    what = "1 for each feature that the installed libraries lack and the node runs without."
     family = GaugeMetricFamily("neuron_fallbacks", what, labels=["device", "name"])
     for device in devices:
         for fallback in device.fallbacks:

@@ -46,7 +46,7 @@ def fetch(
 
 @dataclass(frozen=True, slots=True)
 class NodeDependencies:
-    """What a node is made with. Tests replace single parts, to inject faults."""
+    """The dependencies of a node. Tests replace single parts to inject faults."""
 
     make_workers: Callable[[], WorkerFactory] = WorkerFactory
     discover: Callable[[], Inventory] = discover
@@ -54,9 +54,9 @@ class NodeDependencies:
     read_host: Callable[[], HostMemory] = read_host_memory
     fetch: Fetch = fetch
     surveys: Callable[[], Surveys] | None = None
-    """None: a process with limits."""
+    """None for a process with limits."""
     open_text: Callable[[Path, str | None], TextSource] | None = None
-    """None: a tokenizer process for each model."""
+    """None for a tokenizer process per model."""
     policy: BackoffPolicy = field(default_factory=BackoffPolicy)
     timeouts: WorkerTimeouts | None = None
     first_retry_s: float = 5.0

@@ -1,4 +1,4 @@
-"""What the API reports about the node, and about a model: from its configuration, its files and its controller."""
+"""Reports for the API about the node and its models, from configuration, files and controllers."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class ServedModel:
     state: ModelState
     context_tokens: int | None
     sampling: SamplingDefaults
-    """The operator's values, then those of the model's files."""
+    """The operator's values, else those of the model's files."""
     pooling: PoolingConfig | None = None
-    """What an embedding or rerank model does with texts; None for a model that generates text, or is not known yet."""
+    """The pooling task of an embedding or rerank model; None if it generates text or is not known yet."""
     vector_width: int = 0
     """The length of a loaded embedding model's vectors."""
     is_read: bool = True
-    """Whether its files have been read, so that it is known what it does."""
+    """Whether its files have been read, so that its task is known."""
 
 
 _NOT_IN_MEMORY = (ModelState.COLD, ModelState.FAILED)
@@ -97,8 +97,8 @@ def describe_model(
     kv_host: HostKV | None = None,
     log_lines: tuple[str, ...] = (),
 ) -> ModelStatus:
-    """`num_in_preparation`: requests that are tokenised, or wait for that, and so are not with the instance yet.
-    `damage`: why its files cannot be used."""
+    """`num_in_preparation`: requests that are being tokenised or wait for it, before they reach the instance. `damage`:
+    why its files cannot be used."""
     facts = survey.facts if survey is not None else None
     life = controller.life if controller is not None else None
     instance = controller.instance if controller is not None else None

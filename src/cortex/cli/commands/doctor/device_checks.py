@@ -34,7 +34,9 @@ def devices(config: NeuronConfig | None = None, root: Path = Path("/")) -> Itera
         and (missing_packages() or inventory.devices[0].kind == "rocm")
     ):
         remedy = "add a server under [[harnesses]] of neuron.toml, or install the engine"
-        yield Finding("devices", Severity.PROBLEM, "nothing runs models here: no engine and no harness", remedy)
+        yield Finding(
+            "devices", Severity.PROBLEM, "this host cannot run models: it has neither the engine nor a harness", remedy
+        )
     if config is not None:
         yield from missing_programs(config)
     if inventory.driver_problem and Path("/dev/nvidiactl").exists():

@@ -29,7 +29,7 @@ class _Reader:
     has_missed: bool = False
     """Whether it was too slow for a change."""
     facts: bytes = b""
-    """What it was last sent, without ages, if it sees no single nodes."""
+    """What it was sent last, without ages, if it sees no individual nodes."""
 
 
 class _Frame:
@@ -54,7 +54,7 @@ class _Everything(_Frame):
         self._facts: dict[FleetView, bytes] = {}
 
     def facts(self, view: FleetView) -> bytes:
-        """Equal where a view shows nothing new but the ages of models."""
+        """Equal if only the ages of models differ."""
         if view not in self._facts:
             shown = self._shown_in(view)
             nodes = [node | {"models": [model | _NO_AGES for model in node["models"]]} for node in shown["nodes"]]
@@ -190,8 +190,7 @@ def _node_status(node: Node, catalogue: Catalogue) -> dict[str, Any]:
 
 
 def _comparable(node: Node) -> object:
-    """What decides whether a node has changed: all of it but the ages of its models, of which those that are cold are
-    only listed."""
+    """What decides whether a node has changed: everything but the ages of its models; of cold models only the names."""
     models = [
         msgspec.structs.replace(held, status=msgspec.structs.replace(held.status, state_age_s=0.0, idle_s=0.0))
         for held in node.residencies.values()

@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 
 
 class OllamaInference:
-    """Serves the routes that generate. Whom a model may be taken from is a matter of operators: other keys do not
-    unload it, and neither do web pages of others where no key is needed."""
+    """Serves the routes that generate. Only operators' keys may unload models; without keys, pages of other sites may
+    not."""
 
     def __init__(self, inference: Inference, operator: OperatorCommands, cross_site: CrossSiteCheck) -> None:
         self._inference = inference
@@ -57,7 +57,7 @@ class OllamaInference:
         self._inference.serve(received, keeper)
 
     def _ask_for_context(self, key: KeySection | None, name: str, tokens: int) -> None:
-        """Unload the model where its next load, which the request then waits for, has that context."""
+        """Unload the model where the next load, for which the request then waits, gets that context."""
         dispatcher = self._inference.services.dispatcher
         try:
             model = dispatcher.resolve(name).model_id
@@ -116,7 +116,7 @@ class OllamaInference:
 
 
 class _AfterResponse:
-    """A `ResponseKeeper` that keeps nothing; `then` follows a response without an error."""
+    """A `ResponseKeeper` that keeps nothing and calls `then` after a response without an error."""
 
     kept: KeptResponse | None = None
     headers: Headers = ()

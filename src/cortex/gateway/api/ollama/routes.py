@@ -102,7 +102,7 @@ class OllamaRoutes:
         self._deferred.respond(exchange, self._delete(models.read_name(exchange.request.body)))
 
     async def close(self) -> None:
-        """Stop following; nodes finish their downloads without us."""
+        """Stop following; nodes finish their downloads by themselves."""
         await self._tasks.cancel()
 
     def _listing(self, name: str, key: KeySection | None) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class OllamaRoutes:
         return json_response(models.show(described))
 
     async def _delete(self, name: str) -> Response:
-        """Deletes the files of a model, or the quantisation that `name` has, from every node that has them."""
+        """Deletes a model's files, or only the quantisation in `name`, from every node that has them."""
         if await self._creations.delete(name):
             return Response(200, (), b"")
         resolution = self._dispatcher.resolve(name)

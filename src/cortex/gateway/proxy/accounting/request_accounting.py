@@ -22,7 +22,7 @@ from cortex.wire.events import Usage
 from cortex.wire.words import duration
 
 SHOWN_QUEUE_MS = 100
-"""The record of a request says why it waited for a slot if that took as long."""
+"""A request that waited this long for a slot has the reason in its record."""
 
 log = logging.getLogger("cortex.access")
 budget_log = logging.getLogger(__name__)
@@ -48,12 +48,12 @@ class RequestAccounting:
     admitted: AdmittedRequest
     stream: bool
     started_at: float
-    """When all of its bytes were there."""
+    """When all of its bytes had arrived."""
     status: int = 0
     """The HTTP status for the client; 0 before there is one."""
     error_code: str | None = None
     relayed_code: str | None = None
-    """The code in an error response that a node sent and the client got as it was."""
+    """The code of a node's error response that the client got unchanged."""
     error_message: str | None = None
     """For operators: it may name nodes and files."""
     capture: Capture | None = None
@@ -67,9 +67,9 @@ class RequestAccounting:
     num_attempts: int = 0
     """How often it was sent to a node."""
     attempt_number: int = 0
-    """Differs for every attempt of this gateway."""
+    """Unique for every attempt of this gateway."""
     overhead_s: float | None = None
-    """The time that the gateway itself took until it first sent the request."""
+    """The gateway's own time until it first sent the request."""
     sent_at: float = 0.0
     """When it was last sent to a node."""
     first_data_at: float | None = None
@@ -100,8 +100,7 @@ class RequestAccounting:
         return self.sent_at - self.started_at
 
     def _first_token_s(self) -> float | None:
-        """The first byte of a whole response comes with its last token: its node says when the first one came, if it is
-        ours."""
+        """The first byte of a whole response comes with its last token. A neuron reports the time of the first."""
         if not self.stream:
             reported_s = self.reported_first_token_s
             return None if reported_s is None else self.held_s + reported_s
@@ -113,11 +112,11 @@ class RequestAccounting:
         return b"%b-%x" % (_GATEWAY_ID, self.attempt_number)
 
     def failed_with(self, error: CortexError) -> None:
-        """The client gets this error, or as much of it as its key may see."""
+        """The client gets this error, as far as its key may see it."""
         self.error_code, self.error_message = error.code, error.message
 
     def failed_at(self, lease: Lease) -> None:
-        """A node did not serve the request; another one may."""
+        """A node failed to serve the request; another may serve it."""
         self.failed_nodes += (lease.node,)
         self.services.metrics.retries.labels(self.admitted.model, lease.node).inc()
 
@@ -167,7 +166,7 @@ class RequestAccounting:
             self._log(node, outcome, usage)
 
     def _estimate(self, num_response_bytes: int) -> Usage:
-        """A rough estimate by size, for a response that reports no usage: it must not be free. No node uses more tokens
+        """A rough estimate by size, so that a response without reported usage is not free. No node uses more tokens
         than the request reserved."""
         if self.route.need == "relay":
             spec = self.services.dispatcher.catalogue.spec(self.admitted.model)
@@ -231,7 +230,8 @@ class RequestAccounting:
         )
 
     def _ended_at_budget(self, usage: Usage) -> bool:
-        """Whether the budget, and not the client's limit or the model, ended the choices: each has its part of it."""
+        """Whether the budget ended the choices, not the client's limit or the model. Each choice has an equal part of
+        it."""
         reservation = self.admitted.reservation
         limit = reservation.token_limit
         num_choices = self.received.envelope.facts.num_choices
@@ -268,7 +268,7 @@ class RequestAccounting:
         return "prefill" if self.num_attempts else "wait"
 
     def _result(self, outcome: Outcome) -> str:
-        """The outcome for operators. A stream that ended with an error event is complete for the relay only."""
+        """The outcome for operators. A stream that ended with an error event counts as complete only for the relay."""
         return "failed" if self.error_code is not None and outcome is _COMPLETE else outcome
 
     def _failure(self) -> str | None:

@@ -1,4 +1,4 @@
-"""The handler of opaque requests that are not JSON: forms with files, queries, and all that is below `/upstream/`."""
+"""The handler of opaque requests that are not JSON: forms with files, queries, and everything below `/upstream/`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cortex.wire.request_summary import RequestSummary
 
 
 class OpaqueInference:
-    """Reads no more of a request than its model, and has `Inference` do the rest."""
+    """Reads only the model of a request and leaves the rest to `Inference`."""
 
     def __init__(self, inference: Inference) -> None:
         self.cross_site = CrossSiteCheck()
@@ -88,8 +88,8 @@ class OpaqueInference:
         self._inference.serve(received, make_body=lambda model: OpaqueBody(request, model, found), is_check=is_check)
 
     def _split(self, request: Request) -> tuple[str, str]:
-        """The model in the path, and the path of its server. Exact names win over patterns, also over those that match
-        a shorter part of the path. Raises MalformedHTTP or ModelNotFound."""
+        """The model in the path, and the path at its server. Exact names take precedence over patterns, even over those
+        that match a shorter part of the path. Raises MalformedHTTP or ModelNotFound."""
         problem: CortexError = ModelNotFound("There is no model in the path; use /upstream/MODEL/PATH.")
         matched: tuple[str, str] | None = None
         for name, path in split_upstream(request.path.decode("latin-1")):

@@ -61,7 +61,9 @@ class OpaqueRelay:
         `is_check`: it asks only whether the server works, loads nothing, and waits for no slot."""
         http = call.request
         if http.method == b"HEAD":
-            raise MethodNotAllowed("A server is not asked for heads; use GET.", details={"allowed_methods": ["GET"]})
+            raise MethodNotAllowed(
+                "HEAD is not relayed to the model's server; use GET.", details={"allowed_methods": ["GET"]}
+            )
         if is_check and self.backend.served(model).state is not ModelState.READY:
             raise not_ready(model)
         watch.phase = lambda: "load"

@@ -106,8 +106,11 @@ class DrawGraphs:
         try:
             captured = Captured(*self._captures[kind](step), (lines,))
         except (NotCaptured, torch.OutOfMemoryError):
-            log.info("draws of %d rows run one operation at a time: they cannot be captured as a graph", len(logits))
+            log.info(
+                "sampling of %d rows runs one operation at a time: it cannot be captured as a CUDA graph", len(logits)
+            )
             self._is_given_up = True
             return False
+        captured.replay_first(len(logits))
         self._captured[len(logits), kind] = captured
         return True

@@ -399,7 +399,7 @@ class Runner:
 
     def _vectors(self, pictures: PictureInputs) -> Tensor:
         """[vectors, parts, hidden]"""
-        assert self.pictures is not None, "a step has pictures, and the model no tower"
+        assert self.pictures is not None, "a step has pictures, but the model has no vision tower"
         return self.pictures.vectors(pictures.spans, pictures.counts).to(self.model.parameters.dtype)
 
     def _tokens(self, inputs: StepInputs) -> Tensor:

@@ -223,8 +223,8 @@ def matrix_layouts(
         layouts = choose_layouts(place, tensors, recipe)
     if recipe is not None and not place.quantises(recipe):
         raise LoadError(
-            f"weights cannot be quantised as {recipe.name} at load here: that takes a GPU that computes in bfloat16, "
-            "or for formats of GGUF files the dtype auto on a CPU whose products with codes are faster than dense ones"
+            f"weights cannot be quantised as {recipe.name} at load here: that takes a GPU with bfloat16, or, "
+            "for the formats of GGUF files, the dtype auto on a CPU whose quantised kernels are faster than dense ones"
         )
     return with_draft_output(place, layouts) if spec.speculation == "mtp" else layouts
 
@@ -322,9 +322,7 @@ def build_model(
         if isinstance(model, Decoder) and architecture.held_tower is not None:
             pictures = pictures or read_picture_spec(family_of(config).pictures, config, {})
             if pictures is None:
-                raise UnsupportedModel(
-                    "the model has a vision tower, and its config does not say how it takes pictures"
-                )
+                raise UnsupportedModel("the model has a vision tower, but its config does not describe its input")
             place = device if spec.vision == "device" else torch.device("cpu")
             tower_parameters = Parameters(place, dtype if spec.vision == "device" else compute_dtype("auto", place))
             model.tower = build_tower(architecture.held_tower, tower_parameters, pictures)

@@ -113,7 +113,7 @@ def warm_here(spec: LoadSpec, card: str | None, num_ranks: int, report: Report) 
     elif torch.cuda.is_available():
         facts = facts_of(torch.device("cuda", 0))
     else:
-        return f"no GPU is here to compile for; name a card: --card {', '.join(CARDS)}"
+        return f"this host has no GPU to compile for; name a card: --card {', '.join(CARDS)}"
     try:
         num_kernels = warm_kernels(Path(spec.path), spec, facts, num_ranks, report)
     except LoadError as error:

@@ -79,7 +79,7 @@ class EngineHarness:
         return await self._surveys.read_text(path, model.id, model.chat_template)
 
     async def inspect(self, model: KnownModel, path: Path) -> ModelFacts:
-        """What the config and the headers say, also those of its draft model if that is on disk. Raises LoadFailed."""
+        """The facts from config and headers, including those of its draft model if on disk. Raises LoadFailed."""
         facts = await self._surveys.read(Read(str(path), model.id, model.quant, model.tensor_parallel))
         if model.speculation == "mtp":
             return facts.with_head(model.id)
@@ -92,8 +92,7 @@ class EngineHarness:
         return facts.with_draft(await self._surveys.read(Read(str(draft_path), draft.id, None, 1)), model.id)
 
     def spec(self, model: KnownModel, facts: ModelFacts, chosen: ChosenDevices) -> LoadSpec:
-        """What each of the devices loads, of which the one with the least to give decides; a stage has a limit of its
-        own."""
+        """What each device loads; the device with the least available memory decides. A stage has its own limit."""
         ceilings = [self.estimates.ceiling_bytes(model, facts, device) for device in chosen.devices]
         limits = self._config.limits
         return LoadSpec(
@@ -133,18 +132,18 @@ class EngineHarness:
         return self._devices.host(chosen.indices, self.spec(model, facts, chosen))
 
     def forget_size(self, model_id: str) -> None:
-        """Its sizes are computed."""
+        """Nothing to forget: its sizes are computed."""
 
     def upstream(self, model: KnownModel) -> None:
-        """It takes tokens."""
+        """None: the engine takes tokens."""
 
     async def close(self) -> None:
         await self._devices.close()
 
 
 def engine_options(model: KnownModel, recipe: Recipe | None) -> dict[str, Any]:
-    """The options of the model that the engine has under the same name. What the files are quantised as at load is
-    `recipe`, whatever file `quant` has chosen; a draft model is a path there."""
+    """The model's options under the engine's names. `recipe` is the quantisation at load, independent of the file that
+    `quant` has chosen; a draft model becomes a path."""
     return model.shared_with(_SPEC_FIELDS) | {
         "quant": None if recipe is None else recipe.name,
         "speculation": model.speculation if draft_of(model.speculation) is None else "draft",

@@ -1,4 +1,4 @@
-"""The memory that a model will need and take on this node's devices, before anything is loaded. Pure.
+"""Predicts the memory that a model will need and take on this node's devices before a load. Pure.
 
 It runs the engine's own memory plan (`engine/memory/plan.py`) with the sizes from the model's files.
 """
@@ -49,22 +49,22 @@ from cortex.wire.node.host_splits import HostSplit, HostSplits
 from cortex.wire.node.protocol import Device
 
 _MIN_KV_TOKENS = 256
-"""A model is not loaded with less cache than this."""
+"""The minimum KV cache of a load."""
 _UNLIMITED_BYTES = 1 << 62
 _SPLIT_PARTS = (0, 1, 2, 4, 8, 12, 16)
-"""Of 16 parts of what can be moved: the divisions that are reported."""
+"""The reported divisions, in sixteenths of what can be moved."""
 _REPORTED_TOKENS = 4096
-"""The size of this context is computed too: up to about there, windows take a part of the memory that grows."""
+"""The size of this context is computed too, because up to about there sliding windows grow with the context."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast(NodeLimits):
-    """The engine's `Estimates` for the models and devices of a node, under its limits. With the facts of one rank of a
-    divided model, they are those of one of its devices."""
+    """The engine's `Estimates` for the models and devices of a node, under its limits. Given the facts of one rank of a
+    divided model, the results are for one of its devices."""
 
     loads_in_worker: ClassVar[bool] = True
     rates: Callable[[], Rates | None] = field(default=lambda: None, compare=False)
-    """How fast memory is read here, as measured; None: it was not."""
+    """Measured memory rates of this node; None if not measured."""
 
     def least_bytes(self, model: KnownModel, facts: ModelFacts, device: Device) -> int:
         """The least memory with which the model can respond; a device with less rejects it.
@@ -83,7 +83,7 @@ class Forecast(NodeLimits):
         return sizes.weight_bytes + MIN_SLOTS * sizes.slot_bytes + MIN_PAGES * sizes.page_bytes
 
     def _limit_bytes(self, model: KnownModel, facts: ModelFacts, device: Device) -> int | None:
-        """The most that it should take of all devices together."""
+        """The most that it should take of all devices."""
         if model.memory_bytes is not None or device.kind == "cpu":
             return model.memory_bytes
         return self._sizes(model, facts, device).ceiling_bytes
@@ -131,7 +131,7 @@ class Forecast(NodeLimits):
         return max(0, plan.context_tokens) if plan.fits else 0
 
     def context_bytes(self, model: KnownModel, facts: ModelFacts, device: Device, tokens: int) -> int:
-        """What a load must be able to take of the device for a context of `tokens`, and never gets less with more."""
+        """Bytes that a load must be able to take of the device for a context of `tokens`; monotonic in `tokens`."""
         sizes = self._sizes(model, facts, device)
         tokens = min(tokens, sizes.context_tokens)
         kept_bytes = self._penalty_bytes(sizes) + _peer_bytes(model, device)
@@ -154,7 +154,7 @@ class Forecast(NodeLimits):
         return max(have_bytes + kept_bytes, self.least_bytes(model, facts, device))
 
     def contexts(self, model: KnownModel, facts: ModelFacts, device: Device, empty_tokens: int) -> ContextSizes:
-        """What contexts take of one device. `empty_tokens`: what the model gets of empty ones."""
+        """The sizes of contexts on one device. `empty_tokens`: the context on empty devices."""
         sizes, wanted_context = self._sizes(model, facts, device), wanted_tokens(model, facts)
         full, least_bytes = sizes.context_tokens, self.least_bytes(model, facts, device)
         points = [ContextSize(tokens=min(_MIN_KV_TOKENS, full), num_bytes=least_bytes)]
@@ -239,7 +239,7 @@ class Forecast(NodeLimits):
         )
 
     def splits(self, model: KnownModel, facts: ModelFacts, device: Device) -> HostSplits | None:
-        """How the weights can be divided between the device and the host; None: they cannot, or may not."""
+        """How the weights can be divided between device and host; None if impossible or not permitted."""
         if self._unsplittable(model, facts, device) is not None:
             return None
         layers, _ = facts.movable(self.matrix_device(device))
@@ -249,14 +249,14 @@ class Forecast(NodeLimits):
         return HostSplits(splits=found, is_measured=self.rates() is not None) if found else None
 
     def _last_resort(self, model: KnownModel, facts: ModelFacts, device: Device) -> HostSplits | None:
-        """How they could be if the entry said so."""
+        """How they could be divided if the entry permitted it."""
         if model.host_weights is not None:
             return None
         splits = self.splits(msgspec.structs.replace(model, host_weights="auto"), facts, device)
         return None if splits is None else msgspec.structs.replace(splits, is_last_resort=True)
 
     def _unsplittable(self, model: KnownModel, facts: ModelFacts, device: Device) -> str | None:
-        """Why the weights must all be on the device; None: they need not."""
+        """Why all weights must be on the device; None if they need not be."""
         if model.host_weights == "off":
             return 'none of its weights may be in host memory (host_weights = "off")'
         if model.replicas > 1 or model.may_grow or model.deterministic or facts.backend != "native":
@@ -310,8 +310,8 @@ class Forecast(NodeLimits):
         return tuple(stages)
 
     def _divided(self, model: KnownModel, facts: ModelFacts, device: Device) -> tuple[Architecture, int]:
-        """What is loaded of the model, without what lies in host memory, and the buffers that each stage has for
-        that."""
+        """The loaded part of the model without the weights in host memory, and the buffers that each stage needs for
+        those."""
         architecture = _architecture(model, facts)
         if model.host_split is None:
             return architecture, 0
@@ -348,7 +348,7 @@ class Forecast(NodeLimits):
         return sizes if draft is None else sizes.with_draft(draft)
 
     def _draft_sizes(self, model: KnownModel, facts: ModelFacts, device: Device) -> ModelSizes | None:
-        """The sizes of the draft model that is loaded with it; None: there is none."""
+        """The sizes of its draft model; None without one."""
         if facts.draft is None:
             return None
         return facts.draft.sizes(*self._storage_of(model, device), None, has_tower=False)
@@ -378,7 +378,7 @@ class Forecast(NodeLimits):
         return self.matrix_device(device).quantises(recipe)
 
     def matrix_device(self, device: Device) -> MatrixDevice:
-        """What decides in which layouts the device keeps matrices. It changes when the functions in C turn out not to
+        """The properties that decide the layout of matrices on the device. They change if the C kernels fail to
         compile."""
         wanted = self.config.harness.torch.dtype
         is_coded = device.kind == "cpu" and wanted == "auto" and likely_multiplies_codes()
@@ -389,7 +389,7 @@ class Forecast(NodeLimits):
 
 
 def _moves_blocks(model: KnownModel) -> bool:
-    """Whether weights that every token reads may lie in host memory, too: the entry must say so."""
+    """Whether weights that every token reads may be in host memory too, which the entry must permit."""
     return model.host_weights is not None
 
 
@@ -398,7 +398,7 @@ def _whole_bytes(layers: Sequence[LayerWeights], other_bytes: int) -> int:
 
 
 def _stage_bytes(model: KnownModel, layers: Sequence[LayerWeights]) -> int:
-    """What stages take in addition to one device: each has buffers of its own, and whole layers do not fill it."""
+    """The overhead of stages over one device: each has its own buffers and holds whole layers only."""
     largest = max((layer.dense_bytes + layer.unit_bytes for layer in layers), default=0)
     return (model.pipeline_parallel - 1) * (buffer_bytes(layers) + largest)
 
@@ -409,7 +409,7 @@ def _architecture(model: KnownModel, facts: ModelFacts) -> Architecture:
 
 
 def wanted_tokens(model: KnownModel, facts: FileFacts) -> int:
-    """The least context that the model is to have."""
+    """The wanted context of the model."""
     return wanted(facts.context_tokens, model.context_tokens)
 
 

@@ -1,4 +1,4 @@
-"""Allocates the devices of the node to loads: which devices a load gets, how much memory, and what it waits for."""
+"""Allocates the node's devices and their memory to loads, which may have to wait."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class RoomElsewhere(InsufficientCapacity):
 class DeviceAllocator:
     """Belongs to the daemon's loop.
 
-    A load is decided alone and reserves the memory that it may take. Then it runs next to others, up to
-    `limits.max_loads`; only loads in the same worker take turns, the first to come first. A load for which there would
-    be room without the reservations of others waits until one of them has ended. Loads choose devices as if there were
-    no extra replicas, which then give way.
+    A load is decided alone and reserves the memory that it may take. Then it runs concurrently with others, up to
+    `limits.max_loads`; only loads in the same worker take turns, in order of arrival. A load that would fit without the
+    reservations of others waits until one of them ends. Loads choose devices as if there were no extra replicas, which
+    are then unloaded.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class DeviceAllocator:
         read_devices: ReadDevices,
         leaving: Callable[[bool], list[ModelHolding]] = lambda _: [],
     ) -> None:
-        """`estimates_of`: those of the model's harness. `leaving`: the models that are being unloaded, given whether
-        a sleep frees the devices."""
+        """`estimates_of`: the estimates of the model's harness. `leaving`: the models that are being unloaded, given
+        whether sleep frees the devices."""
         self._devices = devices.all
         self._supervisors = devices.supervisors
         self._extras = devices.extras
@@ -61,7 +61,7 @@ class DeviceAllocator:
         self._ceilings = ceilings
         self._read_devices = read_devices
         self.sleep_frees = devices.all[0].kind != "cpu"
-        """Whether models that fall asleep free the devices. The memory of a CPU is the host's."""
+        """Whether sleeping models free the devices; not on a CPU, whose memory is the host's."""
         self._leaving = partial(leaving, self.sleep_frees)
         self._loads = LoadsInProgress(devices.all)
         self._deciding = asyncio.Lock()
@@ -90,8 +90,8 @@ class DeviceAllocator:
     async def _reserve(
         self, model: KnownModel, facts: FileFacts, turn: Turn | None, on_wait: OnWait
     ) -> tuple[ChosenDevices, Reservation]:
-        """Decides once the load can start, so that it takes its devices as they are then. Raises InsufficientCapacity
-        where the model would have no room without other loads, nor after the unloads in progress."""
+        """Decides when the load can start, from the state of the devices then. Raises InsufficientCapacity if the model
+        would have no room even without other loads and after the unloads in progress."""
         while True:
             async with self._deciding:
                 is_settling = any(map(_is_settling, self._supervisors.values()))
@@ -124,8 +124,8 @@ class DeviceAllocator:
         return choice.choose()
 
     def _begin(self, model: KnownModel, facts: FileFacts, choice: DeviceChoice, chosen: ChosenDevices) -> Reservation:
-        """Reserves what the load is expected to take of its devices; all that it may take, if it is divided, because
-        its parts are not known yet."""
+        """Reserves the expected size of the load on its devices; for a divided model the maximum, because its parts are
+        not known yet."""
         estimates = self._estimates_of(model)
         sizes = {device.index: choice.usable_bytes(device) for device in chosen.devices}
         if not model.is_divided:
@@ -137,7 +137,8 @@ class DeviceAllocator:
 
     @contextlib.asynccontextmanager
     async def _for_reload(self, model: KnownModel, facts: FileFacts, indices: tuple[int, ...]) -> AsyncIterator[None]:
-        """Reserves memory for a lost part of a loaded model on the same devices, which have no extra replicas then."""
+        """Reserves memory for a lost part of a loaded model on the same devices, after unloading their extra
+        replicas."""
         estimates = self._estimates_of(model)
         need = {each.index: estimates.expected_bytes(model, facts, each) for each in self._devices}
         async with (
@@ -171,8 +172,8 @@ class DeviceAllocator:
             self._loads.end(reservation)
 
     async def _take_back(self, reservation: Reservation, *, is_whole: bool = True) -> None:
-        """Unloads extra replicas where a device has less free memory than reserved; on all its devices, for a divided
-        model."""
+        """Unloads extra replicas if a device has less free memory than reserved; for a divided model, on all its
+        devices."""
         own = reservation.device_bytes
         readings = await self._read()
         sharing = self._extras.sharing(own)
@@ -285,7 +286,7 @@ class DeviceAllocator:
                 )
 
     def _left_bytes(self, device: Device, num_devices: int, model_id: str) -> int | None:
-        """Bytes of the operator's ceilings that other models and loads in progress leave to the model."""
+        """Bytes under the operator's ceilings that other models and loads in progress leave to the model."""
         loading = self._loads.holdings()
         return self._ceilings.left_bytes(device.index, num_devices, but=model_id, loading=loading)
 
@@ -316,8 +317,8 @@ class DeviceAllocator:
         return DeviceChoice(model, facts, candidates, after_loads, estimates, left=left)
 
     async def _choose_alone(self, model: KnownModel, facts: FileFacts) -> ChosenDevices:
-        """As if no other load were in progress. Waits for memory that is being freed, or was a moment ago, then raises
-        InsufficientCapacity."""
+        """Choose as if no other load were in progress. Waits for memory that is being freed, or was a moment ago,
+        before it raises InsufficientCapacity."""
         while True:
             readings = self._extras.without(await self._read())
             try:
@@ -330,8 +331,8 @@ class DeviceAllocator:
     def _awaited(
         self, model: KnownModel, facts: FileFacts, readings: Mapping[int, DeviceReading], turn: Turn | None
     ) -> str:
-        """What a load that does not fit waits for. Sets the devices of `turn` to those that the load will take. Raises
-        InsufficientCapacity if nothing in progress frees enough."""
+        """What a load that does not fit must wait for. Sets the devices of `turn` to those that the load will take.
+        Raises InsufficientCapacity if nothing in progress frees enough."""
         try:
             indices = self._choice(model, facts, self._devices, readings).choose().indices
             reason = self._loads.memory_awaited(indices)

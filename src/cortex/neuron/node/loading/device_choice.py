@@ -1,4 +1,4 @@
-"""Which devices a load takes, and which layers go to each if the model is divided by layers. Pure."""
+"""Chooses the devices of a load, and the layers of each if the model is divided by layers. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SEQUENCES = (4, 8, 16, 32)
 """The engine reserves at most a quarter of the device for sequences of a divided model rather than for weights."""
 
 DeviceLimit = Callable[[Device], int | None]
-"""Bytes of a device; None: no limit."""
+"""Bytes of a device; None without a limit."""
 
 
 def check_devices(model: KnownModel, devices: Sequence[Device]) -> None:
@@ -64,7 +64,7 @@ def capacity_bytes(model: KnownModel, devices: Sequence[Device], estimates: Esti
 
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
-    """Everything that decides which devices a load takes."""
+    """The inputs of a choice of devices."""
 
     model: KnownModel
     facts: FileFacts
@@ -74,10 +74,10 @@ class DeviceChoice:
     excluded: Mapping[int, str] = field(default_factory=dict)
     """Devices that the model cannot use, and why."""
     left: DeviceLimit = lambda _: None
-    """What other models leave of the operator's ceilings."""
+    """Bytes that other models leave under the operator's ceilings."""
 
     def choose(self) -> ChosenDevices:
-        """The devices with room for the model, as many as it takes. Raises InsufficientCapacity or LoadFailed."""
+        """The devices for the model, each with room. Raises InsufficientCapacity or LoadFailed."""
         model, forecast = self.model, self.forecast
         if not self.devices:
             raise InsufficientCapacity(f"{model.id} has no device to be loaded on")
@@ -260,8 +260,8 @@ def choose_devices(
     purpose: str = "",
 ) -> tuple[int, ...]:
     """The indices, in order, of the `count` devices with the most free memory among those where `need_bytes` fit; only
-    `allowed` ones, if any are given, and none of `excluded`, which has the reasons. `ceiling`: the most that the model
-    may ever take of a device; `left`: what other models leave of that; `purpose`: of the bytes, in words.
+    `allowed` ones, if given, and none of `excluded`, which has the reasons. `ceiling`: the model's maximum on a device;
+    `left`: what other models leave of it; `purpose`: of the bytes, in words.
 
     Raises InsufficientCapacity with the needed and the available bytes of every device that does not fit.
     """
@@ -331,7 +331,7 @@ def device_row(
 def _why_unusable(
     device: Device, reading: DeviceReading | None, allowed: Sequence[int], excluded: Mapping[int, str]
 ) -> str | None:
-    """Why a load cannot use the device, however much of it is free; None: it can."""
+    """Why a load cannot use the device, regardless of its free memory; None if it can."""
     if allowed and device.index not in allowed:
         return "not among the requested devices"
     return excluded.get(device.index, "the device does not respond" if reading is None else None)

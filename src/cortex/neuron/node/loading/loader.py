@@ -1,8 +1,8 @@
 """Loads models: from a name to an instance that serves.
 
-`ModelLoader.load` reads from top to bottom: resolve the files, preflight them, find a device with room (or as many as
-the model is divided among), load the weights in its worker while the tokenizer starts. Downloads run on threads, and
-files are read in the survey process. A load that fails or is cancelled leaves nothing behind.
+`ModelLoader.load` reads from top to bottom: resolve the files, preflight them, find devices with room, load the weights
+in their workers while the tokenizer starts. Downloads run on threads, and files are read in the survey process. A load
+that fails or is cancelled leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ _DOWNLOAD_ERRORS: dict[type[CheckpointError], type[LoadFailed]] = {
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What a model's files say about it."""
+    """The facts from a model's files."""
 
     facts: FileFacts
-    """They describe the whole model, or one rank of a divided one."""
+    """Facts of the whole model, or of one rank of a divided one."""
     text: TextSurvey
     requested_quant: str | None
     speculation: str | None
@@ -79,7 +79,7 @@ class Inspection:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a model will take of this node, as far as its files and options say."""
+    """The memory that a model will take on this node, by its files and options."""
 
     footprint: Footprint
     stage_layers: tuple[int, ...]
@@ -127,11 +127,11 @@ class ModelLoader:
         self._estimates: dict[str, tuple[object, Estimate]] = {}
         """By model id: the latest one, and what it was computed from."""
         self.damaged: dict[str, CortexError] = {}
-        """Models whose files failed the survey, or are not where their path says → why."""
+        """Models whose files failed the survey or are missing → why."""
         self._damaged_files: dict[str, tuple[Path, FileStamps]] = {}
         """By model id: the files that failed the survey, which are read again once they change."""
         self._absent: set[str] = set()
-        """Those of the latter kind."""
+        """Models whose files are missing."""
 
     async def load(self, model: KnownModel, callbacks: ModelCallbacks) -> Instance:
         """Raises LoadFailed, InsufficientCapacity or WorkerLost."""
@@ -158,8 +158,8 @@ class ModelLoader:
         return instance
 
     async def _load_with_context(self, model: KnownModel, facts: FileFacts, callbacks: ModelCallbacks) -> Instance:
-        """With the context that the load asks for. Where this node decides, with the one that the model is to have, and
-        else with what there is. Raises InsufficientCapacity, and what `_load_on_devices` raises."""
+        """Load with the context that the request asks for. If this node decides, with the wanted context, else with
+        what fits. Raises InsufficientCapacity, and what `_load_on_devices` raises."""
         required = self.with_context(model, facts)
         if required is None:
             return await self._load_or_split(replace(model, min_context_tokens=None), facts, callbacks)
@@ -175,7 +175,7 @@ class ModelLoader:
         return await self._load_or_split(model, facts, callbacks)
 
     async def _load_or_split(self, model: KnownModel, facts: FileFacts, callbacks: ModelCallbacks) -> Instance:
-        """On its devices alone, if they have room, else with a part of its weights in host memory. Raises
+        """Load on devices alone if they have room, else with part of the weights in host memory. Raises
         InsufficientCapacity, and what `_load_on_devices` raises."""
         try:
             return await self._load_on_devices(model, facts, callbacks)
@@ -192,7 +192,7 @@ class ModelLoader:
                 raise error.in_words(message) from split_error
 
     async def _load_split(self, model: KnownModel, facts: FileFacts, callbacks: ModelCallbacks) -> Instance:
-        """With as much of its weights in host memory as the device has no room for. Raises as `_load_or_split` does."""
+        """Load with the weights that do not fit the device in host memory. Raises as `_load_or_split` does."""
         split = await self._room.split(model, facts, self._host.free_bytes(model.id))
         if isinstance(split, str):
             raise InsufficientCapacity(f"{model.id}: {split}")
@@ -203,8 +203,8 @@ class ModelLoader:
             return await self._load_on_devices(replace(model, host_split=split), facts, callbacks)
 
     def with_context(self, model: KnownModel, facts: FileFacts, tokens: int | None = None) -> KnownModel | None:
-        """The model as a load that gets no less than `tokens` or, by default, than what the load asks for or the model
-        is to have: each as far as the empty devices hold it. None: its contexts are not known here."""
+        """The model as a load that gets at least `tokens` or, by default, the requested or wanted context, as far as
+        empty devices hold it. None if its contexts are unknown here."""
         contexts = self.estimate(model, facts).footprint.contexts
         if contexts is None:
             return None
@@ -216,7 +216,7 @@ class ModelLoader:
         return replace(model, min_context_tokens=min(asked, contexts.full_tokens, held))
 
     def contexts(self, model: KnownModel) -> ContextSizes | None:
-        """What the contexts of a model take, if its files were read and its harness knows."""
+        """The sizes of a model's contexts, if its files were read and its harness knows them."""
         survey = self.surveys.get(model.id)
         return None if survey is None else self.estimate(model, survey.facts).footprint.contexts
 
@@ -233,9 +233,9 @@ class ModelLoader:
         return instance
 
     async def add_replica(self, model: KnownModel, replicas: ReplicatedHost) -> bool:
-        """Loads an extra replica of a ready model on a device with room for it next to everything else. False: there is
-        none, or the load was cancelled, because the model goes or another load needs the memory. Raises LoadRejected
-        or WorkerLost."""
+        """Loads an extra replica of a ready model on a device with room in addition to everything else. False if there
+        is none, or if the load was cancelled because the model is unloaded or another load needs the memory. Raises
+        LoadRejected or WorkerLost."""
         facts = self.surveys[model.id].facts
         # A gateway names the devices of the load that it asked for; the operator's choice holds for all replicas.
         devices = self._library.find(model.id).devices
@@ -247,9 +247,8 @@ class ModelLoader:
         return await self._extras.add(replicas, host, free_bytes)
 
     async def wake(self, model: KnownModel, instance: Instance, on_wait: OnWait) -> None:
-        """Wakes a sleeping model where it is. Raises InsufficientCapacity or LoadFailed (the model is asleep as before;
-        `RoomElsewhere`: there is room for it on other devices). Raises Damaged or WorkerLost if nothing of it is
-        left."""
+        """Wakes a sleeping model where it is. On InsufficientCapacity or LoadFailed the model is still asleep
+        (`RoomElsewhere`: other devices have room for it). On Damaged or WorkerLost nothing of it is left."""
         host, resident = instance.host, instance.resident
         model = replace(model, min_context_tokens=None)  # it wakes with the context that it has
         try:
@@ -269,7 +268,7 @@ class ModelLoader:
         return () if upstream is None else upstream.log(0).lines[-_LAST_LINES:]
 
     def restarts(self, model: KnownModel) -> bool:
-        """Whether the model is loaded again by itself when it is lost."""
+        """Whether the model is reloaded without a request when it is lost."""
         return model.member is None and self._harnesses.of(model).restarts
 
     # Files
@@ -329,7 +328,7 @@ class ModelLoader:
     # Preflight
 
     async def survey(self, model: KnownModel, path: Path) -> Inspection:
-        """Reads the model's headers and chat template, once as long as its files do not change. Raises LoadFailed."""
+        """Reads the model's headers and chat template, once until its files change. Raises LoadFailed."""
         known, stamps = self.surveys.get(model.id), await self._stamps(model, path)
         wanted = (path, model.quant, model.tensor_parallel, model.speculation, model.chat_template, stamps)
         if known is not None and self._library.draft_of(model) is None:  # a draft model's files may have come since
@@ -343,7 +342,7 @@ class ModelLoader:
         return survey
 
     async def read(self, model: KnownModel, path: Path) -> Inspection:
-        """What `survey` finds, without keeping it: for other files than those of a model in memory. Raises
+        """Like `survey`, without keeping the result: for files other than those of a model in memory. Raises
         LoadFailed."""
         harness = self._harnesses.of(model)
         facts, quantised = await harness.read(model, path)
@@ -360,8 +359,8 @@ class ModelLoader:
         self._absent.discard(model_id)
 
     async def survey_library(self, is_in_memory: Callable[[str], bool]) -> None:
-        """Surveys every model whose files are complete, so that its size is known before it is loaded. A path without
-        files is reported; files that come later, or change while the model is not in memory, are found."""
+        """Surveys every model whose files are complete, so that its size is known before a load. Reports paths without
+        files, and notices files that appear later or change while the model is not in memory."""
         for model in self._library:
             known = self.surveys.get(model.id)
             if known is not None and not is_in_memory(model.id):
@@ -377,7 +376,7 @@ class ModelLoader:
         return await asyncio.to_thread(file_stamps, path)
 
     async def survey_listed(self, model: KnownModel) -> None:
-        """Surveys one of them, unless that was done."""
+        """Surveys one of them, unless already done."""
         if model.id in self.surveys or not await self._may_be_usable(model.id):
             return
         path = None
@@ -410,7 +409,7 @@ class ModelLoader:
                 self.surveys[model.id], self._surveyed_files[model.id] = survey, stamps
 
     async def _may_be_usable(self, model_id: str) -> bool:
-        """Whether its files are to be read: they did not fail the survey, or have changed since."""
+        """Whether to read its files: they have not failed the survey, or have changed since."""
         if model_id not in self.damaged or model_id in self._absent:
             return True
         if (known := self._damaged_files.get(model_id)) is None:
@@ -423,8 +422,8 @@ class ModelLoader:
         return self._harnesses.of(model).estimates.basis(self._devices[0])
 
     def estimate(self, model: KnownModel, facts: FileFacts) -> Estimate:
-        """On those of this node's devices that the model may use. Every poll of the node asks for it, and it takes
-        milliseconds, so it is computed again only if something has changed."""
+        """The estimate on the devices that the model may use. Every poll needs it and it takes milliseconds, so it is
+        recomputed only after a change."""
         estimates = self._harnesses.of(model).estimates
         basis = (model, facts, self.estimate_basis(model))
         known_basis, estimate = self._estimates.get(model.id, (None, None))
@@ -438,8 +437,8 @@ class ModelLoader:
         return estimate
 
     async def _load_weights(self, instance: Instance, path: Path, *, uses_text: bool) -> None:
-        """Loads the weights and starts the tokenizer side by side. Where either fails, and when this is cancelled,
-        the weights are unloaded again. Raises LoadRejected or WorkerLost, and LoadFailed of the tokenizer."""
+        """Loads the weights and starts the tokenizer concurrently. If either fails or this is cancelled, the weights
+        are unloaded again. Raises LoadRejected or WorkerLost, and the tokenizer's LoadFailed."""
         host = instance.host
         starting = self._texts.wake(instance.model_id, path) if uses_text else asyncio.sleep(0)
         tokenizer = asyncio.create_task(starting)
@@ -460,7 +459,7 @@ class ModelLoader:
 
 
 def _smaller_forms(quantised: Mapping[str, Footprint]) -> str:
-    """What an error says about a model that would be smaller."""
+    """The part of an error about quantisations in which the model would be smaller."""
     if not quantised:
         return ""
     sizes = ", ".join(f"{gib(size.least_bytes)} as {name}" for name, size in quantised.items())

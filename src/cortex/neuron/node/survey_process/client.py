@@ -1,4 +1,5 @@
-"""Reads the files of models in a process with limits: a model that exceeds them is damaged, and nothing else is."""
+"""Reads the files of models in a process with limits: a model that exceeds them counts as damaged and affects nothing
+else."""
 
 from __future__ import annotations
 
@@ -31,16 +32,16 @@ class Surveys(Protocol):
         """Where the model is, if all of it is on disk. Raises LoadFailed."""
 
     async def read(self, job: Read) -> ModelFacts:
-        """What the config and the headers say. Raises a CortexError, LoadFailed above all."""
+        """The facts from config and headers. Raises a CortexError, usually LoadFailed."""
 
     async def read_text(self, path: Path, name: str, chat_template: str | None = None) -> TextSurvey:
-        """What the text files say, with `chat_template` in place of theirs. Raises LoadFailed."""
+        """The facts from the text files, with `chat_template` instead of theirs. Raises LoadFailed."""
 
     async def rest_idle(self) -> None:
         """Ends the process if it was not used for a while."""
 
     async def close(self) -> None:
-        """Ends what is being read."""
+        """Cancels running reads."""
 
 
 class SurveyProcess:

@@ -1,8 +1,8 @@
 """Reads the files of models: the functions of the survey process, and how facts travel from it to the daemon.
 
-The functions block, and may take any time and memory: the files are not trusted. Facts travel as bytes, so that the
-daemon decodes them on a thread. They are values that the daemon only computes sizes from: their number is limited, and
-no text of a file is parsed or compiled again.
+The functions block, and may take any time and memory, because the files are not trusted. Facts travel as bytes, so that
+the daemon decodes them on a thread. The daemon only computes sizes from them: their number is limited, and no text of a
+file is parsed or compiled again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 MAX_REPLY_BYTES: Final = 48 << 20
 MAX_CONFIG_BYTES: Final = 2 << 20
 MAX_TENSORS: Final = 1 << 18
-"""Experts of a stack count one by one. Far above every published model."""
+"""Counts each expert of a stack. Far above every published model."""
 
 
 class Read(msgspec.Struct, frozen=True):
@@ -74,12 +74,12 @@ def find_local(source: str, cache: str, quant: str | None) -> str | None:
 
 
 def read(asked: Read) -> bytes:
-    """What the config and the headers of a model say, packed: the daemon decodes it on a thread."""
+    """The facts from config and headers of a model, packed; the daemon decodes them on a thread."""
     return pack_facts(read_facts(asked))
 
 
 def read_text(path: str, name: str, chat_template: str | None) -> TextSurvey:
-    """What the text files of a model say, with `chat_template` in place of theirs."""
+    """The facts from a model's text files, with `chat_template` instead of theirs."""
     try:
         return survey_text(Path(path), chat_template)
     except UNREADABLE as error:
@@ -92,7 +92,7 @@ def read_facts(asked: Read) -> ModelFacts:
 
 
 def _reporting(function: F) -> F:
-    """`function`, which raises LoadFailed whatever goes wrong: the daemon must get it."""
+    """`function`, with every exception turned into LoadFailed, which reaches the daemon."""
 
     @wraps(function)
     def reporting(*arguments: Any) -> Any:
@@ -117,7 +117,7 @@ class _PackedFacts(msgspec.Struct, frozen=True, array_like=True):
 
 
 def pack_facts(facts: ModelFacts) -> bytes:
-    """Raises LoadFailed for a model that describes more than any model has."""
+    """Raises LoadFailed for a model with implausibly many tensors."""
     path = facts.path
     config = json.dumps(dict(facts.config))
     if len(config) > MAX_CONFIG_BYTES:

@@ -28,7 +28,7 @@ def descendants(process: int, proc: Path = _PROC) -> list[int]:
 
 
 def resident_bytes(processes: list[int]) -> int:
-    """The memory of these processes; what several of them share counts once. Those that have ended count nothing."""
+    """The memory of these processes, with shared memory counted once and ended processes as 0."""
     return sum(map(_resident_bytes, processes))
 
 
@@ -53,7 +53,7 @@ def _children(process: int, proc: Path) -> list[int]:
 
 
 def _resident_bytes(process: int) -> int:
-    """Its proportional share, or all that is resident where the kernel does not tell that."""
+    """Its proportional share, or all resident memory if the kernel does not report that."""
     for file, field in (("smaps_rollup", "Pss:"), ("status", "VmRSS:")):
         try:
             lines = (_PROC / str(process) / file).read_text().splitlines()
@@ -66,8 +66,8 @@ def _resident_bytes(process: int) -> int:
 
 
 def gpu_bytes(devices: Sequence[Device], processes: Sequence[int], library: Any = pynvml) -> int | None:
-    """What `processes` hold on `devices`, as the driver counts it. None where it does not know: it reports the host's
-    process ids, which a container does not see, and on some systems no memory of processes at all. Blocks."""
+    """Bytes that `processes` hold on `devices`, by the driver. None if unknown: it reports host process ids, which a
+    container does not see, and on some systems no memory per process. Blocks."""
     wanted = set(processes)
     try:
         library.nvmlInit()

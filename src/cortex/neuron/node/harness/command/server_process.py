@@ -137,11 +137,11 @@ class ServerProcess:
 
     @property
     def lacked_memory(self) -> bool:
-        """Whether it has ended for lack of memory: the system killed it, or its last lines say so."""
+        """Whether it has ended for lack of memory: the system killed it, or its output says so."""
         if self._is_killed or not self._waiter.done():
             return False
         is_killed_by_system = self._waiter.result() == 128 + signal.SIGKILL
-        return is_killed_by_system or _NO_MEMORY.search(self._log.last_lines) is not None
+        return is_killed_by_system or self._log.has(_NO_MEMORY)
 
     async def ended(self) -> str:
         """How it ended, once it has, and all of its output is read. May be cancelled and called again."""

@@ -513,8 +513,8 @@ class Dispatcher(DispatchView, StateMachine):
         self._leases.closed = models
 
     def _may_return(self, model: str) -> bool:
-        """A node that has the model is down or shutting down and may be back soon. A drained node, or one that could
-        not be woken, needs an operator and does not count."""
+        """A node that has the model, or may have it because it is still starting, is down or shutting down and may be
+        back soon. A drained node, or one that could not be woken, needs an operator and does not count."""
         nodes = self._fleet_state.fleet.listing(model)
         returning = [node for node in nodes if not node.drained and node.sleep != "lost"]
         is_any_away = any(node.draining or not node.healthy for node in returning)

@@ -22,8 +22,12 @@ from cortex.neuron.node.harness.command.server_log import ServerLog, plain_lines
 log = logging.getLogger(__name__)
 
 _GUARD = str(Path(guard.__file__).resolve())
-_NO_MEMORY = re.compile(r"out of memory|OutOfMemory|MemoryError|cannot allocate memory|bad_alloc", re.IGNORECASE)
-"""Messages of programs that run out of GPU or host memory."""
+_NO_MEMORY = re.compile(
+    rb"out of (device |host )?memory|OutOf(Device|Host)?Memory|MemoryError|cannot allocate memory|bad_alloc"
+    rb"|not enough memory|no available memory|free memory on device .* is less than desired",
+    re.IGNORECASE,
+)
+"""Messages of programs that run out of GPU or host memory, among them llama.cpp over Vulkan, vLLM and SGLang."""
 _BLOCK_BYTES = 1 << 20
 _PID_S = 60.0
 """Time limit of the command that prints a process id."""

@@ -26,10 +26,9 @@ pytestmark = pytest.mark.skipif(private.triton is None, reason="needs Triton")
 def test_kernels_are_compiled_by_triton_itself_where_launches_cannot_be_collected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(jit, "INTERPRETED", False)
-    assert jit._decorator() is jit._compiled  # noqa: SLF001
+    assert jit._decorator(interpreted=False) is jit._compiled  # noqa: SLF001
     fail_probe(monkeypatch, private.COLLECTED_LAUNCHES)
-    assert jit._decorator() is private.triton.jit  # noqa: SLF001
+    assert jit._decorator(interpreted=False) is private.triton.jit  # noqa: SLF001
 
 
 def test_nothing_is_compiled_ahead_where_launches_cannot_be_collected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,7 +194,7 @@ class Dispatcher(DispatchView, StateMachine):
         self._queues.max_wait_s = settings.max_wait_s
         self._queues.max_waiting = settings.max_waiting
         gone = self._fleet_state.settings.catalogue.ids - settings.catalogue.ids
-        self._fleet_state.reconfigure(settings)
+        self._fleet_state.reconfigure(settings, self._clock())
         self._leases.reconfigured()
         self._counted.forget()
         for name in self._fleet_state:
@@ -513,11 +513,12 @@ class Dispatcher(DispatchView, StateMachine):
         self._leases.closed = models
 
     def _may_return(self, model: str) -> bool:
-        """A node that has the model is down or shutting down and may be back soon. A drained node, or one that could
-        not be woken, needs an operator and does not count."""
+        """A node that has the model, or may have it because it is still starting, is down or shutting down and may be
+        back soon. A drained node, or one that could not be woken, needs an operator and does not count."""
         nodes = self._fleet_state.fleet.listing(model)
         returning = [node for node in nodes if not node.drained and node.sleep != "lost"]
-        return any(node.draining or not node.healthy for node in returning)
+        is_any_away = any(node.draining or not node.healthy for node in returning)
+        return is_any_away or bool(self.starting_nodes)
 
     def _is_any_node_undecided(self) -> bool:
         """A node was not observed yet, or missed too few polls to count as down, so it may still take the model."""

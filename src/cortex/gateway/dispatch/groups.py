@@ -36,7 +36,7 @@ T = TypeVar("T")
 END_TIMEOUT_S = 30.0
 CLAIM_POLL_S = 1.0
 RENEW_S = 30.0
-"""Interval at which a claim is renewed during downloads; nodes drop it after their `HOLD_S`."""
+"""Interval at which a claim is renewed during downloads; nodes drop it after their `GroupTimes.hold_s`."""
 UNLOAD_TIMEOUT_S = 180.0
 """Time for running requests to end; a node that takes longer is stuck."""
 

@@ -22,10 +22,13 @@ from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
 from cortex.parsing.envelope import Envelope
 from cortex.telemetry.spans import Span
-from cortex.wire.errors import CortexError, ModelNotAllowed, ModelNotFound, shorten
+from cortex.wire.errors import CortexError, ModelNotAllowed, ModelNotFound, Overloaded, shorten
 from cortex.wire.fields.request_class import RequestClass
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.tenant import EVERYBODY, tenant_of
+
+_NODE_START_S = 2.0
+"""When a client may ask again for a model that only nodes name, of which some are still starting."""
 
 
 def client_of(key: KeySection | None, request: Request) -> str:
@@ -130,7 +133,7 @@ class AdmissionController:
                 self.check_pictures(key, model)
         except CortexError as error:
             reservation.cancel()
-            raise shown_to(key, error) from error
+            raise shown_to(key, self._until_nodes_report(error, facts.model)) from error
         served = class_of_key(key, facts.asked_class) if idle is None else "idle"
         # Idle work evicts no model for itself.
         origin: Origin = "background" if resolution.background or served == "idle" else "request"
@@ -149,6 +152,17 @@ class AdmissionController:
             return self.meter.admit(key, prompt_bytes, facts, prompt_tokens=prompt_tokens)
         prompt_tokens = self._dispatcher.spec(name).tokens_per_request if has_price else None
         return self.meter.admit(key, prompt_bytes, facts, self._context_of, self._prices_of, prompt_tokens)
+
+    def _until_nodes_report(self, error: CortexError, name: str) -> CortexError:
+        """In place of a `ModelNotFound` while nodes are starting: one of them may have the model."""
+        starting = self._dispatcher.starting_nodes
+        if not starting or not isinstance(error, ModelNotFound):
+            return error
+        return Overloaded(
+            f"There is no model `{shorten(name)}` yet: {', '.join(starting)} may have it and has not responded since "
+            "this gateway started; try again in a moment.",
+            retry_after_s=_NODE_START_S,
+        )
 
     def check_pictures(self, key: KeySection | None, model: str) -> None:
         """Raises UnsupportedModality for a model that reads text only; the error suggests models of `key` that read

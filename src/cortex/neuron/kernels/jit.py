@@ -45,13 +45,13 @@ def _compiled(function: Any = None, **options: Any) -> Any:
     return Kernel(function, **options) if function is not None else partial(Kernel, **options)
 
 
-def _decorator() -> Callable[..., Any]:
+def _decorator(*, interpreted: bool) -> Callable[..., Any]:
     if not TRITON:
         return _identity
-    return _compiled if COLLECTED_LAUNCHES.is_usable and not INTERPRETED else triton.jit
+    return _compiled if COLLECTED_LAUNCHES.is_usable and not interpreted else triton.jit
 
 
-jit: Callable[..., Any] = _decorator()
+jit: Callable[..., Any] = _decorator(interpreted=INTERPRETED)
 
 
 def constant(value: Any) -> Any:

@@ -42,7 +42,8 @@ MAX_GONE = 1024
 class ReportRevisions:
     """The statuses of the latest report, each with the revision that changed it. Belongs to the daemon's loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_gone: int = MAX_GONE) -> None:
+        self._max_gone = max_gone
         self._begin()
 
     def report(self, health: Health, since: str | None) -> Health:
@@ -69,7 +70,7 @@ class ReportRevisions:
 
     def _update(self, statuses: dict[str, ModelStatus]) -> None:
         gone = self._statuses.keys() - statuses.keys()
-        if len(self._gone) + len(gone) > MAX_GONE:
+        if len(self._gone) + len(gone) > self._max_gone:
             self._begin()
             gone = set()
         number = self._latest + 1

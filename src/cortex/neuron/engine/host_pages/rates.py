@@ -47,15 +47,15 @@ class CopyRate:
             self.bytes_per_s += _RETURN * (self.assumed - self.bytes_per_s)
 
 
-def saves_time(parts: Iterable[tuple[int, float]], delay_s: float, compute_s: float) -> bool:
-    """Whether fetching is faster than computing. `parts`: bytes and their rate, one part after another. `delay_s`:
-    before the first byte."""
+def saves_time(parts: Iterable[tuple[int, float]], delay_s: float, compute_s: float, *, worth: float = WORTH) -> bool:
+    """Whether fetching takes less than `worth` of the time that computing takes. `parts`: bytes and their rate, one
+    part after another. `delay_s`: before the first byte."""
     fetch_s = delay_s
     for num_bytes, bytes_per_s in parts:
         if num_bytes and bytes_per_s <= 0:
             return False
         fetch_s += num_bytes / bytes_per_s if num_bytes else 0.0
-    return fetch_s < WORTH * compute_s
+    return fetch_s < worth * compute_s
 
 
 def prompt_s(costs: StepCosts, step_tokens: int, start: int, end: int) -> float:

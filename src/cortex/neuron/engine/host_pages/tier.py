@@ -41,7 +41,6 @@ READ_DELAY_S = 0.002
 TURN_S = 0.005
 """How long the engine waits for a disk before it looks for other work."""
 STEPS_BETWEEN_SCANS = 16
-"""After a look at the oldest pages that found nothing to copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +96,13 @@ class HostTier:
         others: OtherRanks | None = None,
         compute_s: Callable[[int, int], float] = lambda start, end: 0.0,  # noqa: ARG005 - nothing is faster
         from_disk: BlockCopies | None = None,
+        steps_between_scans: int = STEPS_BETWEEN_SCANS,
     ) -> None:
         """`blocks`: the pages of each KV group, then the slots of states. `new_kinds`: names them, when that is first
         needed. `copies_ahead`: pages are copied before the model sleeps, too. `min_pages`: fewer are computed rather
         than fetched. `others`: for a divided model. `compute_s`: how long a prompt takes from one position to another.
-        `from_disk`: copies from the buffers of the disk; None: nothing is read from there."""
+        `from_disk`: copies from the buffers of the disk; None: nothing is read from there. `steps_between_scans`: after
+        a look at the oldest pages that found nothing to copy."""
         self._host = host
         self._store = host.store
         self._pages = pages
@@ -115,6 +116,7 @@ class HostTier:
         self._compute_s = compute_s
         self._disk = None if from_disk is None else host.disk
         self._from_disk = from_disk
+        self._steps_between_scans = steps_between_scans
         self._looks_on_disk = False
         """Whether what is on disk counts as something that can be had."""
         self._agreed: set[tuple[int, Digest]] | None = None
@@ -241,7 +243,7 @@ class HostTier:
         ]
         page_tokens = self._pages.page_tokens
         compute_s = self._compute_s(count * page_tokens, further * page_tokens)
-        if not saves_time(disk.parts(read), READ_DELAY_S, compute_s):
+        if not saves_time(disk.parts(read), READ_DELAY_S, compute_s, worth=disk.worth):
             disk.rate.was_too_slow()
             return 0
         largest = max(kind.num_bytes for kind in self._kinds)
@@ -373,7 +375,7 @@ class HostTier:
         self._steps_to_scan -= 1
         if self._steps_to_scan > 0:
             return
-        self._steps_to_scan = STEPS_BETWEEN_SCANS
+        self._steps_to_scan = self._steps_between_scans
         self._host.slabs.may_wait = False
         for part, blocks in enumerate(self._blocks):
             if not blocks.num_bytes:

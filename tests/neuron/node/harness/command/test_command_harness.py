@@ -163,6 +163,10 @@ async def test_a_server_that_does_not_start_fails_the_load(tmp_path: Path, entry
         assert not servers()
 
 
+TRACEBACK = "".join(f"\n  File {number}.py" for number in range(30))
+VLLM_WITHOUT_MEMORY = "Free memory on device cuda:0 (2/24 GiB) on startup is less than desired GPU memory utilization"
+
+
 @pytest.mark.parametrize(
     ("command", "reason"),
     [
@@ -171,6 +175,9 @@ async def test_a_server_that_does_not_start_fails_the_load(tmp_path: Path, entry
             "ended with status 1; the end of its log: .*MemoryError",
         ),
         ([*START, "--exits", "1", "--say", "CUDA error: out of memory"], "ended with status 1"),
+        ([*START, "--exits", "1", "--say", f"torch.OutOfMemoryError{TRACEBACK}"], "ended with status 1"),
+        ([*START, "--exits", "1", "--say", "allocateMemory: ErrorOutOfDeviceMemory"], "ended with status 1"),
+        ([*START, "--exits", "1", "--say", VLLM_WITHOUT_MEMORY], "ended with status 1"),
         (["/bin/sh", "-c", "kill -9 $$", "${PORT}"], "ended by signal 9, which the system sends when memory runs out"),
     ],
 )

@@ -31,7 +31,7 @@ FORK_SERVER = "fork server"
 _PROGRAMS = {
     "cortex.parsing.functions": "cortex-parse",
     "cortex.neuron.hub_process.service": "neuron-hub",
-    "cortex.neuron.node.survey_process.reading": "neuron-survey",
+    "cortex.neuron.node.inspection_process.reading": "neuron-inspect",
     "cortex.neuron.picture_process.decoding": "neuron-pictures",
     "cortex.neuron.tokenizer_process.service": "neuron-tokenize",
     "cortex.neuron.worker.program.fork_server": FORK_SERVER,
@@ -86,8 +86,8 @@ class Daemon:
             time.sleep(0.05)
 
     def descendants(self) -> dict[int, str]:
-        """Process id → name of everything that descends from the daemon, but for the survey process and its workers,
-        which come and go with what there is to read."""
+        """Process id → name of everything that descends from the daemon, but for the inspection process and its
+        workers, which come and go with what there is to read."""
         parents: dict[int, tuple[int, str]] = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
@@ -101,7 +101,7 @@ class Daemon:
         while grown := {child for child, (parent, _) in parents.items() if parent in family} - family:
             family |= grown
             found |= {child: _program(child, parents[child][1]) for child in grown}
-        return {process_id: name for process_id, name in found.items() if name != "neuron-survey"}
+        return {process_id: name for process_id, name in found.items() if name != "neuron-inspect"}
 
     def process_called(self, name: str) -> int:
         (found,) = [process_id for process_id, called in self.descendants().items() if called == name]

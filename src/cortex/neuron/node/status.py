@@ -69,27 +69,27 @@ def describe_node(
     )
 
 
-def served_model(model: KnownModel, controller: ModelController | None, survey: Inspection | None) -> ServedModel:
+def served_model(model: KnownModel, controller: ModelController | None, inspection: Inspection | None) -> ServedModel:
     instance = controller.instance if controller is not None else None
     if instance is not None:
         context_tokens: int | None = instance.resident.info.context_tokens or None
     else:
-        limits = (survey.facts.context_tokens if survey is not None else None, model.context_tokens)
+        limits = (inspection.facts.context_tokens if inspection is not None else None, model.context_tokens)
         context_tokens = min((limit for limit in limits if limit), default=None)
     return ServedModel(
         state=controller.life.state if controller is not None else ModelState.COLD,
         context_tokens=context_tokens,
-        sampling=model.sampling if survey is None else model.sampling.over(survey.text.generation),
-        pooling=survey.facts.pooling if survey is not None else None,
+        sampling=model.sampling if inspection is None else model.sampling.over(inspection.text.generation),
+        pooling=inspection.facts.pooling if inspection is not None else None,
         vector_width=instance.resident.info.vector_width if instance is not None else 0,
-        is_read=survey is not None,
+        is_read=inspection is not None,
     )
 
 
 def describe_model(
     model: KnownModel,
     controller: ModelController | None,
-    survey: Inspection | None,
+    inspection: Inspection | None,
     estimate: Estimate | None,
     num_in_preparation: int,
     disk_bytes: int | None,
@@ -101,11 +101,11 @@ def describe_model(
 ) -> ModelStatus:
     """`num_in_preparation`: requests that are being tokenised or wait for it, before they reach the instance. `damage`:
     why its files cannot be used."""
-    facts = survey.facts if survey is not None else None
+    facts = inspection.facts if inspection is not None else None
     life = controller.life if controller is not None else None
     instance = controller.instance if controller is not None else None
     resident = instance.resident if instance is not None else None
-    served = served_model(model, controller, survey)
+    served = served_model(model, controller, inspection)
     context_tokens = served.context_tokens
     if instance is None and estimate is not None and estimate.footprint.contexts is not None:
         context_tokens = estimate.footprint.contexts.empty_tokens or context_tokens
@@ -133,7 +133,7 @@ def describe_model(
         quant=facts.quant if facts is not None else model.quant,
         stored=facts.stored if facts is not None else None,
         digest=facts.digest if facts is not None else None,
-        requested_quant=survey.requested_quant if survey is not None else model.quant,
+        requested_quant=inspection.requested_quant if inspection is not None else model.quant,
         source=model.source,
         estimate_bytes=estimate.footprint.expected_bytes if estimate is not None else None,
         least_bytes=estimate.footprint.least_bytes if estimate is not None else None,
@@ -142,7 +142,7 @@ def describe_model(
             QuantisedSize(
                 quant=quant, estimate_bytes=size.expected_bytes, least_bytes=size.least_bytes, contexts=size.contexts
             )
-            for quant, size in (survey.quantised if survey is not None else {}).items()
+            for quant, size in (inspection.quantised if inspection is not None else {}).items()
         ),
         measured_bytes=resident.measured_bytes if resident is not None else None,
         kv_bytes=resident.info.kv_bytes if resident is not None else None,
@@ -155,7 +155,7 @@ def describe_model(
         context_tokens=context_tokens,
         max_input_tokens=min((limit for limit in (context_tokens, max_prompt_tokens) if limit), default=None),
         max_output_tokens=context_tokens,
-        capabilities=_capabilities(survey, resident.info.notes if resident is not None else ()),
+        capabilities=_capabilities(inspection, resident.info.notes if resident is not None else ()),
         sampling=served.sampling,
         progress=controller.progress.snapshot() if controller is not None and controller.progress is not None else None,
         load=instance.load(num_in_preparation) if instance is not None else ModelLoad(),
@@ -169,10 +169,10 @@ def describe_model(
     )
 
 
-def _capabilities(survey: Inspection | None, engine_notes: tuple[str, ...]) -> Capabilities:
-    if survey is None:
+def _capabilities(inspection: Inspection | None, engine_notes: tuple[str, ...]) -> Capabilities:
+    if inspection is None:
         return Capabilities()
-    template, pooling = survey.text.capabilities, survey.facts.pooling
+    template, pooling = inspection.text.capabilities, inspection.facts.pooling
     if pooling is not None:
         embeds = pooling.task == "embed"
         return Capabilities(chat=False, embeddings=embeds, rerank=not embeds, notes=engine_notes)

@@ -283,15 +283,15 @@ class TextModel:
 
 
 @dataclass(frozen=True, slots=True)
-class TextSurvey:
+class TextInspection:
     """What a model's text files say about it before it is used."""
 
     capabilities: Capabilities
     generation: SamplingDefaults
 
 
-def survey_text(path: Path, chat_template: str | None = None) -> TextSurvey:
-    """Surveys the model at `path`, from its templates and recommended options alone. `chat_template`: in place of its
+def inspect_text(path: Path, chat_template: str | None = None) -> TextInspection:
+    """Inspects the model at `path`, from its templates and recommended options alone. `chat_template`: in place of its
     own.
 
     It builds no tokenizer, which would take a second and 100 MB for a large vocabulary. Raises TextModelError, or
@@ -312,7 +312,7 @@ def survey_text(path: Path, chat_template: str | None = None) -> TextSurvey:
     for each in {template, tools_template}:
         _try_out(each)
     found = _capabilities(template, _notes(sources, tools_template), vision=has_vision)
-    return TextSurvey(msgspec.structs.replace(found, insert=insert), generation)
+    return TextInspection(msgspec.structs.replace(found, insert=insert), generation)
 
 
 def _has_calls(request: GenerateRequest) -> bool:

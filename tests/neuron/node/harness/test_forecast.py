@@ -20,8 +20,8 @@ from cortex.neuron.kernels.quantised.recipes import RECIPES
 from cortex.neuron.models.packing import MatrixDevice
 from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.node.harness.forecast import Forecast
+from cortex.neuron.node.inspection_process.preflight import ModelFacts, inspect
 from cortex.neuron.node.library import KnownModel
-from cortex.neuron.node.survey_process.preflight import ModelFacts, inspect
 from cortex.system.cache_folder import cache_folder
 from cortex.wire.node.protocol import Device
 

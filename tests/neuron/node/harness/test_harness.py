@@ -14,7 +14,7 @@ from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.harness.estimates import Footprint, NodeLimits
 from cortex.neuron.node.library import KnownModel
 from cortex.neuron.node.memory.allocation import ChosenDevices, DeviceAllocation
-from cortex.neuron.text.model import TextSurvey
+from cortex.neuron.text.model import TextInspection
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
 from cortex.wire.node.load_options import SamplingDefaults
@@ -84,8 +84,8 @@ class EchoHarness:
     def needs_files(self, model: KnownModel) -> bool:
         return True
 
-    async def read_text(self, model: KnownModel, path: Path) -> TextSurvey:
-        return TextSurvey(Capabilities(chat=True), SamplingDefaults())
+    async def read_text(self, model: KnownModel, path: Path) -> TextInspection:
+        return TextInspection(Capabilities(chat=True), SamplingDefaults())
 
     def upstream(self, model: KnownModel) -> None: ...
 

@@ -10,10 +10,10 @@ import pytest
 from cortex.neuron.config import Limits, NeuronConfig
 from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.node.harness.forecast import Forecast
+from cortex.neuron.node.inspection_process.preflight import ModelFacts
 from cortex.neuron.node.library import KnownModel
 from cortex.neuron.node.loading.device_choice import DeviceChoice
 from cortex.neuron.node.memory.allocation import ChosenDevices
-from cortex.neuron.node.survey_process.preflight import ModelFacts
 from cortex.neuron.worker.discovery import DeviceReading
 from cortex.wire.errors import InsufficientCapacity, LoadFailed, ModelUnsupported
 from cortex.wire.node.protocol import Device

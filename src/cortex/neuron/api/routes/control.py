@@ -118,7 +118,7 @@ class Control:
             Route("GET", "/events", self.events),
             Route("GET", "/models", self.models),
             Route("POST", "/models/load", self.load),
-            Route("POST", "/models/survey", self.survey),
+            Route("POST", "/models/inspect", self.inspect),
             Route("POST", "/groups/prepare", self.prepare_member),
             Route("POST", "/models/unload", self.unload),
             Route("POST", "/models/forget-size", self.forget_size),
@@ -204,11 +204,11 @@ class Control:
             status = await self.drain_gate.wait_for(self.backend.load(load_request, wait=wait))
         return responses.json(status, status=200 if status.state is ModelState.READY else 202)
 
-    async def survey(self, call: ApiCall) -> Response:
+    async def inspect(self, call: ApiCall) -> Response:
         """Lists a model with the options of a load, and responds when its files have been read. Loads nothing."""
         load_request = decode(_with_model_id(call.request.body), LoadRequest)
         check_name(load_request.model_id, "model_id")
-        return responses.json(await self.backend.survey(load_request))
+        return responses.json(await self.backend.inspect(load_request))
 
     async def prepare_member(self, call: ApiCall) -> Response:
         """Chooses the ports of a member of a group that will be loaded here."""

@@ -15,13 +15,13 @@ from cortex.neuron.kernels.quantised.recipes import Recipe
 from cortex.neuron.node.devices import NodeDevices
 from cortex.neuron.node.harness.estimates import Footprint
 from cortex.neuron.node.harness.forecast import Forecast, wanted_tokens
+from cortex.neuron.node.inspection_process.client import Inspector
+from cortex.neuron.node.inspection_process.preflight import ModelFacts
+from cortex.neuron.node.inspection_process.reading import Read
 from cortex.neuron.node.library import KnownModel, Library
 from cortex.neuron.node.memory.allocation import ChosenDevices, DeviceAllocation
 from cortex.neuron.node.memory.ceilings import smallest
-from cortex.neuron.node.survey_process.client import Surveys
-from cortex.neuron.node.survey_process.preflight import ModelFacts
-from cortex.neuron.node.survey_process.reading import Read
-from cortex.neuron.text.model import TextSurvey
+from cortex.neuron.text.model import TextInspection
 from cortex.neuron.worker.hosts.replicated import ReplicatedHost
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.system.engine_packages import REMEDY, missing_packages
@@ -42,13 +42,13 @@ class EngineHarness:
         config: NeuronConfig,
         devices: NodeDevices,
         forecast: Forecast,
-        surveys: Surveys,
+        inspector: Inspector,
         library: Library,
     ) -> None:
         self._library = library
         self.estimates = forecast
         self.max_num_seqs = config.limits.max_num_seqs
-        self._surveys = surveys
+        self._inspector = inspector
         self._config = config
         self._devices = devices
         self._objection = _objection(devices)
@@ -75,21 +75,21 @@ class EngineHarness:
             raise _not_quantised(model, facts.recipe)
         return facts, await asyncio.to_thread(self.estimates.quantised, model, facts, devices)
 
-    async def read_text(self, model: KnownModel, path: Path) -> TextSurvey:
-        return await self._surveys.read_text(path, model.id, model.chat_template)
+    async def read_text(self, model: KnownModel, path: Path) -> TextInspection:
+        return await self._inspector.read_text(path, model.id, model.chat_template)
 
     async def inspect(self, model: KnownModel, path: Path) -> ModelFacts:
         """The facts from config and headers, including those of its draft model if on disk. Raises LoadFailed."""
-        facts = await self._surveys.read(Read(str(path), model.id, model.quant, model.tensor_parallel))
+        facts = await self._inspector.read(Read(str(path), model.id, model.quant, model.tensor_parallel))
         if model.speculation == "mtp":
             return facts.with_head(model.id)
         draft = self._library.draft_of(model)
         draft_path = None
         if draft is not None:
-            draft_path = await self._surveys.find_local(draft.source, self._library.cache, draft.quant)
+            draft_path = await self._inspector.find_local(draft.source, self._library.cache, draft.quant)
         if draft is None or draft_path is None:
             return facts
-        return facts.with_draft(await self._surveys.read(Read(str(draft_path), draft.id, None, 1)), model.id)
+        return facts.with_draft(await self._inspector.read(Read(str(draft_path), draft.id, None, 1)), model.id)
 
     def spec(self, model: KnownModel, facts: ModelFacts, chosen: ChosenDevices) -> LoadSpec:
         """What each device loads; the device with the least available memory decides. A stage has its own limit."""

@@ -41,9 +41,9 @@ from cortex.neuron.models.packing import MatrixDevice
 from cortex.neuron.models.sizes import WeightStorage
 from cortex.neuron.models.towers.config import PASS_PATCHES
 from cortex.neuron.node.harness.estimates import FileFacts, Footprint, NodeLimits
+from cortex.neuron.node.inspection_process.preflight import ModelFacts
 from cortex.neuron.node.library import KnownModel
 from cortex.neuron.node.memory.ceilings import smallest
-from cortex.neuron.node.survey_process.preflight import ModelFacts
 from cortex.wire.node.contexts import ContextSize, ContextSizes, wanted
 from cortex.wire.node.host_splits import HostSplit, HostSplits
 from cortex.wire.node.protocol import Device

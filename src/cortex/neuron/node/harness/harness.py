@@ -11,7 +11,7 @@ from cortex.http.upstream.pool import Pool
 from cortex.neuron.node.harness.estimates import Estimates, FileFacts, Footprint
 from cortex.neuron.node.library import KnownModel
 from cortex.neuron.node.memory.allocation import ChosenDevices, DeviceAllocation
-from cortex.neuron.text.model import TextSurvey
+from cortex.neuron.text.model import TextInspection
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.system.tasks import finish_all
 from cortex.wire.errors import ModelUnsupported, shorten
@@ -85,7 +85,7 @@ class Harness(Protocol):
         """The facts from the model's files, and its memory with each other quantisation that it could be loaded with.
         Raises LoadFailed for a model that it cannot run."""
 
-    async def read_text(self, model: KnownModel, path: Path) -> TextSurvey:
+    async def read_text(self, model: KnownModel, path: Path) -> TextInspection:
         """The model's text capabilities. Raises LoadFailed."""
 
     async def host(self, model: KnownModel, facts: Any, room: DeviceAllocation) -> tuple[ModelHost, ChosenDevices]:

@@ -170,15 +170,15 @@ class ContextAllocator:
     async def _target(self, idle: IdleModel, tokens: int) -> int | None:
         """The longest context that the model can have and is worth another load."""
         model = idle.controller.model
-        contexts, survey = self._loader.contexts(model), self._loader.surveys.get(model.id)
-        if contexts is None or survey is None or not self._may_retry(model.id, tokens):
+        contexts, inspection = self._loader.contexts(model), self._loader.inspections.get(model.id)
+        if contexts is None or inspection is None or not self._may_retry(model.id, tokens):
             return None
         evictable = self._evictable(model.id, idle.idle_s) if model.min_context_tokens is None else []
         for target in growth(contexts, tokens):
-            grown = self._loader.with_context(model, survey.facts, tolerated(target))
+            grown = self._loader.with_context(model, inspection.facts, tolerated(target))
             if grown is None or grown.min_context_tokens != tolerated(target):
                 continue
-            fits = self._fits(grown, survey.facts, [idle.holding])
+            fits = self._fits(grown, inspection.facts, [idle.holding])
             if await fits(()) or (target <= contexts.wanted_tokens and await victims(evictable, fits) is not None):
                 return target
         return None

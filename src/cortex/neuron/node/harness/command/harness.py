@@ -28,7 +28,7 @@ from cortex.neuron.node.harness.estimates import Footprint
 from cortex.neuron.node.library import KnownModel
 from cortex.neuron.node.memory.allocation import ChosenDevices, DeviceAllocation
 from cortex.neuron.servers.entry import HarnessEntry
-from cortex.neuron.text.model import TextSurvey
+from cortex.neuron.text.model import TextInspection
 from cortex.neuron.worker import amd
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.system.tasks import finish_all
@@ -255,7 +255,7 @@ class CommandHarness:
         quant = None if quant is None else quant.lower()
         return ServedFiles(path, self._entry.name, digest, num_bytes, context_tokens, ranks, quant), {}
 
-    async def read_text(self, model: KnownModel, path: Path) -> TextSurvey:  # noqa: ARG002 - as Harness has it
+    async def read_text(self, model: KnownModel, path: Path) -> TextInspection:  # noqa: ARG002 - as Harness has it
         """Nothing is read: the server rejects requests that its template does not support. Raises ModelUnsupported for
         a configured template, which the server would not get."""
         if model.chat_template is not None:
@@ -268,7 +268,7 @@ class CommandHarness:
         chats, inserts = has(CHAT), has("/infill")
         embeds, ranks = has("/v1/embeddings"), has("/v1/rerank")
         capabilities = Capabilities(chat=chats, tools=chats, embeddings=embeds, rerank=ranks, insert=inserts)
-        return TextSurvey(capabilities, SamplingDefaults())
+        return TextInspection(capabilities, SamplingDefaults())
 
     async def host(
         self,

@@ -1,4 +1,4 @@
-"""Facts are the same on both sides of the survey process."""
+"""Facts are the same on both sides of the inspection process."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from faulty_models import write_model
 
-from cortex.neuron.node.survey_process import reading
-from cortex.neuron.node.survey_process.reading import Read, read_facts
+from cortex.neuron.node.inspection_process import reading
+from cortex.neuron.node.inspection_process.reading import Read, read_facts
 from cortex.wire.errors import LoadFailed
 
 from ...models.gguf_builds import reference_of

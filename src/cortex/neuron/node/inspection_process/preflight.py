@@ -1,5 +1,5 @@
 """Checks before any memory is allocated: the files are complete, the family is supported, the quantisation is the
-requested one. Reads headers only and imports no torch. `inspect` runs in the survey process.
+requested one. Reads headers only and imports no torch. `inspect` runs in the inspection process.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from cortex.neuron.engine.memory.reserve import MemoryReserve
 from cortex.neuron.kernels.quantised.recipes import RECIPES
 from cortex.neuron.models.packing import MatrixDevice
 from cortex.neuron.models.registry import read_architecture
+from cortex.neuron.node.inspection_process.preflight import ModelFacts, inspect, objection, recipe_for
 from cortex.neuron.node.loading.device_choice import choose_devices
-from cortex.neuron.node.survey_process.preflight import ModelFacts, inspect, objection, recipe_for
 from cortex.neuron.weights.stored import TensorInfo
 from cortex.neuron.worker.discovery import DeviceReading
 from cortex.wire.errors import InsufficientCapacity, LoadFailed, ModelUnsupported

@@ -1,4 +1,4 @@
-"""Reads the files of models: the functions of the survey process, and how facts travel from it to the daemon.
+"""Reads the files of models: the functions of the inspection process, and how facts travel from it to the daemon.
 
 The functions block, and may take any time and memory, because the files are not trusted. Facts travel as bytes, so that
 the daemon decodes them on a thread. The daemon only computes sizes from them: their number is limited, and no text of a
@@ -20,8 +20,8 @@ from cortex.neuron.hub_process.resolver import resolve
 from cortex.neuron.kernels.quantised.recipes import RECIPES
 from cortex.neuron.layers.configs import Shard
 from cortex.neuron.models.registry import read_architecture
-from cortex.neuron.node.survey_process.preflight import ModelFacts, inspect, objection
-from cortex.neuron.text.model import TextSurvey, survey_text
+from cortex.neuron.node.inspection_process.preflight import ModelFacts, inspect, objection
+from cortex.neuron.text.model import TextInspection, inspect_text
 from cortex.neuron.tokenizer_process.client import UNREADABLE, load_error
 from cortex.neuron.weights.errors import CheckpointError, Malformed
 from cortex.neuron.weights.safetensors.arranged import expert_infos
@@ -78,10 +78,10 @@ def read(asked: Read) -> bytes:
     return pack_facts(read_facts(asked))
 
 
-def read_text(path: str, name: str, chat_template: str | None) -> TextSurvey:
+def read_text(path: str, name: str, chat_template: str | None) -> TextInspection:
     """The facts from a model's text files, with `chat_template` instead of theirs."""
     try:
-        return survey_text(Path(path), chat_template)
+        return inspect_text(Path(path), chat_template)
     except UNREADABLE as error:
         raise load_error(f"{name}: its chat template cannot be read", error) from error
 

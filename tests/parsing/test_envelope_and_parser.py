@@ -63,14 +63,14 @@ def check(dialect: str, body: dict[str, Any]) -> None:
         request = DIALECTS[dialect].parse(sent)
     except CortexError:
         return
-    facts = envelope.read(sent, dialect).facts
-    model = plain_name(facts.model) if dialect.startswith("ollama") else facts.model
+    summary = envelope.read(sent, dialect).summary
+    model = plain_name(summary.model) if dialect.startswith("ollama") else summary.model
     assert model == request.model
-    assert facts.stream == request.stream
-    assert facts.completion_limit == request.sampling.max_tokens
-    assert facts.num_choices == request.num_choices
-    assert facts.loads_only == request.loads_only
-    assert facts.unloads == (request.keep_alive_s == 0)
+    assert summary.stream == request.stream
+    assert summary.completion_limit == request.sampling.max_tokens
+    assert summary.num_choices == request.num_choices
+    assert summary.loads_only == request.loads_only
+    assert summary.unloads == (request.keep_alive_s == 0)
 
 
 @MANY
@@ -93,7 +93,7 @@ def test_envelope_and_parser_agree_on_every_field_alone(dialect: str) -> None:
 
 def test_limits_of_a_chat_are_those_of_its_parser() -> None:
     def limit(**fields: Any) -> int | None:
-        return envelope.read(msgspec.json.encode({"model": "m", **fields}), "openai_chat").facts.completion_limit
+        return envelope.read(msgspec.json.encode({"model": "m", **fields}), "openai_chat").summary.completion_limit
 
     assert limit(n_predict=20) == 20
     assert limit(n_predict=-1) is None
@@ -150,7 +150,7 @@ def test_pictures_are_counted_where_the_parser_finds_them(drawn: tuple[str, dict
         request, files = take_files(DIALECTS[dialect].parse(encoded))
     except CortexError:
         return
-    facts = envelope.read(encoded, dialect).facts
-    assert facts.has_pictures == bool(files)
-    assert facts.picture_bytes == sum(len(base64_of(file)) for file in files)
-    assert facts.picture_tokens == 256 * len(request.pictures)
+    summary = envelope.read(encoded, dialect).summary
+    assert summary.has_pictures == bool(files)
+    assert summary.picture_bytes == sum(len(base64_of(file)) for file in files)
+    assert summary.picture_tokens == 256 * len(request.pictures)

@@ -143,7 +143,7 @@ async def test_relayed_body_reads_the_same_here_and_elsewhere(
             elsewhere = await parser.read_relayed(dialect, sent, CLIENT, generates=generates, strip_billing=True)
             assert elsewhere.body == here.body
             assert elsewhere.is_stripped == here.is_stripped == (dialect in BILLED and "system" in fields)
-            assert elsewhere.envelope.facts == here.envelope.facts
+            assert elsewhere.envelope.summary == here.envelope.summary
             assert list(map(bytes, elsewhere.envelope.conversation)) == list(map(bytes, here.envelope.conversation))
 
 
@@ -207,7 +207,7 @@ async def test_conversation_is_completed_with_history_and_references(parser: Bod
     ids = [item.get("id") for item in request.pop("input")]
     assert ids == [f"msg_{'a' * 32}_in0", f"msg_{'a' * 32}_0", f"msg_{'b' * 32}_0", None]
     assert request == {"model": "m", "top_p": 0.5, "stream": True}
-    assert envelope.facts.stream
+    assert envelope.summary.stream
     assert json.loads(bytes(envelope.input)) == json.loads(whole)["input"]
     assert own is not None
     assert [item["id"] for item in json.loads(own)] == [f"msg_{'b' * 32}_0", f"msg_{'c' * 32}_in1"]

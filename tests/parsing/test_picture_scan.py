@@ -57,10 +57,10 @@ def test_picture_counts_as_tokens_instead_of_bytes(file: bytes) -> None:
 
 def test_facts_have_what_was_found() -> None:
     body = json.dumps({"model": "m", **bodies(FILES[0])["openai_chat"]}).encode()
-    facts = read(body, "openai_chat").facts
-    assert facts.has_pictures
-    assert (facts.picture_bytes, facts.picture_tokens) == (len(base64_of(FILES[0])), TOKENS)
-    plain = read(b'{"model": "m", "messages": [{"role": "user", "content": "hi"}]}', "openai_chat").facts
+    summary = read(body, "openai_chat").summary
+    assert summary.has_pictures
+    assert (summary.picture_bytes, summary.picture_tokens) == (len(base64_of(FILES[0])), TOKENS)
+    plain = read(b'{"model": "m", "messages": [{"role": "user", "content": "hi"}]}', "openai_chat").summary
     assert not plain.has_pictures
 
 

@@ -27,7 +27,7 @@ ByteRange = tuple[int, int]
 class Envelope(msgspec.Struct, frozen=True):
     """What a gateway reads of a body."""
 
-    facts: RequestSummary
+    summary: RequestSummary
     conversation: Sequence[Raw]
     """The values that hold it, from its start; the latest input is the last."""
 
@@ -49,16 +49,18 @@ def read(body: bytes, dialect: str, generates: bool = True) -> Envelope:
     """The envelope of `body` as `dialect` defines it. Raises MalformedJSON, InvalidValue or MissingModel."""
     codec = DIALECTS[dialect]
     fields = codec.fields.scan(body)
-    facts = codec.read_facts(fields) if generates else codec.read_counted_facts(fields)
+    summary = codec.read_summary(fields) if generates else codec.read_counted_summary(fields)
     if not fields.is_empty(SALT):
-        facts = msgspec.structs.replace(facts, cache_salt=bytes(fields.bytes_of(SALT)[0]))
+        summary = msgspec.structs.replace(summary, cache_salt=bytes(fields.bytes_of(SALT)[0]))
     if (names := codec.fields.class_fields) and fields.has_any(*names):
-        facts = msgspec.structs.replace(facts, asked_class=asked_class(fields, names))
+        summary = msgspec.structs.replace(summary, asked_class=asked_class(fields, names))
     pictures = find_pictures(body, fields, dialect)
     if pictures.number:
         _, num_bytes, num_tokens = pictures
-        facts = msgspec.structs.replace(facts, has_pictures=True, picture_bytes=num_bytes, picture_tokens=num_tokens)
-    return Envelope(facts, fields.bytes_of(*codec.conversation))
+        summary = msgspec.structs.replace(
+            summary, has_pictures=True, picture_bytes=num_bytes, picture_tokens=num_tokens
+        )
+    return Envelope(summary, fields.bytes_of(*codec.conversation))
 
 
 class RelayedBody(msgspec.Struct, frozen=True):
@@ -103,7 +105,7 @@ def _span(body: bytes, value: bytes) -> ByteRange:
     return start, start + len(value)
 
 
-def envelope_of(body: bytes, facts: RequestSummary, spans: tuple[ByteRange, ...]) -> Envelope:
+def envelope_of(body: bytes, summary: RequestSummary, spans: tuple[ByteRange, ...]) -> Envelope:
     """The envelope of `body`, from what another process found in it. Copies nothing."""
     view = memoryview(body)
-    return Envelope(facts, tuple(Raw(view[start:end]) if end > start else ABSENT for start, end in spans))
+    return Envelope(summary, tuple(Raw(view[start:end]) if end > start else ABSENT for start, end in spans))

@@ -60,7 +60,7 @@ class ParsedText(ChannelMessage, frozen=True):
 
 
 class ReadBody(ChannelMessage, frozen=True):
-    facts: RequestSummary
+    summary: RequestSummary
     spans: tuple[ByteRange, ...]
     """Where the conversation is in the body."""
     is_stripped: bool
@@ -69,7 +69,7 @@ class ReadBody(ChannelMessage, frozen=True):
 
 
 class CompletedBody(ChannelMessage, frozen=True):
-    facts: RequestSummary
+    summary: RequestSummary
     spans: tuple[ByteRange, ...]
     """As in `ReadBody`."""
     stored_input: bytes | None
@@ -151,14 +151,14 @@ def read_relayed(dialect: str, generates: bool, strip_billing: bool, body: bytes
     """A body that is relayed, of which only the envelope is read."""
     found = envelope.read_relayed(body, dialect, generates=generates, strip_billing=strip_billing)
     changed = found.body if found.body is not body else None
-    return ReadBody(found.envelope.facts, envelope.spans(found), found.is_stripped, changed)
+    return ReadBody(found.envelope.summary, envelope.spans(found), found.is_stripped, changed)
 
 
 def read_preset(dialect: str, generates: bool, is_opaque: bool, preset: bytes, body: bytes) -> ReadBody:
     """A body that is relayed, with the fields of `preset`, which is JSON."""
     fields = msgspec.json.decode(preset, type=Preset)
     found = envelope.read_preset(body, dialect, generates, fields, is_opaque)
-    return ReadBody(found.envelope.facts, envelope.spans(found), False, found.body)
+    return ReadBody(found.envelope.summary, envelope.spans(found), False, found.body)
 
 
 def parse_tokenize(tenant: bytes, body: bytes) -> Parsed | ParsedText:
@@ -209,7 +209,7 @@ def complete_conversation(
     """A request of the Responses API, joined with stored responses: it continues the first `num_earlier`, and refers to
     items of the others."""
     completed, stored_input = conversations.complete(Joined(body, sizes), num_earlier, completion)
-    return CompletedBody(completed.envelope.facts, envelope.spans(completed), stored_input, completed.body)
+    return CompletedBody(completed.envelope.summary, envelope.spans(completed), stored_input, completed.body)
 
 
 def list_items(limit: int, ascending: bool, after: str | None, sizes: tuple[StoredSize, ...], body: bytes) -> bytes:

@@ -105,7 +105,7 @@ class BodyParser:
         """A body that is relayed, read in another process."""
         reply = await self._call(functions.read_relayed, dialect, generates, strip_billing, body=body, client=client)
         found = body if reply.changed is None else reply.changed
-        return RelayedBody(found, envelope_of(found, reply.facts, reply.spans), reply.is_stripped)
+        return RelayedBody(found, envelope_of(found, reply.summary, reply.spans), reply.is_stripped)
 
     async def read_preset(
         self, dialect: str, body: bytes, client: str, *, generates: bool, is_opaque: bool, preset: Preset
@@ -114,7 +114,7 @@ class BodyParser:
         fields = {name: getattr(preset, name) for name in Preset.__struct_fields__}
         arguments = dialect, generates, is_opaque, msgspec.json.encode(fields)
         reply = await self._call(functions.read_preset, *arguments, body=body, client=client)
-        return RelayedBody(reply.changed or body, envelope_of(reply.changed or body, reply.facts, reply.spans), False)
+        return RelayedBody(reply.changed or body, envelope_of(reply.changed or body, reply.summary, reply.spans), False)
 
     async def translate_embed(self, body: bytes, model: str | None, client: str) -> bytes:
         """The body for `/v1/embeddings` of a request of Ollama's embedding routes."""
@@ -164,7 +164,7 @@ class BodyParser:
         data, sizes = await _joined(body, (*earlier, *referred))
         arguments = completion, len(earlier), sizes
         reply = await self._parse(functions.complete_conversation, *arguments, body=data, client=client)
-        envelope = envelope_of(reply.body, reply.facts, reply.spans)
+        envelope = envelope_of(reply.body, reply.summary, reply.spans)
         return Completed(RelayedBody(reply.body, envelope, False), reply.stored_input)
 
     async def list_items(

@@ -18,8 +18,8 @@ from lasting_workers import lasting_workers
 
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.dependencies import NodeDependencies
-from cortex.neuron.node.inspection_process.preflight import ModelFacts
-from cortex.neuron.node.inspection_process.reading import Read, find_local, read_facts
+from cortex.neuron.node.inspection_process.preflight import ModelMetadata
+from cortex.neuron.node.inspection_process.reading import Read, find_local, read_metadata_of
 from cortex.neuron.node.node import Node
 from cortex.neuron.text.model import TextInspection, TextModel
 from cortex.neuron.worker.backoff import BackoffPolicy
@@ -96,8 +96,8 @@ class LocalInspector:
         path = await asyncio.to_thread(self.find, source, str(cache), quant)
         return None if path is None else Path(path)
 
-    async def read(self, job: Read) -> ModelFacts:
-        return await asyncio.to_thread(read_facts, job)
+    async def read(self, job: Read) -> ModelMetadata:
+        return await asyncio.to_thread(read_metadata_of, job)
 
     async def read_text(self, path: Path, name: str, chat_template: str | None = None) -> TextInspection:
         return inspect_text(path)

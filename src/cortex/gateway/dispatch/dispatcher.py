@@ -71,7 +71,7 @@ class Dispatcher(DispatchView, StateMachine):
         news = {
             node.name
             for before, node in changed
-            if node.name in self._undecided.awaited or before.placement_facts != node.placement_facts
+            if node.name in self._undecided.awaited or before.placement_state != node.placement_state
         }
         self._undecided.nodes |= news
 

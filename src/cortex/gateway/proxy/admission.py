@@ -92,7 +92,7 @@ class AdmittedRequest(msgspec.Struct, frozen=True):
 
 def narrowed_tenant(received: ReceivedRequest, admitted: AdmittedRequest) -> bytes:
     """Requests share cached prefixes if they have the same tenant and salt."""
-    return tenant_of(admitted.tenant, received.envelope.facts.cache_salt)
+    return tenant_of(admitted.tenant, received.envelope.summary.cache_salt)
 
 
 class AdmissionController:
@@ -114,7 +114,7 @@ class AdmissionController:
         self,
         key: KeySection | None,
         prompt_bytes: int,
-        facts: RequestSummary,
+        summary: RequestSummary,
         *,
         has_price: bool = False,
         is_check: bool = False,
@@ -125,33 +125,33 @@ class AdmissionController:
         `has_price`: the catalogue's prices apply to its tokens. `is_check`: see `AdmittedRequest`."""
         reservation: Reservation = FreeReservation(key) if idle is None else idle.reservation
         if not is_check and idle is None:
-            reservation = self._reserve(key, prompt_bytes, facts, has_price=has_price)
+            reservation = self._reserve(key, prompt_bytes, summary, has_price=has_price)
         try:
-            resolution = resolve_for(self._dispatcher, reservation.key, facts.model)
+            resolution = resolve_for(self._dispatcher, reservation.key, summary.model)
             model = resolution.model_id
-            if facts.has_pictures:
+            if summary.has_pictures:
                 self.check_pictures(key, model)
         except CortexError as error:
             reservation.cancel()
-            raise shown_to(key, self._until_nodes_report(error, facts.model)) from error
-        served = class_of_key(key, facts.asked_class) if idle is None else "idle"
+            raise shown_to(key, self._until_nodes_report(error, summary.model)) from error
+        served = class_of_key(key, summary.asked_class) if idle is None else "idle"
         # Idle work evicts no model for itself.
         origin: Origin = "background" if resolution.background or served == "idle" else "request"
         tenant = tenant_of_key(key, self.prefix_sharing)
         return AdmittedRequest(model, origin, reservation, key, is_check, tenant, served)
 
     def _reserve(
-        self, key: KeySection | None, prompt_bytes: int, facts: RequestSummary, *, has_price: bool
+        self, key: KeySection | None, prompt_bytes: int, summary: RequestSummary, *, has_price: bool
     ) -> Reservation:
         """Treats a model that the key may not use as unknown: an error must not reveal its price or context."""
-        name = facts.model
+        name = summary.model
         try:
             resolve_for(self._dispatcher, key, name)
         except (ModelNotAllowed, ModelNotFound):
             prompt_tokens = ModelSpec(id=name).tokens_per_request if has_price else None
-            return self.meter.admit(key, prompt_bytes, facts, prompt_tokens=prompt_tokens)
+            return self.meter.admit(key, prompt_bytes, summary, prompt_tokens=prompt_tokens)
         prompt_tokens = self._dispatcher.spec(name).tokens_per_request if has_price else None
-        return self.meter.admit(key, prompt_bytes, facts, self._context_of, self._prices_of, prompt_tokens)
+        return self.meter.admit(key, prompt_bytes, summary, self._context_of, self._prices_of, prompt_tokens)
 
     def _until_nodes_report(self, error: CortexError, name: str) -> CortexError:
         """In place of a `ModelNotFound` while nodes are starting: one of them may have the model."""

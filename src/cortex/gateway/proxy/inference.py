@@ -128,7 +128,7 @@ class Inference:
         if not dispatcher.catalogue.has_presets or route.need in ("embeddings", "rerank"):
             return None
         try:
-            return resolve_for(dispatcher, key, read.envelope.facts.model).preset
+            return resolve_for(dispatcher, key, read.envelope.summary.model).preset
         except CortexError:  # which admission raises
             return None
 
@@ -228,11 +228,11 @@ class Inference:
         route, body, envelope = received.route, received.body, received.envelope
         try:
             has_price = route.need == "relay"  # its tokens are not in its bytes
-            num_bytes = len(body) - envelope.facts.picture_bytes if route.uses_tokens and not has_price else 0
+            num_bytes = len(body) - envelope.summary.picture_bytes if route.uses_tokens and not has_price else 0
             admitted = self.services.admission.admit(
                 received.key,
                 num_bytes,
-                envelope.facts,
+                envelope.summary,
                 has_price=has_price,
                 is_check=is_check,
                 idle=received.idle,
@@ -260,7 +260,7 @@ class Inference:
             read = await parser.read_relayed(
                 route.dialect, body, client, generates=route.generates, strip_billing=False
             )
-            if read.envelope.facts.has_pictures:
+            if read.envelope.summary.has_pictures:
                 self.services.admission.check_pictures(received.key, admitted.model)
         except CortexError as error:
             admitted.reservation.cancel()
@@ -302,7 +302,7 @@ class Inference:
                 ended_at=wall_time,
                 key_id=key.id if key is not None else None,
                 key_name=key.name if key is not None else ANONYMOUS,
-                model=shorten(envelope.facts.model) if envelope is not None else "",
+                model=shorten(envelope.summary.model) if envelope is not None else "",
                 node="",
                 dialect=route.dialect,
                 path=route.path,

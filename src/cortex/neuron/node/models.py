@@ -133,7 +133,7 @@ class Models:
         devices = None
         if controller is not None and controller.instance is not None:
             devices = controller.instance.host.device_indices
-        bench = self._bench_results.find(model, inspection.facts.digest if inspection is not None else None, devices)
+        bench = self._bench_results.find(model, inspection.metadata.digest if inspection is not None else None, devices)
         sources = (model, inspection, damage, self._files.sizes, bench)
         estimate_basis = None if inspection is None else self._loader.estimate_basis(model)
         if controller is None and (known := self._unused.get(model_id)) is not None:
@@ -144,7 +144,7 @@ class Models:
             model,
             controller,
             inspection,
-            self._loader.estimate(model, inspection.facts) if inspection is not None else None,
+            self._loader.estimate(model, inspection.metadata) if inspection is not None else None,
             self._texts.num_jobs(model_id),
             self._files.disk_bytes(model),
             self._max_prompt_tokens,
@@ -195,7 +195,7 @@ class Models:
         """Adds this result to the model's status, unless the model is on other hardware than `devices`, where it was
         measured. Raises ModelNotFound."""
         inspection = self._loader.inspections.get(model_id)
-        digest = inspection.facts.digest if inspection is not None else None
+        digest = inspection.metadata.digest if inspection is not None else None
         self._bench_results.keep(self.options(model_id), digest, devices, result)
 
     def instances(self) -> list[Instance]:

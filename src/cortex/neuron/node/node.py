@@ -156,7 +156,7 @@ class Node:
             fetch=parts.fetch,
             inspector=self._inspector,
             texts=self.texts,
-            make_room=lambda model, facts: self._context_room.make_room(model, facts),
+            make_room=lambda model, metadata: self._context_room.make_room(model, metadata),
             host=self.host,
         )
         self.files = ModelFiles(self._library, self._loader, self._models_in_memory)

@@ -74,13 +74,13 @@ def served_model(model: KnownModel, controller: ModelController | None, inspecti
     if instance is not None:
         context_tokens: int | None = instance.resident.info.context_tokens or None
     else:
-        limits = (inspection.facts.context_tokens if inspection is not None else None, model.context_tokens)
+        limits = (inspection.metadata.context_tokens if inspection is not None else None, model.context_tokens)
         context_tokens = min((limit for limit in limits if limit), default=None)
     return ServedModel(
         state=controller.life.state if controller is not None else ModelState.COLD,
         context_tokens=context_tokens,
         sampling=model.sampling if inspection is None else model.sampling.over(inspection.text.generation),
-        pooling=inspection.facts.pooling if inspection is not None else None,
+        pooling=inspection.metadata.pooling if inspection is not None else None,
         vector_width=instance.resident.info.vector_width if instance is not None else 0,
         is_read=inspection is not None,
     )
@@ -101,7 +101,7 @@ def describe_model(
 ) -> ModelStatus:
     """`num_in_preparation`: requests that are being tokenised or wait for it, before they reach the instance. `damage`:
     why its files cannot be used."""
-    facts = inspection.facts if inspection is not None else None
+    metadata = inspection.metadata if inspection is not None else None
     life = controller.life if controller is not None else None
     instance = controller.instance if controller is not None else None
     resident = instance.resident if instance is not None else None
@@ -128,11 +128,11 @@ def describe_model(
         rank=0 if member is None else member.rank,
         log_lines=log_lines if life is not None and life.state in _LOADING else (),
         harness=model.harness,
-        family=facts.family if facts is not None else None,
-        backend=facts.backend if facts is not None else None,
-        quant=facts.quant if facts is not None else model.quant,
-        stored=facts.stored if facts is not None else None,
-        digest=facts.digest if facts is not None else None,
+        family=metadata.family if metadata is not None else None,
+        backend=metadata.backend if metadata is not None else None,
+        quant=metadata.quant if metadata is not None else model.quant,
+        stored=metadata.stored if metadata is not None else None,
+        digest=metadata.digest if metadata is not None else None,
         requested_quant=inspection.requested_quant if inspection is not None else model.quant,
         source=model.source,
         estimate_bytes=estimate.footprint.expected_bytes if estimate is not None else None,
@@ -150,7 +150,7 @@ def describe_model(
         kv_host=kv_host,
         host_bytes=instance.host_bytes if instance is not None else 0,
         host_splits=None if estimate is None else estimate.footprint.splits or estimate.footprint.last_resort,
-        file_bytes=facts.file_bytes if facts is not None else None,
+        file_bytes=metadata.file_bytes if metadata is not None else None,
         disk_bytes=disk_bytes,
         context_tokens=context_tokens,
         max_input_tokens=min((limit for limit in (context_tokens, max_prompt_tokens) if limit), default=None),
@@ -172,7 +172,7 @@ def describe_model(
 def _capabilities(inspection: Inspection | None, engine_notes: tuple[str, ...]) -> Capabilities:
     if inspection is None:
         return Capabilities()
-    template, pooling = inspection.text.capabilities, inspection.facts.pooling
+    template, pooling = inspection.text.capabilities, inspection.metadata.pooling
     if pooling is not None:
         embeds = pooling.task == "embed"
         return Capabilities(chat=False, embeddings=embeds, rerank=not embeds, notes=engine_notes)

@@ -50,7 +50,7 @@ class Dialect:
     fields: FieldTable
     conversation: tuple[str, ...]
     """The fields that hold it, from its start."""
-    read_facts: Callable[[Fields], RequestSummary]
+    read_summary: Callable[[Fields], RequestSummary]
     """What a gateway must know. The parser calls it, too. Raises MissingModel or InvalidValue."""
     parse: Callable[[bytes], GenerateRequest]
     """Raises MalformedJSON, MissingModel, InvalidValue or UnsupportedModality."""
@@ -76,8 +76,8 @@ class Dialect:
     is found fastest."""
     pictures: Callable[[Fields], Iterable[str]] = _no_pictures
     """All pictures that `parse` finds, in base64 or as URLs, unchecked. Raises InvalidValue."""
-    read_counted_facts: Callable[[Fields], RequestSummary] = model_only
-    """As `read_facts`, for a request that generates nothing: the tokens of its prompt are counted."""
+    read_counted_summary: Callable[[Fields], RequestSummary] = model_only
+    """As `read_summary`, for a request that generates nothing: the tokens of its prompt are counted."""
     parse_counted: Callable[[bytes], GenerateRequest] | None = None
     """As `parse`, for such a request; None: as other requests."""
     loading_chunk: Callable[[str, str, float], bytes] | None = None

@@ -35,8 +35,8 @@ def model_with(folder: Path, template: str) -> Path:
 
 async def test_reads_facts_and_text(inspector: InspectionProcess, tmp_path: Path) -> None:
     path = model_with(tmp_path / "m", "{{ tools }}{{ messages }}</think>")
-    facts = await inspector.read(Read(str(path), "m", None, 1))
-    assert (facts.path, facts.family) == (path, "llama")
+    metadata = await inspector.read(Read(str(path), "m", None, 1))
+    assert (metadata.path, metadata.family) == (path, "llama")
     assert (await inspector.read_text(path, "m")).capabilities.reasoning
     assert await inspector.find_local(str(path), tmp_path, None) == path
     assert await inspector.find_local("org/absent", tmp_path, None) is None

@@ -13,7 +13,7 @@ from faulty_models import models, running_node, write_model
 from cortex.neuron.engine.memory.dtypes import likely_multiplies_codes
 from cortex.neuron.node.harness.estimates import Footprint
 from cortex.neuron.node.harness.forecast import Forecast
-from cortex.neuron.node.inspection_process.preflight import ModelFacts
+from cortex.neuron.node.inspection_process.preflight import ModelMetadata
 from cortex.neuron.node.library import KnownModel
 from cortex.neuron.node.loading.loader import Inspection, ModelLoader
 from cortex.neuron.worker.discovery import DeviceReading, Inventory
@@ -220,9 +220,9 @@ async def test_polls_compute_an_estimate_again_only_if_something_has_changed(
 ) -> None:
     footprint, computed = Forecast.footprint, list[KnownModel]()
 
-    def counted(forecast: Forecast, model: KnownModel, facts: ModelFacts, devices: Sequence[Device]) -> Footprint:
+    def counted(forecast: Forecast, model: KnownModel, metadata: ModelMetadata, devices: Sequence[Device]) -> Footprint:
         computed.append(model)
-        return footprint(forecast, model, facts, devices)
+        return footprint(forecast, model, metadata, devices)
 
     async with running_node(tmp_path, models(tmp_path, m={})) as node:
         await until(lambda: node.model("m").estimate_bytes)

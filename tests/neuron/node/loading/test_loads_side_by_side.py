@@ -35,13 +35,13 @@ CARD = Device(index=0, kind="cuda", name="card", total_bytes=40 * GIB)
 class SizedEstimates(EchoEstimates):
     """The size of a model is in its name: `a-10` takes 10 GiB."""
 
-    def least_bytes(self, model: KnownModel, facts: EchoFacts, device: Device) -> int:
+    def least_bytes(self, model: KnownModel, metadata: EchoFacts, device: Device) -> int:
         return int(model.id.split("-")[1]) * GIB
 
     smallest_bytes = expected_bytes = least_bytes
 
-    def footprint(self, model: KnownModel, facts: EchoFacts, devices: Any) -> Footprint:
-        size = self.least_bytes(model, facts, devices[0])
+    def footprint(self, model: KnownModel, metadata: EchoFacts, devices: Any) -> Footprint:
+        size = self.least_bytes(model, metadata, devices[0])
         return Footprint(size, size)
 
 
@@ -55,7 +55,7 @@ class SlowHarness(EchoHarness):
         self.free_bytes = free_bytes
 
     async def host(
-        self, model: KnownModel, facts: EchoFacts, room: DeviceAllocation
+        self, model: KnownModel, metadata: EchoFacts, room: DeviceAllocation
     ) -> tuple[ModelHost, ChosenDevices]:
         host = self.hosts[model.id] = FakeHost(0)
         host.may_load.clear()

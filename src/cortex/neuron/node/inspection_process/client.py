@@ -13,8 +13,8 @@ from cortex.ipc.helper import Helper, function_of
 from cortex.ipc.pool import CallLost, HelperPool, PoolLost
 from cortex.neuron.config import Limits
 from cortex.neuron.node.inspection_process import reading
-from cortex.neuron.node.inspection_process.preflight import ModelFacts
-from cortex.neuron.node.inspection_process.reading import Read, unpack_facts
+from cortex.neuron.node.inspection_process.preflight import ModelMetadata
+from cortex.neuron.node.inspection_process.reading import Read, unpack_metadata
 from cortex.neuron.text.model import TextInspection
 from cortex.wire.errors import FilesDamaged, LoadFailed
 
@@ -31,11 +31,11 @@ class Inspector(Protocol):
     async def find_local(self, source: str, cache: Path, quant: str | None) -> Path | None:
         """Where the model is, if all of it is on disk. Raises LoadFailed."""
 
-    async def read(self, job: Read) -> ModelFacts:
-        """The facts from config and headers. Raises a CortexError, usually LoadFailed."""
+    async def read(self, job: Read) -> ModelMetadata:
+        """The metadata from config and headers. Raises a CortexError, usually LoadFailed."""
 
     async def read_text(self, path: Path, name: str, chat_template: str | None = None) -> TextInspection:
-        """The facts from the text files, with `chat_template` instead of theirs. Raises LoadFailed."""
+        """The metadata from the text files, with `chat_template` instead of theirs. Raises LoadFailed."""
 
     async def rest_idle(self) -> None:
         """Ends the process if it was not used for a while."""
@@ -74,8 +74,8 @@ class InspectionProcess:
         path = await self._call(source, reading.find_local, source, str(cache), quant)
         return None if path is None else Path(path)
 
-    async def read(self, job: Read) -> ModelFacts:
-        return await asyncio.to_thread(unpack_facts, await self._call(job.name, reading.read, job), job)
+    async def read(self, job: Read) -> ModelMetadata:
+        return await asyncio.to_thread(unpack_metadata, await self._call(job.name, reading.read, job), job)
 
     async def read_text(self, path: Path, name: str, chat_template: str | None = None) -> TextInspection:
         return await self._call(name, reading.read_text, str(path), name, chat_template)

@@ -7,7 +7,7 @@ from cortex.wire.dialects.anthropic_messages.billing import strip_billing_header
 from cortex.wire.dialects.anthropic_messages.errors import ANTHROPIC
 from cortex.wire.dialects.anthropic_messages.fields import FIELDS, PRESET
 from cortex.wire.dialects.anthropic_messages.request import parse as parse
-from cortex.wire.dialects.anthropic_messages.request import pictures, read_facts
+from cortex.wire.dialects.anthropic_messages.request import pictures, read_summary
 from cortex.wire.dialects.anthropic_messages.stream import Encoder as Encoder
 from cortex.wire.dialects.anthropic_messages.stream import fold as fold
 from cortex.wire.dialects.anthropic_messages.stream import stream_error
@@ -19,7 +19,7 @@ DIALECT = Dialect(
     path="/v1/messages",
     fields=FIELDS,
     conversation=("system", "messages"),
-    read_facts=read_facts,
+    read_summary=read_summary,
     parse=parse,
     new_encoder=Encoder,
     fold=fold,

@@ -8,8 +8,8 @@ from cortex.wire.fields.tables.table import (
     Kind,
     Treatment,
     content,
-    fact,
     honoured,
+    in_envelope,
     limit,
     rejected,
     tolerated,
@@ -20,9 +20,9 @@ _TOOLS = [{"name": "weather", "input_schema": {"type": "object"}}]
 
 FIELDS = FieldTable(
     (
-        fact("model", "other"),
+        in_envelope("model", "other"),
         content("messages", [{"role": "user", "content": "other"}]),
-        fact("system", "be brief"),
+        in_envelope("system", "be brief"),
         limit("max_tokens", 9, "required; 0: no tokens, the prompt is computed for later requests"),
         honoured("tools", _TOOLS),
         honoured("tool_choice", {"type": "any"}, tools=_TOOLS),
@@ -38,13 +38,15 @@ FIELDS = FieldTable(
         honoured("top_p", 0.5),
         honoured("top_k", 5),
         honoured("stop_sequences", ["END"]),
-        fact("stream", True),
+        in_envelope("stream", True),
         honoured("metadata", {"user_id": "u"}),
         SPECULATION,
         CACHE_SALT,
         tolerated("cache_control", {"type": "ephemeral"}, "prefixes are always cached"),
         tolerated("context_management", {"edits": []}, "the client compacts"),
-        fact("service_tier", "standard_only", "`auto`: the class of the key; `standard_only`: at most the default one"),
+        in_envelope(
+            "service_tier", "standard_only", "`auto`: the class of the key; `standard_only`: at most the default one"
+        ),
         tolerated("inference_geo", "eu"),
         tolerated("betas", ["x"]),
         tolerated("speed", "fast"),

@@ -21,7 +21,7 @@ from cortex.wire.sse import frame
 from cortex.wire.tenant import read_tenant
 
 
-def read_facts(fields: Fields) -> RequestSummary:
+def read_summary(fields: Fields) -> RequestSummary:
     """Raises `MissingModel` or `InvalidValue`."""
     limit = fields.integer("n_predict", low=-LARGEST_COUNT, high=LARGEST_COUNT)
     return RequestSummary(
@@ -32,16 +32,16 @@ def read_facts(fields: Fields) -> RequestSummary:
 def parse(body: bytes) -> GenerateRequest:
     """Raises `MalformedJSON`, `MissingModel` or `InvalidValue`."""
     fields = FIELDS.read(body)
-    facts = read_facts(fields)
+    summary = read_summary(fields)
     files = [(each.text("filename") or "", each.required_text("text")) for each in fields.objects("input_extra")]
     return GenerateRequest(
-        model=facts.model,
+        model=summary.model,
         prompt=fields.text("input_prefix") or "",
         suffix=fields.text("input_suffix") or "",
         middle=fields.text("prompt") or "",
         context_files=tuple(files),
-        sampling=msgspec.structs.replace(read_sampling(fields), max_tokens=facts.completion_limit),
-        stream=facts.stream,
+        sampling=msgspec.structs.replace(read_sampling(fields), max_tokens=summary.completion_limit),
+        stream=summary.stream,
         include_usage=True,
         ignored_fields=fields.unknown,
         tenant=read_tenant(fields),
@@ -99,7 +99,7 @@ DIALECT = Dialect(
     path="/infill",
     fields=FIELDS,
     conversation=("input_prefix", "prompt", "input_suffix"),
-    read_facts=read_facts,
+    read_summary=read_summary,
     parse=parse,
     new_encoder=Encoder,
     fold=fold,

@@ -39,9 +39,9 @@ from cortex.wire.requests import (
 _ROLES: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
-def read_facts(fields: Fields) -> RequestSummary:
+def read_summary(fields: Fields) -> RequestSummary:
     """Raises `MissingModel` or `InvalidValue`."""
-    return request.read_facts(fields, loads_only=fields.is_empty("messages"))
+    return request.read_summary(fields, loads_only=fields.is_empty("messages"))
 
 
 def pictures(fields: Fields) -> Iterator[str]:
@@ -59,7 +59,7 @@ def parse(body: bytes) -> GenerateRequest:
     calls = _OpenCalls()
     messages = tuple(_read_message(message, calls) for message in fields.objects("messages"))
     return msgspec.structs.replace(
-        request.read_request(fields, read_facts(fields)),
+        request.read_request(fields, read_summary(fields)),
         messages=messages,
         tools=tuple(found.tools),
         tool_choice=found.resolve(fields, "auto", None, parallel=True),
@@ -142,7 +142,7 @@ DIALECT = Dialect(
     path="/api/chat",
     fields=CHAT,
     conversation=("messages",),
-    read_facts=read_facts,
+    read_summary=read_summary,
     parse=parse,
     new_encoder=Encoder,
     fold=fold,

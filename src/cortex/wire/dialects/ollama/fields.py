@@ -6,7 +6,7 @@ import dataclasses
 from typing import Final
 
 from cortex.wire.fields.tables.shared import CACHE_SALT
-from cortex.wire.fields.tables.table import FieldTable, content, fact, honoured, limit, rejected, tolerated
+from cortex.wire.fields.tables.table import FieldTable, content, honoured, in_envelope, limit, rejected, tolerated
 from cortex.wire.preset import JsonFields, PresetFields, ReasoningEffort, write
 
 _OPTIONS = (
@@ -36,11 +36,13 @@ _OPTIONS = (
 """Other options are ignored, and the response lists them like fields that are not known."""
 
 _SHARED = (
-    fact("model", "other"),
-    fact("stream", False, "`true` if absent"),
+    in_envelope("model", "other"),
+    in_envelope("stream", False, "`true` if absent"),
     honoured("format", "json", "`json` or a schema"),
     honoured("think", "low", "`true`, `false`, `low`, `medium`, `high` or `max`"),
-    fact("keep_alive", 0, "0 unloads the model after the response; others keep it up to `eviction.max_keep_alive_s`"),
+    in_envelope(
+        "keep_alive", 0, "0 unloads the model after the response; others keep it up to `eviction.max_keep_alive_s`"
+    ),
     honoured("logprobs", True),
     honoured("top_logprobs", 2, logprobs=True),
     CACHE_SALT,
@@ -67,11 +69,11 @@ GENERATE = FieldTable(
     _SHARED,
     (
         content("prompt", "other", "none: the model is loaded"),
-        fact("system", "You are brief."),
+        in_envelope("system", "You are brief."),
         content("images", ["iVBORw0KGgo="]),
         honoured("raw", True, "the prompt as it is, without the model's template"),
         tolerated("truncate", False, "a prompt that does not fit is rejected"),
-        fact("suffix", "x", "fills in before it; for models with the capability `insert`"),
+        in_envelope("suffix", "x", "fills in before it; for models with the capability `insert`"),
         rejected("template", "x", "a model's own template is always used; remove it", ""),
         rejected("context", [1], "earlier turns are not sent as tokens; send them to /api/chat", []),
     ),

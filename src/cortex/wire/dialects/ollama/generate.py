@@ -26,9 +26,9 @@ from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import GenerateRequest, Image, Message, Text
 
 
-def read_facts(fields: Fields) -> RequestSummary:
+def read_summary(fields: Fields) -> RequestSummary:
     """Raises `MissingModel` or `InvalidValue`."""
-    return request.read_facts(fields, loads_only=all(map(fields.is_empty, ("prompt", "images", "suffix"))))
+    return request.read_summary(fields, loads_only=all(map(fields.is_empty, ("prompt", "images", "suffix"))))
 
 
 def pictures(fields: Fields) -> tuple[str, ...]:
@@ -39,7 +39,7 @@ def pictures(fields: Fields) -> tuple[str, ...]:
 def parse(body: bytes) -> GenerateRequest:
     """Raises `MalformedJSON`, `MissingModel` or `InvalidValue`."""
     fields = GENERATE.read(body)
-    read = request.read_request(fields, read_facts(fields))
+    read = request.read_request(fields, read_summary(fields))
     prompt, system, images = fields.text("prompt") or "", fields.text("system"), request.read_images(fields)
     if suffix := fields.text("suffix"):
         if images or system:
@@ -85,7 +85,7 @@ DIALECT = Dialect(
     path="/api/generate",
     fields=GENERATE,
     conversation=("system", "prompt"),
-    read_facts=read_facts,
+    read_summary=read_summary,
     parse=parse,
     new_encoder=Encoder,
     fold=fold,

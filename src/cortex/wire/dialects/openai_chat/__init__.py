@@ -3,7 +3,7 @@
 from cortex.wire.dialects.dialect import Dialect
 from cortex.wire.dialects.openai_chat.fields import FIELDS, PRESET
 from cortex.wire.dialects.openai_chat.request import parse as parse
-from cortex.wire.dialects.openai_chat.request import pictures, read_facts
+from cortex.wire.dialects.openai_chat.request import pictures, read_summary
 from cortex.wire.dialects.openai_chat.stream import Encoder as Encoder
 from cortex.wire.dialects.openai_chat.stream import fold as fold
 from cortex.wire.dialects.openai_chat.stream import loading_chunk
@@ -17,7 +17,7 @@ DIALECT = Dialect(
     path="/v1/chat/completions",
     fields=FIELDS,
     conversation=("messages",),
-    read_facts=read_facts,
+    read_summary=read_summary,
     parse=parse,
     new_encoder=Encoder,
     fold=fold,

@@ -4,7 +4,7 @@ from cortex.wire.dialects.dialect import Dialect
 from cortex.wire.dialects.openai_responses.fields import FIELDS, PRESET
 from cortex.wire.dialects.openai_responses.items import pictures
 from cortex.wire.dialects.openai_responses.request import parse as parse
-from cortex.wire.dialects.openai_responses.request import read_facts, read_state
+from cortex.wire.dialects.openai_responses.request import read_state, read_summary
 from cortex.wire.dialects.openai_responses.stream import Encoder as Encoder
 from cortex.wire.dialects.openai_responses.stream import fold as fold
 from cortex.wire.dialects.openai_responses.stream import stream_error
@@ -14,7 +14,7 @@ DIALECT = Dialect(
     path="/v1/responses",
     fields=FIELDS,
     conversation=("instructions", "input"),
-    read_facts=read_facts,
+    read_summary=read_summary,
     parse=parse,
     new_encoder=Encoder,
     fold=fold,
@@ -24,5 +24,5 @@ DIALECT = Dialect(
     preset=PRESET,
     picture_marks=(b";base64,", b";BASE64,"),
     pictures=pictures,
-    read_counted_facts=read_state,
+    read_counted_summary=read_state,
 )

@@ -30,16 +30,16 @@ MAX_SUMMARY_TOKENS = 8192
 """A summary that goes on is cut off here: without a limit it would fill the context that it is to free."""
 PROMPT = (
     "Sum up the conversation so far for another assistant, who will continue it without seeing it. State the goal of "
-    "the user and their constraints, what was done and decided, the facts, names, paths and values that are still "
+    "the user and their constraints, what was done and decided, the summary, names, paths and values that are still "
     "needed, and what is left to do. Write the summary only; do not continue the conversation and call no tools."
 )
 _KEPT = "kept_messages"
 
 
-def read_facts(fields: Fields) -> RequestSummary:
+def read_summary(fields: Fields) -> RequestSummary:
     """Raises `MissingModel` or `InvalidValue`."""
-    facts = RESPONSES.read_facts(fields)
-    return msgspec.structs.replace(facts, completion_limit=_limit(facts.completion_limit))
+    summary = RESPONSES.read_summary(fields)
+    return msgspec.structs.replace(summary, completion_limit=_limit(summary.completion_limit))
 
 
 def _limit(asked: int | None) -> int:
@@ -116,7 +116,7 @@ DIALECT = dataclasses.replace(
     RESPONSES,
     name="openai_compaction",
     path="/v1/responses/compact",
-    read_facts=read_facts,
+    read_summary=read_summary,
     parse=parse,
     fold=fold,
     id_prefix=_ID_PREFIX,

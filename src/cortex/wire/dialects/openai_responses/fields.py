@@ -8,8 +8,8 @@ from cortex.wire.fields.tables.table import (
     Kind,
     Treatment,
     content,
-    fact,
     honoured,
+    in_envelope,
     limit,
     rejected,
     tolerated,
@@ -28,9 +28,9 @@ OF_GATEWAYS = {
 
 FIELDS = FieldTable(
     (
-        fact("model", "other"),
+        in_envelope("model", "other"),
         content("input", "other"),
-        fact("instructions", "be brief"),
+        in_envelope("instructions", "be brief"),
         honoured("tools", _TOOLS),
         honoured("tool_choice", "required", tools=_TOOLS),
         honoured("parallel_tool_calls", False),
@@ -43,7 +43,7 @@ FIELDS = FieldTable(
         honoured("reasoning", {"effort": "low"}),
         honoured("reasoning.summary", "auto", "`auto`, `concise`, `detailed`: the reasoning itself, as a summary"),
         honoured("chat_template_kwargs", {"enable_thinking": False}),
-        fact("stream", True),
+        in_envelope("stream", True),
         tolerated(
             "stream_options", {"include_obfuscation": False}, "nothing is obfuscated; only with `stream`", stream=True
         ),

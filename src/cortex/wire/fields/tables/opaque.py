@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from cortex.wire.fields.tables.table import FieldTable, content, fact
+from cortex.wire.fields.tables.table import FieldTable, content, in_envelope
 
 FIELDS = FieldTable(
     (
-        fact("model", "other"),
+        in_envelope("model", "other"),
         *(content(name, "other") for name in ("input", "prompt", "negative_prompt", "instructions", "text")),
     )
 )

@@ -24,7 +24,7 @@ from cortex.neuron.engine.memory.host import anonymous_bytes
 from ...neuron.tiny_models import write_llama
 from ...ports import free_port
 from ...programs import PYTHONPATH
-from ...waiting import WAIT_S
+from ...waiting import WAIT_S, wait_until
 
 TINY, WIDE = "tiny", "wide"
 FORK_SERVER = "fork server"
@@ -131,13 +131,6 @@ def text_of(daemon: Daemon, model: str, prompt: str = "The capital of France is"
     status, response = daemon.call("/v1/completions", body)
     assert status == 200, response
     return str(response["choices"][0]["text"])
-
-
-def until(holds: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < deadline_s, what
-        time.sleep(0.1)
 
 
 def nodes_of(gateway: Daemon) -> dict[str, Any]:
@@ -273,7 +266,7 @@ def start_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartGat
             except OSError:
                 return False
 
-        until(all_are_up, "the nodes are not up")
+        wait_until(all_are_up, "the nodes are not up")
         return gateway
 
     yield start

@@ -219,12 +219,12 @@ class Inference:
         self,
         received: ReceivedRequest,
         keeper: ResponseKeeper | None = None,
-        make_body: Callable[[str], OpaqueBody] | None = None,
+        make_body: Callable[[AdmittedRequest], OpaqueBody] | None = None,
         *,
         is_check: bool = False,
     ) -> None:
-        """Admit a request and send it to a node, or reject it. `keeper` gets its response. `make_body` makes the body
-        for nodes, given the name of the model there. `is_check`: see `AdmittedRequest`."""
+        """Admit a request and send it to a node, or reject it. `keeper` gets its response. `make_body`: what nodes get
+        in place of the body that was read. `is_check`: see `AdmittedRequest`."""
         route, body, envelope = received.route, received.body, received.envelope
         try:
             has_price = route.need == "relay"  # its tokens are not in its bytes
@@ -244,7 +244,7 @@ class Inference:
             task = run_once(self._serve_inlined(received, admitted, keeper), "fetch pictures")
             received.exchange.on_disconnect(task.cancel)
         else:
-            other = None if make_body is None else make_body(admitted.model)
+            other = None if make_body is None else make_body(admitted)
             ProxyRequest(self.services, received, admitted, keeper, other).go()
 
     async def _serve_inlined(

@@ -41,10 +41,13 @@ from cortex.wire.tenant import EVERYBODY
 class OpaqueBody:
     """The same for every attempt, except for the path below `/upstream/`: a foreign server is the upstream itself."""
 
-    __slots__ = ("_body", "_form", "_own_target", "_target", "_upstream", "headers", "method")
+    __slots__ = ("_access", "_body", "_form", "_is_foreign", "_own_target", "_target", "_upstream", "headers", "method")
 
-    def __init__(self, request: Request, model: str, found: OpaqueFields | str) -> None:
-        """`found`: its known fields or, for a request below `/upstream/`, the path at the server."""
+    def __init__(self, request: Request, model: str, found: OpaqueFields | str, access: Access = "any") -> None:
+        """`found`: its known fields or, for a request below `/upstream/`, the path at the server. `access`: which fields
+        a foreign server may get."""
+        self._access = access
+        self._is_foreign = False
         self.method = request.method
         self.headers: Headers = ()
         self._body: Body = b""
@@ -59,6 +62,7 @@ class OpaqueBody:
             self._body = request.body if request.upload is None else request.upload
 
     def choose(self, lease: Lease) -> bool:
+        self._is_foreign = not lease.abilities.reads_headers
         if self._form is not None:
             request, model, found = self._form
             values, stripped = {**lease.abilities.set_params, "model": model}, lease.abilities.strip_params
@@ -72,6 +76,9 @@ class OpaqueBody:
         """Nothing has to be prepared."""
 
     def made(self) -> tuple[bytes, Body, None]:
+        """Raises InvalidValue for a field that the key may not send to a foreign server."""
+        if self._is_foreign and self._access != "any" and self._form is not None:
+            self._form[2].check_known()
         return self._target, self._body, None
 
 
@@ -114,7 +121,7 @@ class OutgoingBody:
         self.headers: Headers = _STREAM if self._route.generates and received.envelope.summary.stream else _WHOLE
         """Headers for the node about the body and the response."""
         self._has_budget = self._route.need != "relay" and admitted.reservation.token_limit is not None
-        self._access = _access(admitted, has_budget=self._has_budget) if self._route.need != "relay" else "any"
+        self._access = access_of(admitted, has_budget=self._has_budget)
         self._is_foreign = False
         self._translates = False
         """Whether the body is translated."""
@@ -249,9 +256,9 @@ class OutgoingBody:
         return body, ChatTranslation(self._route, request, id=response_id, model=name, show=show)
 
 
-def _access(admitted: AdmittedRequest, *, has_budget: bool) -> Access:
+def access_of(admitted: AdmittedRequest, *, has_budget: bool) -> Access:
     """Which fields the key may send to a foreign server: fields unknown here could choose another model or use
-    uncounted tokens."""
+    uncounted tokens. `has_budget`: whether its tokens are counted."""
     if has_budget:
         return "counted"
     return "known" if admitted.key is not None and admitted.key.models else "any"

@@ -61,8 +61,11 @@ class Kind:
 class FieldTable:
     """The fields of one dialect by name. Immutable."""
 
-    def __init__(self, *groups: Iterable[BodyField], of_gateways: Iterable[str] = ()) -> None:
-        """`of_gateways`: fields that a gateway honours, whatever a node does with them."""
+    def __init__(
+        self, *groups: Iterable[BodyField], of_gateways: Iterable[str] = (), relayed: Iterable[str] = ()
+    ) -> None:
+        """`of_gateways`: fields that a gateway honours, whatever a node does with them. `relayed`: fields that are not
+        read here, and that choose no model at any known server."""
         self._fields = {one.name: one for group in groups for one in group}
         self._names = frozenset(name.partition(".")[0] for name in self._fields)
         read = [one.name.partition(".")[0] for one in self if one.in_envelope]
@@ -82,6 +85,7 @@ class FieldTable:
         """The fields with the limit of one choice. The first is the one that is written for servers."""
         self._rejected = tuple(one for one in self if one.treatment is Treatment.REJECTED)
         self._spelled = {_folded(name): name for name in self._names}
+        self._relayed = frozenset(relayed)
 
     def __iter__(self) -> Iterator[BodyField]:
         return iter(self._fields.values())
@@ -119,6 +123,8 @@ class FieldTable:
         it may choose another model, or use tokens that are not counted."""
         for name, value in values.items():
             one = self._fields.get(name)
+            if name in self._relayed:
+                continue
             if name not in self._names:
                 problem = "it is not known here, and the key has a budget or a list of models; remove it"
             elif one is None or one.treatment is not Treatment.REJECTED or one.is_harmless(value):

@@ -36,7 +36,7 @@ T = TypeVar("T")
 END_TIMEOUT_S = 30.0
 CLAIM_POLL_S = 1.0
 RENEW_S = 30.0
-"""How often a claim is renewed during downloads; nodes drop it after `HOLD_S` of theirs."""
+"""How often a claim is renewed during downloads; nodes drop it after `GroupTimes.hold_s` of theirs."""
 UNLOAD_TIMEOUT_S = 180.0
 """Running requests may end first; a node that takes longer is stuck."""
 

@@ -73,7 +73,6 @@ _CHANGING = (ModelState.DOWNLOADING, ModelState.LOADING, ModelState.UNLOADING, M
 _SUSPEND_AFTER_S = 0.5
 """So long after a gateway asked for it, which gets a response first."""
 _SAMPLE_S = 1.0
-_SCAN_S = 30.0
 
 
 _RELOADED = (
@@ -104,12 +103,15 @@ class Node:
             limits.kv_host_mb,
             boosts=not config.harness.torch.idle_clock,
         )
-        self.kv = KvExchange(limits.kv_disk_folder, limits.kv_disk_mb << 20, self.devices.supervisors.values())
+        self.kv = KvExchange(
+            limits.kv_disk_folder, limits.kv_disk_mb << 20, self.devices.supervisors.values(), parts.exchange_rules
+        )
         self._surveys = (parts.surveys or partial(SurveyProcess.of, limits))()
         self._library = Library(config)
         engine = self._engine = EngineHarness(config, self.devices, forecast, self._surveys, self._library)
         self._ports = MemberPorts(config.cluster_address)
         self._read_devices = parts.read_devices
+        self._server_times = parts.server_times
         self._servers: dict[str, CommandHarness] = {}
         self._harnesses = Harnesses(engine, *parts.harnesses)
         self._use_servers(config)
@@ -175,7 +177,12 @@ class Node:
         self.benches = Benches(
             self._models,
             lambda controller, on_stage: Measurement(
-                controller, self.devices, config, can_sleep=self.discovery.can_sleep, on_stage=on_stage
+                controller,
+                self.devices,
+                config,
+                parts.workload,
+                can_sleep=self.discovery.can_sleep,
+                on_stage=on_stage,
             ),
             lambda model: self._harnesses.of(model).upstream(model) is not None,
             self._model_changed,
@@ -191,6 +198,7 @@ class Node:
             parts.first_retry_s,
         )
         self._tasks = Supervisor()
+        self._scan_s = parts.scan_s
         self._regular: list[SupervisedTask] = []
         self._background: list[asyncio.Task[None]] = []
         """Work that runs once."""
@@ -201,7 +209,9 @@ class Node:
             if (server := self._servers.get(name)) is not None:
                 server.use(entry, config)
             else:
-                self._servers[name] = CommandHarness(entry, config, self._read_devices, ports=self._ports)
+                self._servers[name] = CommandHarness(
+                    entry, config, self._read_devices, ports=self._ports, times=self._server_times
+                )
                 self._harnesses.add(self._servers[name])
 
     def _harness_names(self, config: NeuronConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -542,7 +552,7 @@ class Node:
         """Keeps the library up to date. A damaged model may take minutes."""
         while True:
             await self._loader.survey_library(self._models.is_in_memory)
-            await asyncio.sleep(_SCAN_S)
+            await asyncio.sleep(self._scan_s)
             await self.scan_library()
             await self._models.notice_changed_files()
 

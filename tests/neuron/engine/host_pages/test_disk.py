@@ -17,24 +17,18 @@ from typing import Any
 import pytest
 from tests.waiting import WAIT_S
 
-from cortex.neuron.engine.host_pages import block_files, disk, tier
+from cortex.neuron.engine.host_pages import block_files
 from cortex.neuron.engine.host_pages.block_files import BlockFile, DamagedFile
-from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
-from cortex.neuron.engine.host_pages.rates import CopyRate, end_of_front, saves_time
+from cortex.neuron.engine.host_pages.disk import BUFFERS, DiskPages
+from cortex.neuron.engine.host_pages.rates import WORTH, CopyRate, end_of_front, saves_time
 from cortex.neuron.engine.host_pages.store import BlockKind, ChosenBlocks
 from cortex.neuron.engine.kv.pages import ROOT, page_digests
 
 from ..test_sleep import DENSE, HYBRID
-from .engines import PROMPT, EngineMaker, new_host, respond
+from .engines import CPU, PROMPT, EngineMaker, new_host, respond
 from .test_tier import FAMILIES
 
 TENANT = b"of one tenant..."
-
-
-@pytest.fixture(autouse=True)
-def _reads_whatever_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tiny model computes faster than any disk."""
-    monkeypatch.setattr(tier, "saves_time", lambda *_: True)
 
 
 def saved(
@@ -344,25 +338,21 @@ def test_memory_of_what_was_written_is_free_though_no_model_steps(make_engine: E
     assert not host.store.num_bytes
 
 
-def test_large_blocks_have_few_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pages = new_host(folder=tmp_path).disk
-    assert pages is not None
+def test_large_blocks_have_few_buffers(tmp_path: Path) -> None:
+    pages = DiskPages(tmp_path, 64 << 20, CPU, read_bytes=1 << 10, max_buffer_bytes=1 << 16)
     allocated = list[int]()
-    monkeypatch.setattr(disk, "READ_BYTES", 1 << 10)
-    monkeypatch.setattr(disk, "MAX_BUFFER_BYTES", 1 << 16)
     for block_bytes in (100, 1 << 13, 1 << 20):
         assert pages.buffers_of(block_bytes)
         allocated.append(len(pages.free_buffers))
-    assert allocated == [disk.BUFFERS, 8, 2]
+    assert allocated == [BUFFERS, 8, 2]
     pages.free_buffers.pop()
     assert not pages.buffers_of(1 << 21), "one of them is in use"
     pages.close()
 
 
-def test_slow_disk_is_not_read(make_engine: EngineMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_disk_is_not_read(make_engine: EngineMaker, tmp_path: Path) -> None:
     expected = saved(make_engine, tmp_path)
-    monkeypatch.setattr(tier, "saves_time", saves_time)
-    host: DeviceHostMemory = new_host(folder=tmp_path)
+    host = new_host(folder=tmp_path, worth=WORTH)
     assert host.disk is not None
     host.disk.rate.assumed = host.disk.cached_rate.assumed = 1.0
     assert respond(make_engine(DENSE, host)) == (expected, 0)

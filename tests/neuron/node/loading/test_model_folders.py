@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from pathlib import Path
@@ -15,7 +14,7 @@ from cortex.wire.errors import LoadFailed, ModelInUse, ModelUnsupported
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import ModelState
 
-from ..node_calls import load
+from ..node_calls import load, until
 
 
 def put(path: Path, *, age_s: float = 60) -> None:
@@ -85,17 +84,14 @@ async def test_node_serves_models_of_its_folders_and_forgets_those_that_are_gone
         assert node.models() == ()
 
 
-async def test_path_without_files_is_reported_until_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cortex.neuron.node.node._SCAN_S", 0.05)
+async def test_path_without_files_is_reported_until_they_come(tmp_path: Path) -> None:
     path = tmp_path / "late"
-    async with running_node(tmp_path, {"models": [{"id": "m", "source": str(path)}]}) as node:
-        while (reason := node.model("m").reason) is None:
-            await asyncio.sleep(0.02)
-        assert f"no complete model at {path}" in reason
+    async with running_node(tmp_path, {"models": [{"id": "m", "source": str(path)}]}, scan_s=0.05) as node:
+        await until(lambda: node.model("m").reason)
+        assert f"no complete model at {path}" in (node.model("m").reason or "")
         assert (node.model("m").state, node.model("m").reason_code) == (ModelState.COLD, "source_not_found")
         write_model(tmp_path / "copy").rename(path)
-        while node.model("m").estimate_bytes is None:
-            await asyncio.sleep(0.02)
+        await until(lambda: node.model("m").estimate_bytes is not None)
         assert node.model("m").reason is None
 
 
@@ -154,8 +150,7 @@ async def test_files_that_are_being_deleted_are_not_surveyed(tmp_path: Path) -> 
             await node.survey(LoadRequest(model_id="org/m"))
 
 
-async def test_truncated_files_are_damaged_until_they_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cortex.neuron.node.node._SCAN_S", 0.05)
+async def test_truncated_files_are_damaged_until_they_change(tmp_path: Path) -> None:
     folder = tmp_path / "models"
     file = write_model(folder / "m") / "model.safetensors"
     whole = file.read_bytes()
@@ -163,31 +158,27 @@ async def test_truncated_files_are_damaged_until_they_change(tmp_path: Path, mon
     put(folder / "g.gguf")
     for each in file.parent.iterdir():
         put_back(each)
-    async with running_node(tmp_path, {"model_dirs": [str(folder)]}) as node:
+    async with running_node(tmp_path, {"model_dirs": [str(folder)]}, scan_s=0.05) as node:
+        await until(lambda: node.model("m").reason and node.model("g").reason)
         for name in ("m", "g"):
-            while (reason := node.model(name).reason) is None:
-                await asyncio.sleep(0.02)
             status = node.model(name)
             assert (status.state, status.reason_code) == (ModelState.COLD, "files_damaged")
-            assert str(folder / name) in reason
+            assert str(folder / name) in (status.reason or "")
         file.write_bytes(whole)
         put_back(file)
-        while node.model("m").estimate_bytes is None:
-            await asyncio.sleep(0.02)
+        await until(lambda: node.model("m").estimate_bytes is not None)
         assert node.model("m").reason is None
 
 
 async def test_changed_files_of_a_loaded_model_are_reported_once_and_read_by_the_next_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("cortex.neuron.node.node._SCAN_S", 0.05)
     path = write_model(tmp_path / "m")
-    async with running_node(tmp_path, {"models": [{"id": "m", "source": str(path)}]}) as node:
+    async with running_node(tmp_path, {"models": [{"id": "m", "source": str(path)}]}, scan_s=0.05) as node:
         loaded = await load(node, "m")
         assert not loaded.files_changed
         write_model(path, config={"max_position_embeddings": 2048})
-        while not node.model("m").files_changed:
-            await asyncio.sleep(0.02)
+        await until(lambda: node.model("m").files_changed)
         await node.scan_library()
         assert node.model("m").state is ModelState.READY
         assert caplog.text.count("has changed since it was loaded") == 1
@@ -197,15 +188,10 @@ async def test_changed_files_of_a_loaded_model_are_reported_once_and_read_by_the
         assert (again.full_context_tokens, loaded.full_context_tokens) == (2048, 4096)
 
 
-async def test_survey_follows_the_files_of_a_model_that_is_not_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("cortex.neuron.node.node._SCAN_S", 0.05)
+async def test_survey_follows_the_files_of_a_model_that_is_not_in_memory(tmp_path: Path) -> None:
     path = write_model(tmp_path / "m")
-    async with running_node(tmp_path, {"models": [{"id": "m", "source": str(path)}]}) as node:
-        while node.model("m").estimate_bytes is None:
-            await asyncio.sleep(0.02)
+    async with running_node(tmp_path, {"models": [{"id": "m", "source": str(path)}]}, scan_s=0.05) as node:
+        await until(lambda: node.model("m").estimate_bytes is not None)
         (path / "model.safetensors").write_bytes(b"cut")
-        while node.model("m").reason_code != "files_damaged":
-            await asyncio.sleep(0.02)
+        await until(lambda: node.model("m").reason_code == "files_damaged")
         assert node.model("m").estimate_bytes is None

@@ -58,9 +58,9 @@ def fetch_s(parts: Iterable[tuple[int, float]], delay_s: float) -> float:
     return total_s
 
 
-def saves_time(parts: Iterable[tuple[int, float]], delay_s: float, compute_s: float) -> bool:
-    """Whether fetching is faster than computing; see `fetch_s`."""
-    return fetch_s(parts, delay_s) < WORTH * compute_s
+def saves_time(parts: Iterable[tuple[int, float]], delay_s: float, compute_s: float, *, worth: float = WORTH) -> bool:
+    """Whether fetching takes less than `worth` of the time that computing takes; see `fetch_s`."""
+    return fetch_s(parts, delay_s) < worth * compute_s
 
 
 def end_of_front(first: int, end: int, whole_s: float, compute_s: Callable[[int], float]) -> int:

@@ -43,7 +43,6 @@ TURN_S = 0.005
 EndOfFront = Callable[[int, int, float, Callable[[int], float]], int]
 """See `rates.end_of_front`."""
 STEPS_BETWEEN_SCANS = 16
-"""After a look at the oldest pages that found nothing to copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +99,14 @@ class HostTier:
         compute_s: Callable[[int, int], float] = lambda start, end: 0.0,  # noqa: ARG005 - nothing is faster
         from_disk: BlockCopies | None = None,
         end_of_front: EndOfFront = end_of_front,
+        steps_between_scans: int = STEPS_BETWEEN_SCANS,
     ) -> None:
         """`blocks`: the pages of each KV group, then the slots of states. `new_kinds`: names them, when that is first
         needed. `copies_ahead`: pages are copied before the model sleeps, too. `min_pages`: fewer are computed rather
         than fetched. `others`: for a divided model. `compute_s`: how long a prompt takes from one position to another.
         `from_disk`: copies from the buffers of the disk; None: nothing is read from there. `end_of_front`: divides a
-        prefix into pages that are computed and pages that are read from disk meanwhile."""
+        prefix into pages that are computed and pages that are read from disk meanwhile. `steps_between_scans`: after a
+        look at the oldest pages that found nothing to copy."""
         self._host = host
         self._store = host.store
         self._pages = pages
@@ -120,6 +121,7 @@ class HostTier:
         self._disk = None if from_disk is None else host.disk
         self._from_disk = from_disk
         self._end_of_front = end_of_front
+        self._steps_between_scans = steps_between_scans
         self._looks_on_disk = False
         """Whether what is on disk counts as something that can be had."""
         self._agreed: set[tuple[int, Digest]] | None = None
@@ -264,7 +266,7 @@ class HostTier:
         if count <= cached and self._checkpoints is None:
             # Copies from host memory are short, and most of what a hybrid fetches is the state at the end.
             front = self._end_of_front(nearer, further, fetch_s(parts, READ_DELAY_S), compute_s)
-        if front == nearer and not saves_time(parts, READ_DELAY_S, compute_s(further)):
+        if front == nearer and not saves_time(parts, READ_DELAY_S, compute_s(further), worth=disk.worth):
             disk.rate.was_too_slow()
             return 0, 0
         largest = max(kind.num_bytes for kind in self._kinds)
@@ -402,7 +404,7 @@ class HostTier:
         self._steps_to_scan -= 1
         if self._steps_to_scan > 0:
             return
-        self._steps_to_scan = STEPS_BETWEEN_SCANS
+        self._steps_to_scan = self._steps_between_scans
         self._host.slabs.may_wait = False
         for part, blocks in enumerate(self._blocks):
             if not blocks.num_bytes:

@@ -20,7 +20,7 @@ from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.devices import ReadDevices
 from cortex.neuron.node.harness.command.estimates import CommandEstimates, ServedFiles, ServerSizes, SizeOfModel
 from cortex.neuron.node.harness.command.group import MemberPorts, check_reachable, interface_of
-from cortex.neuron.node.harness.command.host import CommandHost, ServerCommand, free_port, server_info
+from cortex.neuron.node.harness.command.host import CommandHost, ServerCommand, ServerTimes, free_port, server_info
 from cortex.neuron.node.harness.command.process_memory import gpu_bytes
 from cortex.neuron.node.harness.command.server_log import ServerLog, plain_lines
 from cortex.neuron.node.harness.command.server_memory import ServerMemory
@@ -164,12 +164,14 @@ class CommandHarness:
         env: Mapping[str, str] = os.environ,
         choose_port: Callable[[], int] = free_port,
         ports: MemberPorts | None = None,
+        times: ServerTimes | None = None,
     ) -> None:
         self.names = (entry.name,)
         self._sizes = ServerSizes()
         self.use(entry, config)
         self._read_devices = read_devices
         self._ports = ports or MemberPorts(None)
+        self._times = times or ServerTimes()
         self._env = env
         self._choose_port = choose_port
         self._ticker = Ticker(asyncio.get_running_loop())
@@ -321,6 +323,7 @@ class CommandHarness:
             SizeOfModel(self.estimates, model, facts),
             self._logs.setdefault(model.id, ServerLog()),
             link=link,
+            times=self._times,
         )
         self._hosts[model.id] = host
         return host, chosen

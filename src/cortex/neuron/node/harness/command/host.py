@@ -17,7 +17,7 @@ from cortex.http.upstream.faults import UpstreamFault
 from cortex.http.upstream.pool import Pool
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, StepOutput
 from cortex.neuron.node.harness.command.estimates import ServerSize
-from cortex.neuron.node.harness.command.group import PULSE_S, MemberLink
+from cortex.neuron.node.harness.command.group import MemberLink
 from cortex.neuron.node.harness.command.server_log import ServerLog
 from cortex.neuron.node.harness.command.server_memory import MemoryWatch, ServerMemory
 from cortex.neuron.node.harness.command.server_process import ServerProcess
@@ -67,19 +67,29 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.1
 _MEASURE_S = 1.0
 """How often the memory of a server that starts is measured, which takes the kernel some time per GiB."""
-_HEALTH_S = 15.0
-"""How long one health check may take."""
-_BEGIN_S = 3600.0
-"""How long a server that works may take, at least, until something of a response arrives: one that is no stream arrives
-when it is done."""
-_LOSS_S = 5.0
-"""A server that closes a connection may have died, which is noticed a moment later."""
 _PORT_TRIES = 3
 _STOPPED_CHECKS = 2
+_STOPPED_CHECK_S = 2.0
 _SHORTEST_STREAM_S = 0.02
 """A response that is complete sooner after its first piece came whole: its speed is not known."""
 _PAGES = 1 << 40
 """A server manages its own KV cache: the node only bounds the number of its requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerTimes:
+    """How long a server may take, and how often its memory is measured."""
+
+    health_s: float = 15.0
+    """One health check."""
+    begin_s: float = 3600.0
+    """At least, until something of a response arrives: one that is no stream arrives when it is done."""
+    loss_s: float = 5.0
+    """A server that closes a connection may have died, which is noticed a moment later."""
+    reclaim_s: float = 5.0
+    """Until the driver of a GPU has freed its memory."""
+    watch_s: float = 5.0
+    """Between two measurements of its memory as it serves, at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +122,7 @@ class CommandHost:
     log: ServerLog = field(default_factory=ServerLog)
     link: MemberLink | None = None
     """To the other nodes, if the server is a member of a group. Only the leader's takes requests, and has a pool."""
+    times: ServerTimes = field(default_factory=ServerTimes)
     resident: Resident | None = None
     pool: Pool | None = None
     """Requests to the server, while it is healthy."""
@@ -176,7 +187,9 @@ class CommandHost:
         if self.link is not None:
             self._stop_watch = run_once(self._watch_stopped(self._server), f"state of {self.model_id}")
         name = f"{self.model_id} ({self.entry.name})"
-        self._memory_watch = MemoryWatch(name, self.memory, self._server, measured, self._holds)
+        self._memory_watch = MemoryWatch(
+            name, self.memory, self._server, measured, self._holds, every_s=self.times.watch_s
+        )
         return self.resident
 
     async def _start(self, sink: ModelSink, *, is_last: bool) -> bool:
@@ -190,7 +203,7 @@ class CommandHost:
         if self._kill_reason is not None:  # the group has ended while it was started
             server.kill()
         silence_s = self.entry.silence_timeout_s
-        limits = UpstreamLimits(silence_s=silence_s, begin_s=max(silence_s, _BEGIN_S))
+        limits = UpstreamLimits(silence_s=silence_s, begin_s=max(silence_s, self.times.begin_s))
         pool = Pool(f"http://127.0.0.1:{port}", self.ticker, limits)
         health = self.entry.health
         healthy = asyncio.create_task(self._wait_until_healthy(pool, server, sink))
@@ -246,7 +259,7 @@ class CommandHost:
             return self._server is not None and self._server.pid is not None
         self._last_check = f"nothing listens on {own.host}:{own.port}"
         try:
-            async with asyncio.timeout(_HEALTH_S):
+            async with asyncio.timeout(self.times.health_s):
                 _, writer = await asyncio.open_connection(own.host, own.port)
         except OSError:
             return False
@@ -256,7 +269,8 @@ class CommandHost:
     async def _health_status(self, pool: Pool) -> int | None:
         """The status of a health check; None: there is no response."""
         try:
-            status = (await pool.fetch(b"GET", self.entry.health.path.encode(), timeout_s=_HEALTH_S)).status
+            path, timeout_s = self.entry.health.path.encode(), self.times.health_s
+            status = (await pool.fetch(b"GET", path, timeout_s=timeout_s)).status
         except UpstreamFault as fault:
             self._last_check = str(fault)
             return None
@@ -284,9 +298,9 @@ class CommandHost:
         """A process that is stopped holds up the whole group, and no connection shows it."""
         num_seen = 0
         while num_seen < _STOPPED_CHECKS:
-            await asyncio.sleep(PULSE_S)
+            await asyncio.sleep(_STOPPED_CHECK_S)
             num_seen = num_seen + 1 if await asyncio.to_thread(lambda: server.is_stopped) else 0
-        self.kill(f"a process of it is stopped, for {_STOPPED_CHECKS * PULSE_S:.0f} s or more")
+        self.kill(f"a process of it is stopped, for {_STOPPED_CHECKS * _STOPPED_CHECK_S:.0f} s or more")
 
     # The group
 
@@ -324,7 +338,8 @@ class CommandHost:
         host_before, free_before = await asyncio.to_thread(lambda: server.num_bytes), await self.memory.free()
         if problem := await self._ask(self.entry.sleep):
             raise SleepRejected(f"its server ({self.entry.name}) was asked to sleep and {problem}")
-        freed = (await self.memory.reclaimed(resident.process_bytes, free_before)).freed_bytes
+        reclaimed = await self.memory.reclaimed(resident.process_bytes, free_before, self.times.reclaim_s)
+        freed = reclaimed.freed_bytes
         if freed < resident.process_bytes // 2:
             raise SleepRejected(f"the sleep of its server ({self.entry.name}) freed {freed >> 20} MiB only")
         host_bytes = await asyncio.to_thread(lambda: server.num_bytes) - host_before
@@ -369,7 +384,7 @@ class CommandHost:
         await server.stop(self.entry.stop_timeout_s, *self._stop_command(server))
         self._leave_group("it was unloaded")
         self._gone()
-        return await self.memory.reclaimed(resident.process_bytes, free_before)
+        return await self.memory.reclaimed(resident.process_bytes, free_before, self.times.reclaim_s)
 
     def _stop_command(self, server: ServerProcess) -> tuple[list[str], Mapping[str, str]]:
         """It was checked before the load, but the node's environment may have changed: the server ends all the same."""
@@ -408,7 +423,7 @@ class CommandHost:
     async def has_ended_soon(self) -> bool:
         """Whether the server has ended, or does in a moment from now."""
         if self.pool is not None and self._watch is not None:
-            await asyncio.wait({self._watch}, timeout=_LOSS_S)
+            await asyncio.wait({self._watch}, timeout=self.times.loss_s)
         return self.pool is None
 
     def kill(self, reason: str) -> None:

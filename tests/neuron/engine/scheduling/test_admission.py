@@ -93,6 +93,9 @@ class FakeOffloaded:
     def is_fetching(self, request_id: str) -> bool:
         return request_id in self._fetches
 
+    def front_end(self, request_id: str, digests: Sequence[Digest], num_computed: int, front: int) -> int:
+        return front
+
     def arrive(self, request_id: str) -> None:
         self._pages.arrived(self._fetches.pop(request_id))
 

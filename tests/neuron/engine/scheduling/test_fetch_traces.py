@@ -15,6 +15,7 @@ from cortex.neuron.engine.kv.page_groups import IncomingPages
 from cortex.neuron.engine.kv.pages import Digest
 from cortex.neuron.engine.scheduling.admission import HasPage, HasState
 from cortex.neuron.engine.scheduling.scheduler import Scheduler
+from cortex.neuron.engine.scheduling.sequence import Sequence
 
 from .test_traces import Device, Trace, histories
 
@@ -40,6 +41,7 @@ class Elsewhere:
     fetches: dict[str, Fetch] = field(default_factory=dict)
     looked_for: set[str] = field(default_factory=set)
     num_fronts: int = 0
+    num_further: int = 0
 
     def may_have(self, request_id: str, num_pages: int) -> bool:
         return num_pages > 0 and request_id not in self.looked_for
@@ -64,17 +66,34 @@ class Elsewhere:
         if expected is None:
             return None
         (sequence,) = (each for each in self.scheduler.waiting if each.request.id == request_id)
-        tenant, num_steps = sequence.request.tenant, self.random.randint(0, 6)
-        self.fetches[request_id] = Fetch(list(sequence.tokens), tenant, list(digests), expected, num_steps)
-        self.incoming += expected
+        self._begin(sequence, expected)
         self.num_fronts += front > cached
-        for each in expected:
-            for page in each.new_pages:
-                self.device.overwrite(each.group, page, [-1] * pages.page_tokens)
         return front
 
     def is_fetching(self, request_id: str) -> bool:
         return request_id in self.fetches
+
+    def front_end(self, request_id: str, digests: Ordered[Digest], num_computed: int, front: int) -> int:
+        """Sometimes the next pages before those that have arrived come, too."""
+        if request_id in self.fetches or num_computed >= front or self.random.random() < 0.3:
+            return front
+        earlier, pages = self.random.randint(num_computed, front - 1), self.scheduler.pages
+        expected = pages.expect(digests, front, front * pages.page_tokens, earlier)
+        if expected is None:
+            return front
+        (sequence,) = (each for each in self.scheduler.running if each.request.id == request_id)
+        self._begin(sequence, expected)
+        self.num_further += 1
+        return earlier
+
+    def _begin(self, sequence: Sequence, expected: Ordered[IncomingPages]) -> None:
+        request, num_steps = sequence.request, self.random.randint(0, 6)
+        fetch = Fetch(list(sequence.tokens), request.tenant, list(sequence.digests), expected, num_steps)
+        self.fetches[request.id] = fetch
+        self.incoming += expected
+        for each in expected:
+            for page in each.new_pages:
+                self.device.overwrite(each.group, page, [-1] * self.scheduler.pages.page_tokens)
 
     def ended(self, request_id: str) -> None:
         self.looked_for.discard(request_id)

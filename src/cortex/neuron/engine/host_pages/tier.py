@@ -22,7 +22,7 @@ import torch
 
 from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors, RunningCopy
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
-from cortex.neuron.engine.host_pages.disk import DiskFetch
+from cortex.neuron.engine.host_pages.disk import DiskFetch, DiskPages
 from cortex.neuron.engine.host_pages.outgoing import OutgoingBlocks
 from cortex.neuron.engine.host_pages.rates import end_of_front, fetch_s, saves_time
 from cortex.neuron.engine.host_pages.store import BlockKind, BlockPlace
@@ -252,27 +252,52 @@ class HostTier:
         nearer = max(cached, count)
         if further <= nearer:
             return 0, 0
+        # Copies from host memory are short, and little of what windows and states need is at the front.
+        divides = count <= cached and self._checkpoints is None and not self._pages.has_windows
+        front = self._front(disk, digests[:further], nearer, divides=divides)
+        if front is None:
+            return 0, 0
+        return front if front > nearer else 0, further
+
+    def _front(self, disk: DiskPages, digests: Sequence[Digest], first: int, *, divides: bool = True) -> int | None:
+        """Up to which page to compute the pages from `first` on while what is on disk of the rest is read; None: to
+        compute all of them is expected to be faster. `divides`: it may be a page after `first`."""
+        end, page_tokens = len(digests), self._pages.page_tokens
         read = [
             (kind, digest)
             for part, kind in enumerate(self._kinds)
-            for digest in (digests[:further] if part < len(self._pages.groups) else digests[further - 1 : further])
+            for digest in (digests if part < len(self._pages.groups) else digests[-1:])
             if self._blocks[part].num_bytes and not self._store.has(kind, digest) and disk.has(kind, digest)
+            if self._id_of(part, digest) is None
         ]
-        page_tokens, parts, front = self._pages.page_tokens, disk.parts(read), nearer
+        parts = disk.parts(read)
 
         def compute_s(page: int) -> float:
-            return self._compute_s(nearer * page_tokens, page * page_tokens)
+            return self._compute_s(first * page_tokens, page * page_tokens)
 
-        if count <= cached and self._checkpoints is None:
-            # Copies from host memory are short, and most of what a hybrid fetches is the state at the end.
-            front = self._end_of_front(nearer, further, fetch_s(parts, READ_DELAY_S), compute_s)
-        if front == nearer and not saves_time(parts, READ_DELAY_S, compute_s(further), worth=disk.worth):
+        front = self._end_of_front(first, end, fetch_s(parts, READ_DELAY_S), compute_s) if divides else first
+        if front == first and not saves_time(parts, READ_DELAY_S, compute_s(end), worth=disk.worth):
             disk.rate.was_too_slow()
-            return 0, 0
-        largest = max(kind.num_bytes for kind in self._kinds)
-        if not disk.buffers_of(largest):
-            return 0, 0
-        return front if front > nearer else 0, further
+            return None
+        return front if disk.buffers_of(max(kind.num_bytes for kind in self._kinds)) else None
+
+    def front_end(self, request_id: str, digests: Sequence[Digest], num_computed: int, front: int) -> int:
+        disk = self._disk
+        if disk is None or request_id in self._fetches or num_computed >= front:
+            return front
+        self._looks_on_disk = True
+        is_there = all(
+            self._id_of(part, digest) is not None or self._has_page(part, digest)
+            for part in range(len(self._pages.groups))
+            for digest in digests[num_computed:front]
+        )
+        self._looks_on_disk = False
+        earlier = self._front(disk, digests[:front], num_computed) if is_there else None
+        if earlier is None:
+            return front
+        start = front * self._pages.page_tokens
+        self._fetch(request_id, digests, num_computed, earlier, front, start)
+        return earlier if request_id in self._fetches else front
 
     def _fetch(
         self, request_id: str, digests: Sequence[Digest], cached: int, front: int, count: int, start: int
@@ -283,9 +308,10 @@ class HostTier:
         until the next step."""
         self._fetched.add(request_id)
         self._agreed = None
-        num_pages = count - max(cached, front)
-        if num_pages < self._min_pages:
+        first = max(cached, front)
+        if count - first < self._min_pages:
             return False
+        num_new = sum(self._id_of(0, digest) is None for digest in digests[first:count])
         checkpoints = self._checkpoints
         lacks_state = checkpoints is not None and not checkpoints.knows(digests[count - 1])
         if lacks_state and checkpoints is not None and not checkpoints.can_lend:
@@ -324,7 +350,7 @@ class HostTier:
             self._give_up(copies, places, incoming, slot)
             return True
         state = None if slot is None else (slot, digests[count - 1])
-        num_tokens = num_pages * self._pages.page_tokens
+        num_tokens = num_new * self._pages.page_tokens
         from_disk = None
         if on_disk and self._disk is not None and self._from_disk is not None:
             from_disk = DiskFetch(self._disk, self._from_disk, on_disk)

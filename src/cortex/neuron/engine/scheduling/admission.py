@@ -47,6 +47,11 @@ class OffloadedPages(Protocol):
 
     def is_fetching(self, request_id: str) -> bool: ...
 
+    def front_end(self, request_id: str, digests: Ordered[Digest], num_computed: int, front: int) -> int:
+        """Up to which page a request computes now that has computed its first `num_computed` pages and was to compute
+        those up to `front`. It is less if what was fetched has arrived before that: further pages are fetched then."""
+        ...
+
     def ended(self, request_id: str) -> None:
         """The request needs nothing more."""
         ...

@@ -239,12 +239,18 @@ class Scheduler:
             self._preempt(self.running[-1])
 
     def _end_fronts(self) -> None:
-        """Sequences that have computed what others do not fetch for them wait for the rest without a row. Their pages
-        are known and idle meanwhile, and they are admitted again with all of their prefix."""
-        for sequence in [each for each in self.running if each.front_end and each.scheduled >= each.front_end]:
-            sequence.front_tokens = sequence.scheduled - (sequence.cached or 0)
-            sequence.cached = None
-            self._requeue(sequence)
+        """Sequences that have computed all pages before those that are fetched wait for these without a row. Their
+        pages are known and idle meanwhile, and they are admitted again with all of their prefix."""
+        page_tokens = self.pages.page_tokens
+        for sequence in [each for each in self.running if each.front_end]:
+            if self._offloaded is not None and sequence.scheduled < sequence.front_end:
+                progress = -(-sequence.scheduled // page_tokens), sequence.front_end // page_tokens
+                front = self._offloaded.front_end(sequence.request.id, sequence.digests, *progress)
+                sequence.front_end = front * page_tokens
+            if sequence.scheduled >= sequence.front_end:
+                sequence.front_tokens = sequence.scheduled - (sequence.cached or 0)
+                sequence.cached = None
+                self._requeue(sequence)
 
     def plan_alone(self, sequence: Sequence) -> StepPlan | None:
         """A step that prefills this sequence and nothing else, or None if it cannot be computed now."""

@@ -163,13 +163,14 @@ async def test_models_of_a_profile_that_cannot_be_loaded_do_not_keep_the_others_
 async def test_logs_have_the_events_of_the_fleet_and_follow_them(
     neurons: StartNeuron, start_gateway: StartGateway
 ) -> None:
-    beast = await neurons("beast", sizes={"a": GB})
+    beast = await neurons("beast", sizes={"a": GB, "b": GB})
     client = await start_gateway(beast)
-    async with client.session.get(client.url + "/logs/stream/proxy?no-history=1") as stream:
-        await client.chat("a")
+    await client.chat("a")
+    async with client.session.get(client.url + "/logs/stream/proxy?no-history") as stream:
+        await client.chat("b")
         while b"model loaded" not in (line := await stream.content.readline()):
             pass
-        assert b"model=a" in line
+        assert b"model=b" in line
     async with client.session.get(client.url + "/logs") as response:
         assert "model loaded model=a" in (await response.text()).replace("node=beast ", "")
 

@@ -135,7 +135,7 @@ def describe_model(
         digest=metadata.digest if metadata is not None else None,
         requested_quant=inspection.requested_quant if inspection is not None else model.quant,
         source=model.source,
-        estimate_bytes=estimate.footprint.expected_bytes if estimate is not None else None,
+        estimate_bytes=(estimate.footprint.expected_bytes or None) if estimate is not None else None,
         least_bytes=estimate.footprint.least_bytes if estimate is not None else None,
         contexts=estimate.footprint.contexts if estimate is not None else None,
         quantised=tuple(

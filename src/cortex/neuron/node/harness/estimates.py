@@ -25,7 +25,7 @@ class Footprint:
     least_bytes: int
     """The least memory with which some device accepts it."""
     expected_bytes: int
-    """Bytes that it takes of the largest device, if otherwise empty."""
+    """Bytes that it takes of the largest device, if otherwise empty; 0 if unknown."""
     contexts: ContextSizes | None = None
     """The sizes of the contexts in between; None if unknown."""
     splits: HostSplits | None = None

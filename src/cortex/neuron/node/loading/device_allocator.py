@@ -126,13 +126,13 @@ class DeviceAllocator:
     def _begin(
         self, model: KnownModel, metadata: FileMetadata, choice: DeviceChoice, chosen: ChosenDevices
     ) -> Reservation:
-        """Reserves the expected size of the load on its devices; for a divided model the maximum, because its parts are
-        not known yet."""
+        """Reserves the expected size of the load on its devices. Reserves the maximum if its parts or its size are
+        unknown."""
         estimates = self._estimates_of(model)
         sizes = {device.index: choice.usable_bytes(device) for device in chosen.devices}
         if not model.is_divided:
             expected = {each.index: estimates.expected_bytes(model, metadata, each) for each in chosen.devices}
-            sizes = {index: min(size, expected[index]) for index, size in sizes.items()}
+            sizes = {index: min(size, expected[index] or size) for index, size in sizes.items()}
         reservation = Reservation(model.id, sizes)
         self._loads.begin(reservation)
         return reservation

@@ -144,10 +144,10 @@ class DeviceChoice:
         return least
 
     def _need_bytes(self) -> int:
-        """The least memory of each device, or of all if the layers are divided."""
+        """The least memory of each device, or of all if the layers are divided. A model of unknown size takes some."""
         device, tokens = self.devices[0], self.model.min_context_tokens
         if tokens is None:
-            return self.forecast.least_bytes(self.model, self.metadata, device)
+            return max(1, self.forecast.least_bytes(self.model, self.metadata, device))
         return self.forecast.context_bytes(self.model, self.metadata, device, tokens)
 
     @property

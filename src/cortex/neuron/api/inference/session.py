@@ -206,7 +206,7 @@ class Session:
 
 async def ready(backend: Backend, model_id: str, *, is_of_gateway: bool) -> ServedModel:
     """The model once it is loaded. A recovering model is returned as is, because `generate` raises with the retry
-    delay. A gateway's request does not load a model that the gateway has just unloaded."""
+    delay. A load for a gateway's request evicts nothing, because the gateway decides which models are unloaded."""
     served = backend.served(model_id)
     if served.state in (ModelState.READY, ModelState.RECOVERING):
         return served

@@ -64,7 +64,7 @@ class NodeApi:
         scheme: str = "http",
         share_mb_per_s: int | None = None,
     ) -> None:
-        """Without `access`, every local program may use it. `scheme` is that of the URLs that clients use."""
+        """Without `access`, every local program may use it. `scheme`: of the URLs that clients use."""
         self._access = access or NodeAccess(NodeKeys())
         self._metrics = Metrics(backend)
         self._parser = BodyParser()

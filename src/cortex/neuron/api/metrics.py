@@ -31,12 +31,12 @@ class TokenTimes(Collector):
         self._name, self._documentation = name, documentation
         self._bounds = tuple(bounds)
         self._counts: dict[str, list[int]] = {}
-        """By model: the number of values up to each bound and above the one before, then of those above all."""
+        """By model: the number of values in each bucket, the last of which is above all bounds."""
         self._sums: dict[str, list[float]] = {}
         registry.register(self)
 
     def of(self, model: str) -> Observe:
-        """What counts the times of a model's outputs."""
+        """The counter for the times of a model's outputs."""
         bounds = self._bounds
         counts = self._counts.setdefault(model, [0] * (len(bounds) + 1))
         total = self._sums.setdefault(model, [0.0])
@@ -145,7 +145,7 @@ class RequestWatch:
         self.error_code: str | None = None
         """The error that ended it, if any."""
         self.finishes: list[Finish] = []
-        """The ends of the choices that have ended."""
+        """The finish reasons of completed choices."""
         self._metrics = metrics
         self._last_s = self.began_s
         self._inter_token: Observe | None = None

@@ -49,7 +49,7 @@ _USAGE = usage_report.HEADER.encode()
 
 @dataclass(frozen=True, slots=True)
 class Inference:
-    """What the inference routes share."""
+    """Shared by the inference routes."""
 
     backend: Backend
     drain_gate: DrainGate
@@ -69,7 +69,7 @@ class Inference:
     async def server_body(
         self, http: Request, fields: dict[str, Any], without: tuple[str, ...], access: Access
     ) -> bytes:
-        """A JSON body as the server of a model gets it, with other fields and without some. Raises CortexError."""
+        """A JSON body for the server of a model, with some fields set and others removed. Raises CortexError."""
         client = bodies.client_of(http)
         read = await self.parser.server_body(http.path.decode(), http.body, client, without=without, access=access)
         return read.with_fields(fields)

@@ -59,7 +59,7 @@ class ModelGraphs:
     ) -> None:
         """`page_tables` and `last_tokens`: of the rows, the last of which is the padding row. `block_tokens`: of a
         batch-invariant step. `checks_drafts`: whether steps check draft tokens. `graph_tokens`: the most tokens of a
-        prompt whose step is captured, the same on all ranks; None: as many as pay on this device."""
+        captured prompt step, the same on all ranks; None for the best number on this device."""
         self.steps: StepGraphs | None = None
         self.drafts: StepGraphs | None = None
         self.prompts: PromptGraphs | None = None
@@ -101,13 +101,13 @@ class ModelGraphs:
                 self.mixed_sizes[streams] = tuple(mixed)
 
     def taking(self, plan: StepPlan, inputs: StepInputs) -> PromptGraphs | None:
-        """The graphs that compute a step of prompts, or of prompts and streams; None: there are none."""
+        """The graphs that compute a step of prompts, or of prompts and streams; None if there are none."""
         every = (*(() if self.prompts is None else (self.prompts,)), *self.mixed)
         return next((graphs for graphs in every if graphs.take(plan, inputs)), None)
 
     def next_among(self, others: Iterable[SizedGraphs]) -> SizedGraphs | None:
-        """Those of which one is captured next, of these and `others`: the first ones of prompts and of single tokens,
-        then the smallest. Steps that check drafts are for small batches."""
+        """The graphs to capture next, of these and `others`: the first ones of prompts and of single tokens, then the
+        smallest. Steps that check drafts are for small batches."""
         if self.lacking_first:
             return self.lacking_first[0]
         missing = [
@@ -124,6 +124,6 @@ class ModelGraphs:
 
     @property
     def lacking_first(self) -> list[SizedGraphs]:
-        """The graphs that a short prompt and its response use, as far as none of them is captured."""
+        """The graphs for a short prompt and its response of which none is captured yet."""
         first = (self.steps, self.prompts)
         return [each for each in first if each is not None and not each.max_rows and each.smallest_missing is not None]

@@ -13,8 +13,8 @@ from cortex.neuron.engine.roofline.step_costs import StepCosts, StepShape
 _NEWEST = 0.2
 """The weight of the newest measurement."""
 _RETURN = 0.05
-"""How far a rate moves back to the assumed one each time it causes a fetch to be rejected, so that a disk that was busy
-is tried again."""
+"""How far a rate returns to the assumed one each time it causes a rejected fetch, so that a disk that was busy is
+retried."""
 WORTH = 0.9
 """A fetch must take less than this share of the computing time: estimates err."""
 DISK_BYTES_PER_S = 1e9

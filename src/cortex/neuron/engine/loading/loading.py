@@ -57,8 +57,8 @@ from cortex.neuron.models.towers.kinds import build_tower
 from cortex.neuron.models.transformers.architecture import TransformersArchitecture
 from cortex.neuron.models.transformers.model import TransformersModel
 from cortex.neuron.models.transformers.network import Network
+from cortex.neuron.pictures.spec import PictureSpec, read_picture_spec
 from cortex.neuron.text.files import picture_spec
-from cortex.neuron.vision.spec import PictureSpec, read_picture_spec
 from cortex.neuron.weights.adapter import ADAPTER_KEY
 from cortex.neuron.weights.errors import Cancelled, CheckpointError, Unsupported
 from cortex.neuron.weights.sharded import ShardedCheckpoint

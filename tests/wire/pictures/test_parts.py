@@ -117,9 +117,9 @@ def chat_image(url: Any, **more: Any) -> GenerateRequest:
 @pytest.mark.parametrize(
     ("url", "problem"),
     [
-        ("file:///etc/passwd", "no picture"),
-        ("/etc/passwd", "no picture"),
-        ("ftp://example.org/x.png", "no picture"),
+        ("file:///etc/passwd", "not a picture"),
+        ("/etc/passwd", "not a picture"),
+        ("ftp://example.org/x.png", "not a picture"),
         ("data:image/png,abc", "not in base64"),
         ("data:image/png;base64,", "empty"),
         ("data:image/png;base64,%%%%", "not valid base64"),

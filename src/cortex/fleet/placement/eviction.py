@@ -116,8 +116,8 @@ def protected(
         return Protection.CHANGING
     if held.is_busy:
         return Protection.BUSY
-    is_kept = _kept_s(held.model_id, fleet, now) > 0 or _is_kept(held, node, newcomer, fleet, now)
-    return Protection.YOUNG if is_kept else None
+    is_protected = _kept_s(held.model_id, fleet, now) > 0 or _is_protected(held, node, newcomer, fleet, now)
+    return Protection.YOUNG if is_protected else None
 
 
 def _kept_s(model_id: str, fleet: Fleet, now: float) -> float:
@@ -132,7 +132,7 @@ def is_leaving(held: Residency, node: Node) -> bool:
     return held.state is ModelState.UNLOADING and (is_freed_by_sleep(node) or not node.can_sleep)
 
 
-def _is_kept(held: Residency, node: Node, newcomer: ModelSpec, fleet: Fleet, now: float) -> bool:
+def _is_protected(held: Residency, node: Node, newcomer: ModelSpec, fleet: Fleet, now: float) -> bool:
     """Whether the model was loaded recently and is needed by clients other than the newcomer's."""
     if now - held.state_since >= residency_s(held, fleet.rules):
         return False
@@ -230,8 +230,8 @@ def expired(fleet: Fleet, now: float) -> tuple[ModelOnNode, ...]:
             continue
         for held in node.active:
             left_s = ttl_left_s(held, node, fleet.catalogue.spec(held.model_id), fleet.rules, now)
-            is_kept = _kept_s(held.model_id, fleet, now) > 0
-            if left_s is not None and left_s <= 0 and not is_kept and held.state in _AT_REST and not held.is_busy:
+            is_protected = _kept_s(held.model_id, fleet, now) > 0
+            if left_s is not None and left_s <= 0 and not is_protected and held.state in _AT_REST and not held.is_busy:
                 found.append(ModelOnNode(node.name, held.model_id))
     return tuple(found)
 

@@ -36,10 +36,10 @@ from cortex.settings import Listen
 from cortex.telemetry.tracing import TelemetrySection
 
 from ..ports import free_port
-from ..waiting import WAIT_S
+from ..waiting import WAIT_S, until
 from .fake_neuron import JSON, FakeNeuron, StartNeuron
 from .postgres_server import postgres_url
-from .started_gateway import Client, Process, SpawnGateway, StartGateway, until
+from .started_gateway import Client, Process, SpawnGateway, StartGateway
 
 __all__ = ["postgres_url"]
 
@@ -136,7 +136,7 @@ async def neurons() -> AsyncIterator[StartNeuron]:
 
     yield start
     for node in started:
-        node.silent = False
+        node.control_gate.set()
         await node.stop()
 
 

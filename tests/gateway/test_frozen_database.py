@@ -38,10 +38,8 @@ async def test_a_frozen_server_degrades_health_and_neither_delays_the_end_nor_lo
         client.gateway.database.work_s = 0.5
         status, _ = await client.post("/v1/chat/completions", body, **bearer)
         assert status == 200, "requests are served meanwhile"
-        async with asyncio.timeout(WAIT_S):
-            while AWAY not in (health := await client.get("/health", **bearer))[1]["reasons"]:
-                await asyncio.sleep(0.1)
-        assert health[1]["status"] == "degraded"
+        health = await client.get_until("/health", lambda health: AWAY in health["reasons"], **bearer)
+        assert health["status"] == "degraded"
         async with asyncio.timeout(WAIT_S):
             await client.gateway.close()
         assert (tmp_path / UNWRITTEN_FILE).exists()

@@ -27,9 +27,9 @@ from cortex.parsing.envelope import RelayedBody
 from cortex.wire.node import usage_report
 from cortex.wire.node.protocol import DeviceHealth, ModelLoad, ModelState
 
+from ..waiting import until
 from .fake_neuron import GB, plain_response
 from .fake_responses import REPORTED, begin_stream, chunk
-from .started_gateway import until
 
 if TYPE_CHECKING:
     from .fake_neuron import FakeNeuron, StartNeuron

@@ -18,8 +18,7 @@ from cortex.gateway.proxy.routes import OPAQUE, ROUTES
 from cortex.wire.node.protocol import ModelState
 
 from ..gateway.fake_neuron import GB, opened_gate
-from ..gateway.started_gateway import until
-from ..waiting import WAIT_S
+from ..waiting import WAIT_S, until
 from .target import MEBIBYTE
 
 MAX_SENT_BYTES = 256 * MEBIBYTE
@@ -285,8 +284,6 @@ async def test_an_endless_error_ends_a_response_in_the_background(
     client: Client = await start_gateway(beast, responses=ResponsesSection())
     status, found = await client.post("/v1/responses", {"model": "a", "input": "hi", "background": True})
     assert status == 200, found
-    async with asyncio.timeout(WAIT_S):
-        while found["status"] in ("queued", "in_progress"):
-            await asyncio.sleep(0.02)
-            _, found = await client.get(f"/v1/responses/{found['id']}")
+    path = f"/v1/responses/{found['id']}"
+    found = await client.get_until(path, lambda found: found["status"] not in ("queued", "in_progress"))
     assert found["status"] == "failed"

@@ -130,8 +130,8 @@ def forget(
 ) -> None:
     """Delete KV pages on disk (`limits.kv_disk_mb`).
 
-    The node may run meanwhile: it computes what it does not find. Pages in its memory stay, and may be written again;
-    `cortex forget` deletes these, too.
+    The node may be running: it recomputes missing pages. Pages in its memory stay and may be written again; `cortex
+    forget` deletes these too.
     """
     from cortex.neuron.engine.host_pages.block_files import purge
     from cortex.neuron.engine.host_pages.store import ChosenBlocks
@@ -174,9 +174,9 @@ def warmup_command(
 ) -> None:
     """Compile the kernels of models ahead.
 
-    A first load then takes no longer than a later one. MODEL is a directory, a GGUF file, or OWNER/NAME on the Hub, of
-    which only the config is downloaded. With --card no GPU is needed: run it when you build an image. Versions of
-    Triton that build a function in C to launch each kernel do so at the first load then, as that needs the driver.
+    The first load then takes no longer than later ones. MODEL is a directory, a GGUF file, or OWNER/NAME on the Hub, of
+    which only the config is downloaded. With --card no GPU is needed, for example when you build an image. Versions of
+    Triton that compile a C launcher for each kernel still do so at the first load, because that needs the driver.
     """
     require_engine()
     from cortex.neuron.engine.request import LoadSpec
@@ -191,7 +191,7 @@ def warmup_command(
 def tp_smoke_command(devices: str, as_json: bool) -> None:
     """Measure the link between devices.
 
-    Says whether a model should be divided among them.
+    Shows whether dividing a model among them pays.
     """
     require_engine()
     try:
@@ -207,7 +207,7 @@ def tp_smoke_command(devices: str, as_json: bool) -> None:
 @config_option
 @json_option
 def doctor(config: Path | None, as_json: bool) -> int:
-    """Check the usual problems of a node and say how to fix them."""
+    """Check a node for common problems and suggest fixes."""
     return report(_findings(config or file_here("neuron.toml")), as_json)
 
 

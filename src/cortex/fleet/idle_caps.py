@@ -27,7 +27,7 @@ HOLD_S = 2.0
 """Samples of requests that began before a cap was halved do not halve it again."""
 NUM_KEPT = 128
 NUM_CLEAN = 8
-"""Samples without batches that a baseline needs."""
+"""Number of samples without batches that a baseline needs."""
 MAX_UNSHARED = 1024
 """Requests without lines that are kept until a line runs."""
 TAIL = 0.95
@@ -107,7 +107,7 @@ class _NodeCap:
         self.is_starting = True
         """Whether lines have not slowed a request yet."""
         self.judged: deque[bool] = deque(maxlen=NUM_JUDGED)
-        """Whether the latest requests that ran beside this many lines were slow."""
+        """Whether each of the latest requests that ran together with this many lines was slow."""
         self.unshared: deque[tuple[str, float | None, int, float | None]] = deque(maxlen=MAX_UNSHARED)
         """Requests without lines that `learn` has not seen: model, time to first token, computed tokens, gap."""
         self.ttfts: dict[Hashable, _Pace] = {}

@@ -238,7 +238,7 @@ def test_selectors_are_aliases_of_their_first_model() -> None:
     assert (catalogue.aliases["best"], catalogue.aliases["fixed-choice"]) == ("first", "first")
     assert any(note.startswith("the selector best is an alias of first, without warm and second") for note in notes)
     assert [each.id for each in node.default_models] == ["first"]
-    assert any("no models: ghost" in note for note in notes)
+    assert any("no such models: ghost" in note for note in notes)
 
 
 def test_models_keep_their_names_and_stay_unlisted() -> None:

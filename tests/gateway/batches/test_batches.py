@@ -21,10 +21,10 @@ from cortex.gateway.config import BatchesSection
 from cortex.gateway.ledger import keys
 from cortex.wire.node.protocol import ModelState
 
-from ...waiting import NEVER_S, WAIT_S
+from ...waiting import NEVER_S, WAIT_S, until
 from ..fake_neuron import FakeNeuron, StartNeuron, plain_response
 from ..fake_responses import reset_connection
-from ..started_gateway import StartGateway, until
+from ..started_gateway import StartGateway
 from .conftest import FAST, MODEL, ended, line, openai_client, results, submit
 
 READY = {"sizes": {MODEL: 1 << 30}, "states": {MODEL: ModelState.READY}}
@@ -192,10 +192,8 @@ async def test_a_batch_without_budget_does_not_delay_one_of_another_key(
     node = await neurons("one", **READY)
     gateway = await start_gateway(node, keys=(poor.section, rich.section), batch_limits=patient)
     await submit(openai_client(gateway.port, poor.text), [line(0)])
-    deadline = time.monotonic() + WAIT_S
-    while not (await gateway.get("/fleet/activity", Authorization=f"Bearer {poor.text}"))[1]["requests"]:
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
+    bearer = f"Bearer {poor.text}"
+    await gateway.get_until("/fleet/activity", lambda page: page["requests"], Authorization=bearer)
 
     client = openai_client(gateway.port, rich.text)
 
@@ -214,10 +212,8 @@ async def test_a_line_waits_while_another_one_holds_the_budget(
     gateway = await start_gateway(*nodes, keys=(new.section,), batch_limits=ONE_TRY)
     client = openai_client(gateway.port, new.text)
     batch = await submit(client, [line(number, max_tokens=1000) for number in range(2)])
-    deadline = time.monotonic() + WAIT_S
-    while not (await gateway.get("/fleet/activity", Authorization=f"Bearer {new.text}"))[1]["requests"]:
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
+    bearer = f"Bearer {new.text}"
+    await gateway.get_until("/fleet/activity", lambda page: page["requests"], Authorization=bearer)
 
     gate.set()
 
@@ -482,6 +478,7 @@ async def test_a_large_batch_does_not_hold_up_a_small_one(start_gateway: StartGa
     client = openai_client(gateway.port)
     large = await submit(client, [line(number) for number in range(20)])
     small = await submit(client, [line(100)])
+    await gateway.get_until(f"/v1/batches/{small.id}", lambda batch: batch["status"] == "in_progress")
     gate.set()
 
     await ended(client, small.id)

@@ -31,10 +31,10 @@ from cortex.http.request import Headers
 from cortex.http.server.exchange import Exchange
 from cortex.wire.node.protocol import ModelState
 
-from ...waiting import WAIT_S
+from ...waiting import WAIT_S, until
 from ..fake_neuron import FakeNeuron, StartNeuron, plain_response
 from ..fake_responses import reset_connection
-from ..started_gateway import SpawnGateway, StartGateway, until
+from ..started_gateway import SpawnGateway, StartGateway
 from .conftest import FAST, MODEL, ended, line, openai_client, results, submit
 
 NUM_LINES = 24

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import cast
 
@@ -18,7 +17,7 @@ from cortex.wire.node.groups import PreparedMember, PrepareMember
 from cortex.wire.node.orders import FilesRequest, LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import ModelState, ModelStatus, PullStatus
 
-from ...waiting import WAIT_S
+from ...waiting import until
 
 
 class NotedNode:
@@ -123,9 +122,7 @@ async def test_claims_are_renewed_while_members_take_long() -> None:
     async def slow(order: str) -> None:
         """Returns when the leader was asked again."""
         num_orders = len(leader.orders)
-        async with asyncio.timeout(WAIT_S):
-            while len(leader.orders) < num_orders + 2:
-                await asyncio.sleep(0.01)
+        await until(lambda: len(leader.orders) >= num_orders + 2)
 
     member.before = slow
     plans = (MemberPlan("first", (0,)), MemberPlan("second", (0,)))

@@ -18,9 +18,8 @@ from cortex.gateway.responses.background import LOST_AFTER_S, current_body
 from cortex.gateway.responses.response_object import head_of
 from cortex.gateway.responses.tables import StoredResponse
 
-from ...waiting import NEVER_S, WAIT_S
+from ...waiting import NEVER_S, WAIT_S, until
 from ..fake_neuron import FakeNeuron
-from ..started_gateway import until
 from .responding_node import create, found, stream_events
 
 if TYPE_CHECKING:

@@ -23,9 +23,8 @@ from cortex.parsing import items as stored_items
 from cortex.system.tasks import Supervisor
 from cortex.wire.errors import InvalidValue
 
-from ...waiting import NEVER_S, WAIT_S
+from ...waiting import NEVER_S, WAIT_S, until
 from ..fake_neuron import FakeNeuron
-from ..started_gateway import until
 from .responding_node import CALL, create, found, send, stream_events
 
 if TYPE_CHECKING:

@@ -19,10 +19,10 @@ from cortex.http.limits import ClientShares
 from cortex.wire import sse
 from cortex.wire.dialects.openai_responses import socket_events
 
-from ...waiting import WAIT_S
+from ...waiting import WAIT_S, until
 from ..fake_neuron import FakeNeuron
 from ..fake_responses import begin_stream
-from ..started_gateway import Client, until
+from ..started_gateway import Client
 from .responding_node import CALL, READY
 
 if TYPE_CHECKING:

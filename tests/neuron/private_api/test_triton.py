@@ -12,7 +12,7 @@ from cortex.neuron.engine.errors import LoadError
 from cortex.neuron.engine.loading import warmup
 from cortex.neuron.engine.loading.kernel_pass import ModelToCompile, kernel_pass
 from cortex.neuron.kernels import jit
-from cortex.neuron.kernels.device_facts import CARDS
+from cortex.neuron.kernels.device_properties import CARDS
 from cortex.neuron.layers.configs import WHOLE
 from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.private_api import triton as private
@@ -45,7 +45,7 @@ def test_only_kernels_of_the_card_that_is_here_are_compiled_without_the_offline_
 ) -> None:
     fail_probe(monkeypatch, private.OFFLINE_DRIVER)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(warmup, "facts_of", lambda _: CARDS["sm_90"])
+    monkeypatch.setattr(warmup, "properties_of", lambda _: CARDS["sm_90"])
     warmup._use_card(CARDS["sm_90"])  # noqa: SLF001
     with pytest.raises(LoadError, match="only for the card that is here"):
         warmup._use_card(CARDS["sm_80"])  # noqa: SLF001

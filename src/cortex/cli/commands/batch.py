@@ -29,7 +29,7 @@ class _FirstLine(msgspec.Struct):
 
 @click.group(cls=Group)
 def batch() -> None:
-    """Run files of requests when nobody else needs the fleet."""
+    """Run files of requests on idle capacity."""
 
 
 @batch.command()
@@ -133,7 +133,7 @@ def results(id: str, output: Path | None, errors: bool, gateway: GatewayClient) 
 @click.argument("id")
 @gateway_options
 def cancel(id: str, gateway: GatewayClient) -> None:
-    """Cancel a batch. The lines that are done keep their results."""
+    """Cancel a batch. Completed lines keep their results."""
     kind = "messages/batches" if id.startswith(_MESSAGES) else "batches"
     found = gateway.post(f"/v1/{kind}/{quote(id, safe='')}/cancel")
     console().print(f"{id} is {found.get('status') or found['processing_status']}")

@@ -30,12 +30,12 @@ def bench(
 ) -> None:
     """Measure how fast a model is on its nodes. Takes about a minute.
 
-    Runs 1, 8 and 64 streams and a prompt of 2,048 tokens, as far as the model takes them, then a wake and a load, and
-    shows what share of the machine's own limit each of them reaches. A model that is ready nowhere is loaded first;
-    without MODEL, every model that is ready is measured, one after the other; one that cannot be is reported, and the
-    others follow. Nodes keep the results, for `cortex explain` and for routing. Ctrl-C cancels.
+    Runs 1, 8 and 64 streams and a prompt of 2,048 tokens, as far as the model permits, then a wake and a load, and
+    shows which share of the machine's own limit each reaches. A model that is not ready is loaded first. Without MODEL,
+    every ready model is measured in turn; failures are reported and skipped. Nodes keep the results for `cortex
+    explain` and for routing. Ctrl-C cancels.
 
-    For wake and load the model leaves memory for a moment: requests wait, and its prefix cache goes to host memory.
+    Wake and load take the model out of memory for a moment: requests wait, and its prefix cache moves to host memory.
     """
     models = [model] if model is not None else _ready_models(gateway, node)
     body: dict[str, Any] = {"wait": False, "reload": reload, "force": force} | ({} if node is None else {"node": node})
@@ -65,7 +65,7 @@ def bench(
 
 
 def _measure(gateway: GatewayClient, model: str, body: dict[str, Any]) -> tuple[dict[str, Any], GatewayRejected | None]:
-    """What was found, and why not more. Raises CommandError for what holds for every model."""
+    """The results, and the errors by node. Raises CommandError for an error that affects every model."""
     failure = None
     try:
         job = gateway.post(model_path(model, "bench"), body)["job"]

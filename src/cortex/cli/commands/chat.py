@@ -52,7 +52,7 @@ def complete_blocks(text: str) -> tuple[str, str]:
 
 
 class ResponseView:
-    """Shows a response on `console`. A context manager: what is left is shown at the end, also after Ctrl-C.
+    """Shows a response on `console`. A context manager: the rest is shown at the end, also after Ctrl-C.
 
     On a terminal, finished blocks are rendered. Elsewhere the text is printed as it is.
     """
@@ -109,7 +109,7 @@ Content = str | list[dict[str, Any]]
 
 
 def read_picture(path: Path) -> dict[str, Any]:
-    """The part of a message with the picture at `path`. Raises CommandError for a file that is none."""
+    """The part of a message with the picture at `path`. Raises CommandError for a file that is not a picture."""
     try:
         file = path.expanduser().read_bytes()
         header = read_header(file)
@@ -148,7 +148,7 @@ class Conversation:
     system: str | None = None
     turns: list[dict[str, Any]] = field(default_factory=list)
     pictures: list[dict[str, Any]] = field(default_factory=list)
-    """Those of the next prompt."""
+    """Pictures of the next prompt."""
 
     def ask(self, text: str) -> None:
         """Add a turn of the user, with the pictures."""
@@ -230,7 +230,7 @@ def chat(
 ) -> None:
     """Chat with a model in the terminal.
 
-    Without MODEL, uses the first loaded model. A PROMPT or piped input gets one response.
+    Without MODEL, uses the first loaded model. With a PROMPT or piped input, prints one response.
 
     \b
       cortex chat
@@ -297,7 +297,7 @@ class ChatSession:
         self.conversation.model = name
 
     def waits_for(self) -> str:
-        """What the next response has to wait for first, for a person."""
+        """What the next response must wait for, as text."""
         model = self.conversation.model
         try:
             is_loaded = self._gateway.get(f"/v1/models/{quote(model, safe='')}").get("loaded")
@@ -483,7 +483,7 @@ def embed(
 
 
 def _vector(encoded: str | list[float]) -> list[float]:
-    """A foreign server may not know base64."""
+    """Decodes base64 or a list: a foreign server may not support base64."""
     return floats(b64decode(encoded)).tolist() if isinstance(encoded, str) else encoded
 
 

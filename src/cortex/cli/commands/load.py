@@ -52,7 +52,7 @@ def load(
 @gateway_options
 @json_option
 def pin(model: str, node: str | None, dry_run: bool, wait: bool, gateway: GatewayClient, as_json: bool) -> None:
-    """Keep a model loaded: it is never evicted.
+    """Keep a model loaded and never evict it.
 
     The pin lasts until `cortex unpin`: the model is loaded again after a restart of its node or of the gateway.
     """
@@ -124,10 +124,10 @@ def unpin(model: str, gateway: GatewayClient, as_json: bool) -> None:
 @gateway_options
 @json_option
 def forget_size(model: str, node: str | None, gateway: GatewayClient, as_json: bool) -> None:
-    """Forget how much memory a model has taken.
+    """Discard the measured size of a model.
 
-    It is placed by estimates again, until its next load is measured. For a model that is kept out because it once took
-    more than usual.
+    It is placed by estimates again until its next load is measured. Use this if a model is rejected because it once
+    took more than usual.
     """
     response = gateway.delete(model_path(model, "size") + (f"?node={quote(node, safe='')}" if node else ""))
     if as_json:
@@ -179,7 +179,7 @@ def order(
     wait: bool,
     as_json: bool,
 ) -> None:
-    """Give an order that is a job, and follow it if `wait`."""
+    """Send an order that starts a job, and follow the job if `wait`."""
     if dry_run:
         decision = gateway.post(model_path(model, action), _body(node=node, dry_run=True))
         if as_json:
@@ -229,7 +229,7 @@ def _context(gateway: GatewayClient, model: str) -> str:
 
 
 def _preview_unload(gateway: GatewayClient, model: str, node: str | None, as_json: bool) -> None:
-    """What an unload would do: one line for each node."""
+    """The effect of an unload, one line per node."""
     response = gateway.post(model_path(model, "unload"), _body(node=node, dry_run=True))
     if as_json:
         print_json(response)

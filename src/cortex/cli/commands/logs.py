@@ -63,12 +63,11 @@ def logs(
 ) -> None:
     """Show the latest requests, oldest first.
 
-    TOKENS are those of the prompt, in parentheses how many of them were cached, and of the response, in parentheses how
-    many of them were drafted. With --json one request per line when following. --since needs log_retention_days under
-    [activity] of the gateway.
+    TOKENS shows prompt tokens (cached ones in parentheses) and response tokens (drafted ones in parentheses). With
+    --json and --follow, prints one request per line. --since needs log_retention_days under [activity] of the gateway.
 
-    The output of a server (a harness with a command) is for operators. Its last 500 lines are kept, also after its end.
-    With --json it is shown by --server only.
+    Only operators see the output of a server (a harness with a command). Its last 500 lines are kept after it ends.
+    With --json, only --server shows it.
     """
     if since is not None and follow:
         raise click.UsageError("--since shows past requests only: leave out --follow")
@@ -121,7 +120,7 @@ def moment(text: str, now: float, option: str = "--since") -> str:
 
 
 class _ServerOutput:
-    """The lines that the servers of a model wrote, by node."""
+    """The output lines of a model's servers, by node."""
 
     def __init__(self, gateway: GatewayClient, model: str, limit: int) -> None:
         self._gateway = gateway
@@ -130,7 +129,7 @@ class _ServerOutput:
         self._next: dict[str, int] = {}
         self._new: list[tuple[str, str]] = []
         self.problem: CommandError | None = None
-        """Why there is none: the model has no server, or the key is not an operator's."""
+        """Why there is no output: the model has no server, or the key is not an operator's."""
         try:
             self._add(self._gateway.get(self._path))
         except CommandError as error:
@@ -140,7 +139,7 @@ class _ServerOutput:
         return bool(self._new)
 
     def poll(self) -> None:
-        """Fetch what was written since. A gateway that restarts is asked again later."""
+        """Fetch new lines. Retried later while the gateway restarts."""
         for node, after in self._next.items():
             with contextlib.suppress(CommandError):
                 self._add(self._gateway.get(f"{self._path}?{urlencode({'node': node, 'after': after})}"))
@@ -172,8 +171,8 @@ def _show_output(output: _ServerOutput | None, *, follow: bool, as_json: bool) -
 
 
 def _batches(gateway: GatewayClient, limit: int, filters: dict[str, str]) -> Iterator[list[dict[str, Any]]]:
-    """The latest requests, then those since, oldest first. Waits for a gateway that restarts, which counts from zero
-    again. Raises CommandError when the first call fails."""
+    """The latest requests, then new ones, oldest first. Waits while the gateway restarts, after which numbers begin at
+    zero again. Raises CommandError if the first call fails."""
     after, is_first, is_lost = 0, True, False
     while True:
         try:
@@ -205,7 +204,7 @@ def _show(lines: _Lines, requests: list[dict[str, Any]], as_json: bool) -> None:
 
 
 class _Lines:
-    """Lines of aligned cells. A column grows with the requests that follow, and never shrinks."""
+    """Lines of aligned cells. Columns may grow with later requests and never shrink."""
 
     def __init__(self, out: Console) -> None:
         self._out = out
@@ -256,8 +255,8 @@ def audit(limit: int, key: str | None, since: str | None, gateway: GatewayClient
 
     The oldest action comes first; STATUS is its outcome.
 
-    Needs an operator's key. Rejected attempts of valid keys and failed sign-ins are shown too. Keys that were changed
-    in the configuration file have no client. audit_days under [ledger] of the gateway says how long the log is kept.
+    Needs an operator's key. Includes rejected requests of valid keys and failed sign-ins. Changes of keys in the
+    configuration file have no client. The log is kept for audit_days under [ledger] of the gateway.
     """
     options: dict[str, Any] = {"limit": limit}
     if key is not None:
@@ -307,8 +306,8 @@ def usage(
 
     `--by key-model` shows each model of each key. Times are to the minute, in the time zone of this machine. The cost
     follows from the prices in models.toml. With --config, or a cortex.toml in the working directory, the ledger
-    database is read directly, and the gateway may be running. Otherwise the gateway is asked: an operator's key shows
-    all usage, another key its own.
+    database is read directly, and the gateway may be running. Otherwise the gateway reports it: all usage for an
+    operator's key, its own for any other key.
     """
     if days is not None and since is not None:
         raise click.UsageError("give --days or --since, not both")

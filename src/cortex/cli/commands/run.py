@@ -40,7 +40,7 @@ def run(
 ) -> None:
     """Load a model, downloaded if necessary, and chat with it.
 
-    MODEL is a model of the catalogue or a hub id. A PROMPT or piped input gets one response.
+    MODEL is a model of the catalogue or a hub id. With a PROMPT or piped input, prints one response.
 
     \b
       cortex run unsloth/Qwen3-8B-GGUF:Q4_K_M
@@ -56,7 +56,7 @@ def run(
 
 
 def _reject_another_quant(gateway: GatewayClient, name: str, quant: str) -> None:
-    """A model in memory serves as it was loaded: what a client asks for here would not be what it gets."""
+    """Rejects a quantisation other than the one in memory, because the request would get the loaded one."""
     for place, held in fleet_view.fetch(gateway).places(name):
         if held.state is not ModelState.FAILED and not is_same_quant(quant, held.requested_quant, held.quant):
             raise CommandError(

@@ -23,7 +23,7 @@ from cortex.cli.up.run_files import address
 def serve(config: Path | None, ollama: bool, take_over: bool) -> None:
     """Run the gateway until SIGTERM or Ctrl-C.
 
-    SIGHUP or a change of the file reloads the configuration.
+    SIGHUP, or a change of a file, reloads the configuration.
     """
     import uvloop
 

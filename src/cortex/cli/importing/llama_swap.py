@@ -1,4 +1,5 @@
-"""A configuration of llama-swap as our three files, and notes on what has no equivalent. Pure; nothing is executed."""
+"""Converts a llama-swap configuration to our three files, with notes on what has no equivalent. Pure; nothing is
+executed."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def _text(text: str) -> str:
 
 _MACRO = re.compile(r"\$\{([^}]*)\}")
 OURS = ("PORT", "MODEL_ID", "PID")
-"""Those that a node replaces itself, under the same names."""
+"""Macros that a node expands itself, under the same names."""
 
 
 class MacroProblem(ValueError):
@@ -107,7 +108,7 @@ _MIN_HEALTH_S = 15.0
 _LEVELS = {"debug": "debug", "info": "info", "warn": "warning", "error": "error"}
 _DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _Keys = dict[str, "_Keys | bool"]
-"""The keys of a table; `*`: any name. Of a key that is no table: whether it is converted or left out."""
+"""The keys of a table; `*` is any name. For other keys, whether they are converted or left out."""
 
 
 def _keys(*, converted: str = "", left_out: str = "", **tables: _Keys) -> _Keys:
@@ -156,8 +157,8 @@ KEYS = _keys(
 
 
 def _left_out(data: Any, keys: _Keys, path: str = "") -> list[str]:
-    """The paths that have no equivalent. Raises NotLlamaSwap for a key that is not known, because what it means cannot
-    be kept, and for a table that is none."""
+    """The paths without an equivalent. Raises NotLlamaSwap for an unknown key, whose meaning would be lost, and for a
+    value that should be a table."""
     if data is None:
         return []
     if not isinstance(data, dict):
@@ -180,7 +181,7 @@ class NotLlamaSwap(ValueError):
 
 @dataclass(slots=True)
 class Imported:
-    """Our files, as text, and what their reader must know."""
+    """Our files, as text, and notes for the user."""
 
     files: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -195,7 +196,7 @@ class _Model:
     harness: dict[str, Any]
     entry: dict[str, Any]
     aliases: dict[str, dict[str, Any]]
-    """With the parameters of each."""
+    """Aliases, with their parameters."""
 
 
 def convert(data: Any, name: str = "llama-swap.yaml") -> Imported:
@@ -354,7 +355,7 @@ def _environment(lines: Iterable[str], entry: dict[str, Any], spec: dict[str, An
 
 
 def _capabilities(given: Mapping[str, Any], noted: Any) -> list[str]:
-    """In our words."""
+    """In our terms."""
     reads, writes = _texts(given, "in"), _texts(given, "out")
     found = {
         "chat": "text" in writes,
@@ -398,7 +399,7 @@ def _with_presets(names: Mapping[str, str], presets: Mapping[str, dict[str, Any]
 
 
 def _parameters(filters: Mapping[str, Any], params: Mapping[str, Any], without: frozenset[str]) -> dict[str, Any]:
-    """What filters are here."""
+    """The parameters that filters become here."""
     names = [name for name in _stripped(filters) if name not in without]
     values = {str(name): _without_null(value) for name, value in params.items() if name not in without}
     values = {name: value for name, value in values.items() if value is not None}
@@ -476,8 +477,8 @@ def _peer_names(peers: Iterable[Mapping[str, Any]], taken: set[str], note: Any) 
 
 
 def _swap_groups(groups: Mapping[str, Any], models: Mapping[str, _Model], note: Any) -> list[str]:
-    """Tables of our groups. Models without one are loaded together while there is memory for them: that llama-swap
-    swaps them is for want of a measure, not anybody's wish."""
+    """Tables of our groups. Models without a group are loaded together as memory permits; llama-swap swaps them only
+    because it does not measure memory."""
     found: list[str] = []
     grouped: set[str] = set()
     for name in groups:

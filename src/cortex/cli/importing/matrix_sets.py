@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 _TOKEN = re.compile(r"\s*([&|()]|\+?[^\s&|()+]+)")
 MAX_SETS = 1000
-"""As many sets as llama-swap allows an expression to have."""
+"""llama-swap's limit of sets per expression."""
 
 
 class MatrixProblem(ValueError):
@@ -16,7 +16,7 @@ class MatrixProblem(ValueError):
 
 
 def expanded(name: str, expressions: Mapping[str, str], inside: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """The sets that the expression `name` stands for, in order. Raises MatrixProblem."""
+    """The sets that the expression `name` expands to, in order. Raises MatrixProblem."""
     if name in inside:
         raise MatrixProblem(f"the set {name} of the matrix refers to itself")
     if name not in expressions:

@@ -18,7 +18,7 @@ from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.proxy.deferred_responses import DeferredResponses
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.request import Request
-from cortex.http.routing import Route, query
+from cortex.http.routing import Route, is_in_query, query
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.http.upstream.faults import UpstreamFault
@@ -85,7 +85,7 @@ class ModelServerRoutes:
         its servers. With `no-history`, from now on."""
         self._metering.meter.authenticate_operator(exchange.request)
         model = None if name in (None, "proxy", "upstream") else self._dispatcher.resolve(name or "").model_id
-        has_history = query(exchange.request, "no-history") is None
+        has_history = not is_in_query(exchange.request, "no-history")
         exchange.start(200, _TEXT)
         following = self._follow(exchange, name, model, has_history=has_history)
         task = self._tasks.start(following, "follow logs")

@@ -65,14 +65,12 @@ class FileNotFound(ResponseNotFound):
     """There is no such file for the key."""
 
     code = "file_not_found"
-    anthropic_type = "not_found_error"
 
 
 class BatchNotFound(ResponseNotFound):
     """There is no such batch for the key."""
 
     code = "batch_not_found"
-    anthropic_type = "not_found_error"
 
 
 class _NewBatch(msgspec.Struct, frozen=True):

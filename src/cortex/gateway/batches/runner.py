@@ -509,16 +509,16 @@ class BatchRunner:
 
         def serve(received: ReceivedRequest) -> None:
             try:
-                facts, body = received.envelope.facts, received.body
-                resolve_for(services.dispatcher, key, facts.model)  # before an error says what it would cost
+                summary, body = received.envelope.summary, received.body
+                resolve_for(services.dispatcher, key, summary.model)  # before an error says what it would cost
                 estimate = Estimate(
-                    len(body) - facts.picture_bytes,
-                    facts.completion_limit if route.generates else 0,
-                    facts.num_choices,
-                    services.dispatcher.context_tokens(facts.model),
-                    picture_tokens=facts.picture_tokens,
+                    len(body) - summary.picture_bytes,
+                    summary.completion_limit if route.generates else 0,
+                    summary.num_choices,
+                    services.dispatcher.context_tokens(summary.model),
+                    picture_tokens=summary.picture_tokens,
                 )
-                prices, price = services.dispatcher.cost(facts.model), self._files.section.price
+                prices, price = services.dispatcher.cost(summary.model), self._files.section.price
                 work.reserved = LineReservation(self._metering.ledger, key, estimate, prices, price)
             except CortexError as error:
                 work.awaits_budget = isinstance(error, InsufficientQuota) and error.retry_after_s is not None

@@ -145,7 +145,7 @@ class BackgroundRuns:
                 kept.id, key_id, kept.previous_response_id, "queued", stored_input, queued, kept.conversation_id
             )
         )
-        streams, max_bytes = received.envelope.facts.stream, self._store.max_entry_bytes
+        streams, max_bytes = received.envelope.summary.stream, self._store.max_entry_bytes
         run = BackgroundRun(kept, key_id, queued, self._ended, streams=streams, max_bytes=max_bytes)
         run.exchange = DetachedExchange(_without_body(received.exchange.request), run)
         self._runs[kept.id] = run

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cortex.neuron.kernels.device_facts import facts_of
+from cortex.neuron.kernels.device_properties import properties_of
 from cortex.neuron.private_api.triton import COLLECTED_LAUNCHES, Kernel, triton, use_recorded_key
 
 tl: Any = None
@@ -68,7 +68,7 @@ def has_kernels(x: Tensor) -> bool:
 @cache
 def overlaps(device: torch.device) -> bool:
     """Whether kernels on this device can start before their predecessor ends."""
-    return facts_of(device).capability >= (9, 0)
+    return properties_of(device).capability >= (9, 0)
 
 
 def launch_options(device: torch.device) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def launch_options(device: torch.device) -> dict[str, Any]:
 @cache
 def num_processors(device: torch.device) -> int:
     """The number of streaming multiprocessors of a GPU."""
-    return facts_of(device).num_processors
+    return properties_of(device).num_processors
 
 
 __all__ = [

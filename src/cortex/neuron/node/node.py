@@ -30,6 +30,7 @@ from cortex.neuron.node.harness.command.harness import CommandHarness
 from cortex.neuron.node.harness.engine import EngineHarness
 from cortex.neuron.node.harness.forecast import Forecast
 from cortex.neuron.node.harness.harness import Harnesses, Upstream
+from cortex.neuron.node.inspection_process.client import InspectionProcess
 from cortex.neuron.node.library import KnownModel, Library, files_digest, scan_cache, scan_folders
 from cortex.neuron.node.loading.context_allocator import ContextAllocator
 from cortex.neuron.node.loading.device_allocator import DeviceAllocator
@@ -43,7 +44,6 @@ from cortex.neuron.node.models import Models
 from cortex.neuron.node.power import attribute
 from cortex.neuron.node.replicas.demand import ReplicaDemand, ReplicaRules
 from cortex.neuron.node.status import ServedModel, describe_node
-from cortex.neuron.node.survey_process.client import SurveyProcess
 from cortex.neuron.node.text.texts import Texts
 from cortex.neuron.picture_process.client import Pictures
 from cortex.neuron.servers.ready_made import usable as usable_servers
@@ -106,9 +106,9 @@ class Node:
         self.kv = KvExchange(
             limits.kv_disk_folder, limits.kv_disk_mb << 20, self.devices.supervisors.values(), parts.exchange_rules
         )
-        self._surveys = (parts.surveys or partial(SurveyProcess.of, limits))()
+        self._inspector = (parts.inspector or partial(InspectionProcess.of, limits))()
         self._library = Library(config)
-        engine = self._engine = EngineHarness(config, self.devices, forecast, self._surveys, self._library)
+        engine = self._engine = EngineHarness(config, self.devices, forecast, self._inspector, self._library)
         self._ports = MemberPorts(config.cluster_address)
         self._read_devices = parts.read_devices
         self._server_times = parts.server_times
@@ -154,9 +154,9 @@ class Node:
             self._harnesses,
             room,
             fetch=parts.fetch,
-            surveys=self._surveys,
+            inspector=self._inspector,
             texts=self.texts,
-            make_room=lambda model, facts: self._context_room.make_room(model, facts),
+            make_room=lambda model, metadata: self._context_room.make_room(model, metadata),
             host=self.host,
         )
         self.files = ModelFiles(self._library, self._loader, self._models_in_memory)
@@ -250,7 +250,7 @@ class Node:
         await node.scan_library()
         node._regular = [
             node._tasks.start("sample devices", node._keep_sampling),
-            node._tasks.start("survey models", node._keep_surveying),
+            node._tasks.start("inspect models", node._keep_inspecting),
             node._tasks.start("load default models", node._startup_models.run),
             node._tasks.start("replicas", node._replica_demand.run),
             node._tasks.start("contexts", node._context_room.run),
@@ -356,7 +356,7 @@ class Node:
         digest = "" if path is None else await asyncio.to_thread(files_digest, path)
         return replace(prepared, lacks_files=path is None, files_digest=digest)
 
-    async def survey(self, request: LoadRequest) -> ModelStatus:
+    async def inspect(self, request: LoadRequest) -> ModelStatus:
         """Lists a model and reads its files, to learn its size or why it cannot be loaded. The options apply to later
         loads. Leaves configured models unchanged and reads no files of one in memory. Raises what `load` raises of a
         request."""
@@ -368,7 +368,7 @@ class Node:
                 if kept != before:
                     self._models.set_options(kept)
                     self._loader.forget(model.id)
-                await self._loader.survey_listed(kept)
+                await self._loader.inspect_listed(kept)
         return self.model(model.id)
 
     def _adopt(self, request: LoadRequest) -> KnownModel:
@@ -500,7 +500,7 @@ class Node:
         await self.texts.close()
         await self.pictures.close()
         await self.files.close()
-        await self._surveys.close()
+        await self._inspector.close()
         await self._models.closed()
         await asyncio.gather(*self._background, *(task.ended() for task in self._regular), return_exceptions=True)
         self._feed.close()
@@ -545,13 +545,13 @@ class Node:
             self._ceilings.watch()
             await self.host.watch()
             await self.texts.rest_idle(self._models.is_in_memory)
-            await asyncio.gather(self.pictures.rest_idle(), self._surveys.rest_idle())
+            await asyncio.gather(self.pictures.rest_idle(), self._inspector.rest_idle())
             await asyncio.sleep(_SAMPLE_S)
 
-    async def _keep_surveying(self) -> None:
+    async def _keep_inspecting(self) -> None:
         """Keeps the library up to date. A damaged model may take minutes."""
         while True:
-            await self._loader.survey_library(self._models.is_in_memory)
+            await self._loader.inspect_library(self._models.is_in_memory)
             await asyncio.sleep(self._scan_s)
             await self.scan_library()
             await self._models.notice_changed_files()

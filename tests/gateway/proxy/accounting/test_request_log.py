@@ -200,8 +200,8 @@ async def test_is_served_to_operators_and_to_owners_of_keys_after_a_restart(
         body = {"model": "a", "messages": [{"role": "user", "content": "private words"}]}
         status, _ = await client.post("/v1/chat/completions", body, Authorization=f"Bearer {key.text}")
         assert status == 200
-    while (await client.get("/fleet/activity?since=0", Authorization=f"Bearer {boss.text}"))[1]["requests"] == []:
-        await asyncio.sleep(0.01)
+    path, bearer = "/fleet/activity?since=0", f"Bearer {boss.text}"
+    await client.get_until(path, lambda page: page["requests"], Authorization=bearer)
     await client.gateway.close()
     client = await start_gateway(beast, keys=keys, activity=section)
 

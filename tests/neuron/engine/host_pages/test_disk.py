@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import random
 import signal
@@ -19,7 +20,7 @@ from tests.waiting import WAIT_S
 from cortex.neuron.engine.host_pages import block_files
 from cortex.neuron.engine.host_pages.block_files import BlockFile, DamagedFile
 from cortex.neuron.engine.host_pages.disk import BUFFERS, DiskPages
-from cortex.neuron.engine.host_pages.rates import WORTH, CopyRate, saves_time
+from cortex.neuron.engine.host_pages.rates import WORTH, CopyRate, end_of_front, saves_time
 from cortex.neuron.engine.host_pages.store import BlockKind, ChosenBlocks
 from cortex.neuron.engine.kv.pages import ROOT, page_digests
 
@@ -296,6 +297,21 @@ def test_fetches_only_what_takes_longer_to_compute(
     parts: list[tuple[int, float]], delay_s: float, compute_s: float, is_worth_it: bool
 ) -> None:
     assert saves_time(parts, delay_s, compute_s) is is_worth_it
+
+
+@pytest.mark.parametrize(
+    ("whole_s", "page_s", "end"),
+    [
+        pytest.param(10.0, 0.1, 50, id="both take the same time alone"),
+        pytest.param(40.0, 0.1, 80, id="a slow disk still saves a fifth of the computing"),
+        pytest.param(2.5, 0.1, 20, id="a fast disk gains a fifth by the front"),
+        pytest.param(0.5, 0.1, 0, id="a front that gains little is not worth its step"),
+        pytest.param(200.0, 0.1, 0, id="a disk that gains little is not read"),
+        pytest.param(math.inf, 0.1, 0, id="unknown rate"),
+    ],
+)
+def test_front_is_computed_in_the_time_in_which_the_rest_is_fetched(whole_s: float, page_s: float, end: int) -> None:
+    assert end_of_front(8, 108, whole_s, lambda page: (page - 8) * page_s) == 8 + end
 
 
 def test_disk_that_was_slow_once_is_tried_again() -> None:

@@ -53,7 +53,8 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     class CopyingTier(HostTier):
         def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options | {"copies_ahead": True, "steps_between_scans": 2})
+            forced = {"copies_ahead": True, "end_of_front": any_end_of_front, "steps_between_scans": 2}
+            super().__init__(*arguments, **options | forced)
 
     monkeypatch.setattr(engines, "HostTier", CopyingTier)
     monkeypatch.setattr(engines, "BlockCopies", LateCopies)
@@ -128,6 +129,10 @@ def load(family: str, host: DeviceHostMemory | None, seed: int = 0) -> Engine:
     if host is not None:
         engine.keep_pages(host)
     return engine
+
+
+def any_end_of_front(first: int, end: int, *_: object) -> int:
+    return LateCopies.random.randrange(first, end)
 
 
 class History:

@@ -22,7 +22,7 @@ from cortex.neuron.engine.loading.kernel_pass import KernelPass, ModelToCompile
 from cortex.neuron.engine.loading.meta_shapes import light_shapes
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.kernels import compilation
-from cortex.neuron.kernels.device_facts import CARDS
+from cortex.neuron.kernels.device_properties import CARDS
 from cortex.neuron.kernels.jit import INTERPRETED, TRITON
 from cortex.neuron.kernels.quantised.layout import Q4
 from cortex.neuron.layers.configs import WHOLE

@@ -33,7 +33,7 @@ from cortex.wire.words import plural
 VERSIONS_REMEDY = "install the tested versions: packaging/requirements-neuron.lock in a checkout"
 _LIBRARIES = ("torch", "triton", "transformers")
 LOW_DISK_BYTES = 20 << 30
-"""Most model downloads do not fit into less."""
+"""Most model downloads need more than this."""
 
 
 class Severity(StrEnum):
@@ -77,7 +77,7 @@ def engine() -> Iterator[Finding]:
 
 
 def libraries() -> Iterator[Finding]:
-    """What the engine uses of torch, Triton and transformers although they do not promise it. Imports torch."""
+    """The private interfaces of torch, Triton and transformers that the engine uses. Imports torch."""
     if missing_packages():
         return
     try:
@@ -129,7 +129,7 @@ def models(client: GatewayClient) -> Iterator[Finding]:
 
 @dataclass(frozen=True, slots=True)
 class NodeEndpoint:
-    """A node as another program reaches it."""
+    """A node, as seen by the program that connects to it."""
 
     topic: str
     name: str
@@ -139,7 +139,7 @@ class NodeEndpoint:
     kind: str = "neuron"
 
     def check(self, program: str) -> Iterator[Finding]:
-        """`program`: the one that has the key."""
+        """`program`: the one that needs the key."""
         key = os.environ.get(self.key_variable, "").strip() if self.key_variable else None
         if self.key_variable and not key:
             yield self._problem(f"{self.key_variable} is not set", f"export {self.key_variable}=… where {program} runs")
@@ -250,7 +250,7 @@ def kv_disk(
 
 
 def _is_rotating(path: Path, root: Path) -> bool | None:
-    """Whether the disk of a file rotates; None: that is not known, as of a network or of RAM."""
+    """Whether the disk of a file rotates; None if unknown, as for network or RAM file systems."""
     device = path.stat().st_dev
     link = root / "sys/dev/block" / f"{os.major(device)}:{os.minor(device)}"
     for folder in (link, link / ".."):  # a partition has no queue of its own

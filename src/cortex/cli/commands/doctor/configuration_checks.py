@@ -1,4 +1,4 @@
-"""The checks of `cortex doctor` that follow the gateway's configuration: what it says, and what it names."""
+"""The checks of `cortex doctor` on the gateway's configuration and on what it names."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _nodes(settings: Config) -> tuple[NeuronSection, ...]:
 
 
 def references(path: Path | None) -> Iterator[Finding]:
-    """Names and addresses in the configuration that must fit each other."""
+    """Names and addresses in the configuration that must be consistent."""
     if (settings := _settings(path)) is None:
         return
     try:
@@ -113,7 +113,7 @@ def references(path: Path | None) -> Iterator[Finding]:
 
 
 def _shared_addresses(settings: Config) -> Iterator[Finding]:
-    """Addresses that two things have: the gateway's own, and those of nodes."""
+    """Addresses that are used twice, by the gateway or by nodes."""
     own = {"gateway.listen": settings.gateway.listen, "gateway.metrics_listen": settings.gateway.metrics_listen}
     users: dict[str, list[str]] = {}
     for name, listen in own.items():

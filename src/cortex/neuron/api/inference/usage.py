@@ -8,7 +8,7 @@ from collections.abc import Callable
 from cortex.http.server.server import Response
 from cortex.neuron.api import responses
 from cortex.neuron.api.calls import ApiCall, Route
-from cortex.wire.dialects.registry import EventEncoder
+from cortex.wire.dialects.dialect import EventEncoder
 from cortex.wire.errors import RouteNotFound, shorten
 from cortex.wire.events import AnyEvent, Failure, Finish, Usage
 from cortex.wire.node import failure_report, usage_report

@@ -501,5 +501,5 @@ def _is_free(port: int) -> bool:
 
 
 def server_info(harness: str, context_tokens: int | None) -> EngineInfo:
-    """The known facts of a server's model; a context of 0 is unknown."""
+    """The known metadata of a server's model; a context of 0 is unknown."""
     return EngineInfo(harness, "", context_tokens or 0, 0, weight_bytes=0, kv_bytes=0, page_tokens=1, num_pages=_PAGES)

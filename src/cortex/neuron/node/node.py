@@ -90,7 +90,7 @@ class Node:
         timeouts = parts.timeouts or WorkerTimeouts(
             step_s=limits.step_timeout_s, load_s=limits.load_timeout_s, saves_kv=limits.kv_disk_mb > 0
         )
-        bench_results = BenchResults(inventory.devices, limits.max_num_seqs)
+        bench_results = BenchResults(inventory.devices, limits.max_num_seqs, parts.bench_folder)
         forecast = Forecast(config, bench_results.rates)
         ceilings = Ceilings.of(config)
         self.devices = NodeDevices(

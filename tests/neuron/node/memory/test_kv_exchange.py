@@ -27,8 +27,7 @@ from cortex.neuron.worker.protocol import Command, FindBlocks
 from cortex.wire.node.kv_blocks import PAGES, PATH, BlocksRequest
 from cortex.wire.node.neighbours import Neighbour
 
-from ....waiting import NEVER_S, WAIT_S
-from ..node_calls import until
+from ....waiting import NEVER_S, WAIT_S, until
 
 MODEL = bytes(range(16))
 KIND = BlockKind(MODEL, 0, 4096)

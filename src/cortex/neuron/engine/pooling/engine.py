@@ -157,7 +157,7 @@ def _segments_of(lengths: NDArray[np.int64], first_segments: Sequence[int], batc
 
 
 SLICE_S = 0.008
-"""Other models of the device wait no longer than this for their tokens."""
+"""About the time of a step: other models of the device wait no longer for their tokens."""
 _MIN_BATCH_TOKENS = 128
 """Fewer do not fill the cores of a CPU."""
 _SELF_TEST_TOKENS = 4

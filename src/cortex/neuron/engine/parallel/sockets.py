@@ -1,4 +1,4 @@
-"""Messages between ranks through host memory: a connection between every two, and no thread but the caller's.
+"""Messages between ranks through host memory, over a connection between every two, on the caller's thread.
 
 Gloo's threads wait for one another on each message. Where they share cores with the computation, a sum of a few rows
 takes several times as long through them.

@@ -117,14 +117,14 @@ class Sockets:
                 rest = self._receive_some(rank, rest, socket.MSG_WAITALL)
 
     def _send_some(self, rank: int, data: memoryview) -> memoryview:
-        """What is left of it."""
+        """The remaining part."""
         try:
             return data[self._connections[rank].send(data, socket.MSG_DONTWAIT) :]
         except BlockingIOError:
             return data
 
     def _receive_some(self, rank: int, data: memoryview, flags: int = socket.MSG_DONTWAIT) -> memoryview:
-        """What is left of it."""
+        """The remaining part."""
         try:
             num_bytes = self._connections[rank].recv_into(data, 0, flags)
         except BlockingIOError:

@@ -66,8 +66,8 @@ def envelope(error: CortexError, family: Family) -> dict[str, Any]:
 
 
 def headers(error: CortexError) -> dict[str, str]:
-    """`Retry-After` in whole seconds, at least one, for an error that has a time to wait. `Allow` for a method that is
-    not allowed. The size of a prompt that is over a budget. That the model recovers from a fault."""
+    """`Retry-After` in whole seconds, at least one, for errors with a delay; `Allow` for a method that is not allowed;
+    the size of a prompt over a budget; a mark that the model is recovering."""
     found: dict[str, str] = {}
     if error.retry_after_s is not None:
         found["retry-after"] = str(max(1, whole_seconds(error.retry_after_s)))

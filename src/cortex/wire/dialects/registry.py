@@ -47,12 +47,12 @@ class Dialect(Protocol):
 
     @property
     def PICTURE_MARKS(self) -> tuple[bytes, ...]:  # noqa: N802
-        """One of these is in every body with a picture; empty: the dialect has none. They begin with the same byte,
-        which is found fastest."""
+        """Every body with a picture contains one of these; empty if the dialect has no pictures. All begin with the
+        same byte, for a fast search."""
 
     @property
     def CLIENT_FIELDS(self) -> Mapping[str, str]:  # noqa: N802
-        """What clients call fields of a `GenerateRequest` that have another name there."""
+        """Client names of `GenerateRequest` fields that are named differently."""
 
     @property
     def FAMILY(self) -> Family: ...  # noqa: N802
@@ -103,7 +103,7 @@ _OF_FUNCTIONS = {"tools": "functions", "tool_choice": "function_call"}
 
 
 def client_field(dialect: DialectName, name: str | None, *, as_functions: bool = False) -> str | None:
-    """What a client calls the field that a `GenerateRequest` has under `name`. `as_functions`: as in the request."""
+    """The client's name of the `GenerateRequest` field `name`. `as_functions`: as in the request."""
     names = _OF_FUNCTIONS if as_functions else DIALECTS[dialect].CLIENT_FIELDS
     return names.get(name, name) if name is not None else None
 

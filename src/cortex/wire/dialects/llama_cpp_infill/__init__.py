@@ -40,7 +40,7 @@ def read_facts(fields: Fields) -> RequestSummary:
 
 
 def pictures(fields: Fields) -> tuple[str, ...]:  # noqa: ARG001 - as the other dialects
-    """What is filled in is text."""
+    """None, because infill is text only."""
     return ()
 
 

@@ -34,18 +34,18 @@ class BodyField:
     note: str = ""
     """For the docs; for a rejected field also the reason in the error."""
     harmless: tuple[Any, ...] = ()
-    """Values of a rejected field that ask for nothing: they are tolerated."""
+    """Values of a rejected field without effect, which are tolerated."""
     context: Mapping[str, Any] = field(default_factory=dict)
     """Other fields that the example needs."""
     is_fact: bool = False
     """Whether a gateway reads it before the body is parsed (`wire/facts.py`)."""
     has_content: bool = False
-    """Whether its objects may hold media, which a server would fetch by address. Its texts are only texts."""
+    """Whether its objects may hold media, which a server would fetch by address. Texts in it are never addresses."""
     is_limit: bool = False
     """Whether it is the limit of one choice, or a field that servers may read in its place."""
 
     def is_harmless(self, value: Any) -> bool:
-        """Whether a value of a rejected field asks for nothing."""
+        """Whether a value of a rejected field has no effect."""
         return value is None or any(value == harmless for harmless in self.harmless)
 
 
@@ -115,8 +115,8 @@ class FieldTable:
                 )
 
     def check_known(self, values: Mapping[str, Any]) -> None:
-        """Raises InvalidValue for a field that is not honoured or tolerated, and that therefore nobody here can check:
-        it may choose another model, or use tokens that are not counted."""
+        """Raises InvalidValue for a field that is neither honoured nor tolerated and so cannot be checked: it may
+        choose another model or use uncounted tokens."""
         for name, value in values.items():
             one = self._fields.get(name)
             if name not in self._names:
@@ -129,7 +129,7 @@ class FieldTable:
 
 
 def _folded(name: str) -> str:
-    """What names that some server reads as the same have in common."""
+    """A normal form: equal for names that some server treats as the same."""
     plain = name.partition("[")[0].partition(".")[0]
     return "".join(character for character in plain.casefold() if character.isalnum())
 

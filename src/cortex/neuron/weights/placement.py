@@ -1,4 +1,4 @@
-"""Where the tensors of a checkpoint are written, and the pieces in which they are read."""
+"""The destinations of a checkpoint's tensors, and the pieces in which they are read."""
 
 from __future__ import annotations
 

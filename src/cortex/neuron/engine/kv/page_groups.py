@@ -26,7 +26,7 @@ AddedPages = tuple[int, int, tuple[int, ...]]
 
 
 def window_pages(window: int, page_tokens: int) -> int:
-    """The most pages that `window` consecutive positions lie in."""
+    """The most pages that `window` consecutive positions can span."""
     return (window + page_tokens - 2) // page_tokens + 1
 
 

@@ -28,6 +28,8 @@ HOLD_S = 2.0
 NUM_KEPT = 128
 NUM_CLEAN = 8
 """Number of samples without batches that a baseline needs."""
+MAX_UNSHARED = 1024
+"""Requests without lines that are kept until a line runs."""
 TAIL = 0.95
 """The fraction of requests without batches that must be within the limit too."""
 NUM_GOOD = 4
@@ -91,6 +93,7 @@ class _NodeCap:
         "raised_at",
         "shared",
         "ttfts",
+        "unshared",
     )
 
     def __init__(self) -> None:
@@ -105,8 +108,25 @@ class _NodeCap:
         """Whether lines have not slowed a request yet."""
         self.judged: deque[bool] = deque(maxlen=NUM_JUDGED)
         """Whether each of the latest requests that ran together with this many lines was slow."""
+        self.unshared: deque[tuple[str, float | None, int, float | None]] = deque(maxlen=MAX_UNSHARED)
+        """Requests without lines that `learn` has not seen: model, time to first token, computed tokens, gap."""
         self.ttfts: dict[Hashable, _Pace] = {}
         self.gaps: dict[Hashable, _Pace] = {}
+
+    def learn(self) -> None:
+        """Adds the requests that were served without lines to the samples."""
+        while self.unshared:
+            self.is_slow(*self.unshared.popleft(), lines=0)
+
+    def is_slow(self, model: str, ttft_s: float | None, num_tokens: int, gap_s: float | None, *, lines: int) -> bool:
+        """Adds a request to the samples. Whether lines of batches have slowed it down."""
+        is_slow = False
+        if ttft_s is not None:
+            kind = (model, num_tokens.bit_length() // 2)
+            is_slow = _is_slow(self.ttfts, kind, ttft_s, lines, MAX_TTFT_RATIO)
+        if gap_s is not None:
+            is_slow |= _is_slow(self.gaps, model, gap_s, lines, MAX_GAP_RATIO)
+        return is_slow
 
 
 class IdleCaps:
@@ -139,12 +159,12 @@ class IdleCaps:
         """An interactive request was served; `num_tokens` of its prompt were computed."""
         at, lines = self._at(node), self.lines.get(node, 0)
         at.interactive_at = now
-        is_slow = False
-        if ttft_s is not None:
-            kind = (model, num_tokens.bit_length() // 2)
-            is_slow = _is_slow(at.ttfts, kind, ttft_s, lines, MAX_TTFT_RATIO)
-        if gap_s is not None:
-            is_slow |= _is_slow(at.gaps, model, gap_s, lines, MAX_GAP_RATIO)
+        if not lines and at.shared >= 1:  # for every request, so that it costs little: the cap stays as it is
+            at.unshared.append((model, ttft_s, num_tokens, gap_s))
+            at.num_good += 1
+            return
+        at.learn()
+        is_slow = at.is_slow(model, ttft_s, num_tokens, gap_s, lines=lines)
         if lines > 0:
             at.judged.append(is_slow)
         if is_slow:

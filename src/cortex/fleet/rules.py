@@ -41,8 +41,8 @@ class EvictionRules(Section, frozen=True):
     the clients that wait for another one is evicted at once. 0: every idle model is."""
     fair_wait_s: Seconds = 30.0
     """Once a request has waited this long, the models that its model could replace take no new requests. A request
-    fails after this time if only unreachable or stopping nodes have its model, and at once if the operator drained all
-    of these."""
+    fails after this time if only unreachable, starting or stopping nodes have its model, and at once if the operator
+    drained all of these."""
     retry_failed_after_s: Seconds = 30.0
     """After a failed load, the model is not tried on that node for this long. A load that failed for lack of memory is
     retried as soon as the node has more."""

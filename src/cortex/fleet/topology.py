@@ -125,7 +125,7 @@ class Abilities(msgspec.Struct, frozen=True):
     """Fields of the client that are removed."""
 
 
-class PlacementFacts(NamedTuple):
+class PlacementState(NamedTuple):
     """The facts of a node that affect decisions for waiting models, apart from requests and time."""
 
     is_open: bool
@@ -214,8 +214,8 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return tuple([self.residencies[model_id] for model_id in _active_ids(self)])
 
     @cached_property
-    def placement_facts(self) -> PlacementFacts:
-        return PlacementFacts(
+    def placement_state(self) -> PlacementState:
+        return PlacementState(
             self.healthy and not self.draining,
             not self.healthy and self.problem is None,
             tuple(device.free_bytes >> 28 for device in self.devices),

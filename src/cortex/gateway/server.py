@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from cortex.gateway.api.ollama.routes import OllamaRoutes
 from cortex.gateway.api.orders import OrderRoutes
 from cortex.gateway.api.usage import UsageRoutes
 from cortex.gateway.batches.api import BatchService
+from cortex.gateway.batches.runner import BatchLimits
 from cortex.gateway.config import Config
 from cortex.gateway.configuration_files import ConfigurationFiles, warn_about_access, warn_about_restart
 from cortex.gateway.created_models import CreatedModels, joined, with_entry, without_entries
@@ -62,7 +63,7 @@ from cortex.gateway.proxy.admission import AdmissionController
 from cortex.gateway.proxy.deferred_responses import DeferredResponses
 from cortex.gateway.proxy.inference import Inference
 from cortex.gateway.proxy.listener import api_server, client_limits, metrics_server, paths_without_key
-from cortex.gateway.proxy.services import Services
+from cortex.gateway.proxy.services import RequestLimits, Services
 from cortex.gateway.responses.service import ResponsesService
 from cortex.gateway.router import RequestRouter
 from cortex.http.cross_site import CrossSiteCheck
@@ -92,6 +93,10 @@ class Gateway:
         directory: Path,
         resolve: Resolve = resolve_addresses,
         fetcher: PictureFetcher | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        request_limits: RequestLimits | None = None,
+        batch_limits: BatchLimits | None = None,
     ) -> None:
         """Relative paths of the configuration start at `directory`. Raises SettingsError or `StoreError`."""
         loop = asyncio.get_running_loop()
@@ -111,21 +116,21 @@ class Gateway:
         self._connections = NodeConnections(self._ticker, directory, self.tasks)
         nodes = self._connections.clients
         neighbours = Neighbours(nodes, lambda: self.dispatcher.fleet, is_on=config.gateway.share_files)
-        self._effects = NodeEffects(nodes, self._connections.pollers, self.metrics, time.monotonic, neighbours)
+        self._effects = NodeEffects(nodes, self._connections.pollers, self.metrics, clock, neighbours)
         self.dispatcher = Dispatcher(
             self._effects,
             self.event_log,
-            time.monotonic,
+            clock,
             DispatchSettings.of(config, catalogue),
             measured=self._measured_sizes.read(),
         )
         self._effects.outcomes = self.dispatcher
-        self._database = Database(config.database(directory))
-        self._responses_database = self._database
-        if config.responses_database(directory) != self._database.location:
+        self.database = Database(config.database(directory))
+        self._responses_database = self.database
+        if config.responses_database(directory) != self.database.location:
             self._responses_database = Database(config.responses_database(directory))
-        self._metering = Metering(directory, self._database, self.tasks)
-        self._operator_state = OperatorState(self.dispatcher, self._database)
+        self._metering = Metering(directory, self.database, self.tasks)
+        self._operator_state = OperatorState(self.dispatcher, self.database)
         self._tracer = open_tracer(config.telemetry, "cortex")
         self._admission = AdmissionController(self.dispatcher, self._metering.meter, config.gateway.prefix_sharing)
         limits = client_limits(config, open_files.limit())
@@ -145,28 +150,29 @@ class Gateway:
             pictures=PictureInlining(config.pictures, fetcher or PictureFetcher(self._ticker), parser, buffered),
             buffered=buffered,
             idle_caps=IdleCaps(),
+            limits=request_limits or RequestLimits(),
+            clock=clock,
         )
         self._activity_file = ActivityFile(config.state_directory(directory), self._services.activity)
-        self._request_log = RequestLog(self._services.activity, self._database)
-        self._audit = AuditLog(self._database, config.ledger.audit_days)
-        self._history = HistoryStore(
-            self._services.activity, self.event_log, self._database, config.gateway.listen.port
-        )
+        self._request_log = RequestLog(self._services.activity, self.database)
+        self._audit = AuditLog(self.database, config.ledger.audit_days)
+        self._history = HistoryStore(self._services.activity, self.event_log, self.database, config.gateway.listen.port)
         self._inference = Inference(self._services)
         self._responses = ResponsesService(config, self._responses_database, self._inference, self.tasks, limits)
         self._certificate = certificate_of(config, directory)
-        self._health = GatewayHealth(self.tasks, self._certificate, is_database_away=lambda: self._database.is_failing)
+        self._health = GatewayHealth(self.tasks, self._certificate, is_database_away=lambda: self.database.is_failing)
         self._reloading = asyncio.Lock()
         self._deferred = DeferredResponses()
-        self._streams = EventStreams(time.monotonic, self._metering)
+        self._streams = EventStreams(clock, self._metering)
         self._batches = BatchService(
             config.batches,
             config.state_directory(directory),
-            self._database,
+            self.database,
             self._inference,
             self._metering,
             self.tasks,
             self._deferred,
+            batch_limits or BatchLimits(),
         )
         board = JobBoard()
         operator = OperatorCommands(self.dispatcher, self.event_log)
@@ -239,7 +245,7 @@ class Gateway:
             self._audit,
         )
         attempts = SignInAttempts(self._audit)
-        self._signing_in = SigningIn(self._metering, Conversations(self._database), attempts)
+        self._signing_in = SigningIn(self._metering, Conversations(self.database), attempts)
         self._page = Page(self._metering.meter, self._signing_in, attempts, is_secure=self._certificate is not None)
         ollama = OllamaInference(self._inference, operator, self._control.cross_site)
         self._router = RequestRouter(self._inference, self._responses, self._batches, ollama, self._control, self._page)
@@ -333,8 +339,8 @@ class Gateway:
         )
         for problem in ended:
             if isinstance(problem, BaseException):
-                log.error("closing failed, something may not have been written: %s", problem, exc_info=problem)
-        await asyncio.gather(self._database.close(), self._responses_database.close())
+                log.error("not all was written at the end: %s", problem, exc_info=problem)
+        await asyncio.gather(self.database.close(), self._responses_database.close())
         await asyncio.to_thread(self._tracer.close)
         await asyncio.to_thread(self._measured_sizes.write, self.dispatcher.fleet.measured)
         await self._activity_file.save()

@@ -123,10 +123,10 @@ class Limits(Section, frozen=True):
     share_mb_per_s: Megabytes | None = None
     """Megabytes per second, over all transfers, at which this node sends files of models to other nodes of its fleet at
     most. 0: it sends none. Absent: as fast as network and disk permit."""
-    survey_cpu_s: Count = 30
+    inspection_cpu_s: Count = 30
     """Computing time limit for reading a model's config, headers and chat template. A model that takes more is reported
     as damaged and not loaded."""
-    survey_memory_mb: Count = 1024
+    inspection_memory_mb: Count = 1024
     """Memory limit for that, in a separate process."""
 
     @property

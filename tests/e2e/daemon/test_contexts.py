@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from .conftest import until, write_model
+from ...waiting import wait_until
+from .conftest import write_model
 
 if TYPE_CHECKING:
     from .conftest import Daemon, StartDaemon, StartGateway
@@ -36,7 +37,7 @@ def gateway(node: Daemon, start_gateway: StartGateway) -> Daemon:
     def are_known() -> bool:
         return all(explained(gateway, model)["need_bytes"] for model in ("long", "other", "named"))
 
-    until(are_known, "the models were not read")
+    wait_until(are_known, "the models were not read")
     return gateway
 
 

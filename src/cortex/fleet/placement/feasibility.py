@@ -25,9 +25,10 @@ class Feasibility:
     and these are found once.
     """
 
-    def __init__(self, fleet: Fleet, now: float) -> None:
+    def __init__(self, fleet: Fleet, now: float, *, small_fleet: int = SMALL_FLEET) -> None:
         self._fleet = fleet
         self._now = now
+        self._is_small = len(fleet.nodes) <= small_fleet
         self._slim = tuple(
             msgspec.structs.replace(
                 node,
@@ -48,7 +49,7 @@ class Feasibility:
                 unable.add(slim.name)
             nodes[position] = msgspec.structs.replace(slim, residencies=slim.residencies | {model_id: held})
         fleet = msgspec.structs.replace(self._fleet, nodes=tuple(nodes))
-        if len(nodes) <= SMALL_FLEET:
+        if self._is_small:
             decision = place(model_id, fleet, self._now, origin="operator")
             feasible = (each.node for each in decision.assessments if each.verdict in ACTIONS)
             return tuple(name for name in feasible if name not in unable)

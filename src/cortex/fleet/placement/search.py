@@ -22,15 +22,24 @@ MIN_ASSESSED = 3
 """A decision for more nodes explains at least this many."""
 
 
-def search(model_id: str, fleet: Fleet, now: float, *, origin: Origin = "request") -> Decision:
-    """Returns the same action and node as `place`, with assessments of fewer nodes.
+def search(
+    model_id: str,
+    fleet: Fleet,
+    now: float,
+    *,
+    origin: Origin = "request",
+    small_fleet: int = SMALL_FLEET,
+    min_assessed: int = MIN_ASSESSED,
+) -> Decision:
+    """The same action and node as `place` decides, with the assessments of fewer nodes.
 
     Nodes are assessed in the order of their bounds, until no other can be better than the best found. If the model has
     to wait or is rejected, until no other has a better verdict.
     """
     spec = fleet.catalogue.spec(model_id)
-    candidates = _Candidates(spec, fleet, now, origin)
-    num_least = len(fleet.nodes) if len(fleet.nodes) <= SMALL_FLEET else MIN_ASSESSED
+    is_small = len(fleet.nodes) <= small_fleet
+    candidates = _Candidates(spec, fleet, now, origin, takes_all=is_small)
+    num_least = len(fleet.nodes) if is_small else min_assessed
     found: list[Assessment] = []
     best: tuple[float | str, ...] = ()
     while (bound := candidates.bound()) is not None:
@@ -69,8 +78,16 @@ class _Candidates:
     """The nodes, in the order of their bounds. A bound is raised only when its turn comes."""
 
     def __init__(
-        self, spec: ModelSpec, fleet: Fleet, now: float, origin: Origin, *, only_on: Node | None = None
+        self,
+        spec: ModelSpec,
+        fleet: Fleet,
+        now: float,
+        origin: Origin,
+        *,
+        takes_all: bool = False,
+        only_on: Node | None = None,
     ) -> None:
+        """Without `takes_all`, nodes that do not list a model which runs are left out."""
         self._spec, self._fleet, self._now, self._origin = spec, fleet, now, origin
         self._packs = fleet.placement.strategy == "pack"
         self._elsewhere = need_of(spec, Node(name=""), fleet)
@@ -84,7 +101,7 @@ class _Candidates:
         positions = fleet.index.listing.get(spec.id, ())
         self._queue = [self._entry(position) for position in positions]
         is_running = any(bound[0] <= RANK[Verdict.STARTING] for bound, _, _ in self._queue)
-        if not is_running or len(fleet.nodes) <= SMALL_FLEET:
+        if takes_all or not is_running:
             self._add_others(set(positions))
         heapq.heapify(self._queue)
 

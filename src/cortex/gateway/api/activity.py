@@ -22,7 +22,7 @@ from cortex.gateway.history.history import WINDOWS, History
 from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.proxy.accounting.activity import ActivityLog, Capture, RequestRecord
-from cortex.gateway.proxy.accounting.request_log import MAX_SEARCHED, Matches, RequestLog, SearchTooLong
+from cortex.gateway.proxy.accounting.request_log import Matches, RequestLog, SearchTooLong
 from cortex.gateway.proxy.accounting.running import RunningRequest, RunningRequests
 from cortex.gateway.proxy.deferred_responses import DeferredResponses
 from cortex.gateway.proxy.routes import json_response
@@ -126,8 +126,8 @@ class ActivityRoutes:
             raise _unavailable(error) from error
         except SearchTooLong as error:
             raise InvalidValue(
-                f"Fewer than {limit} of the newest {MAX_SEARCHED} requests of this time match: ask for a shorter time, "
-                "with 'since' and 'until', or for fewer with 'limit'.",
+                f"Fewer than {limit} of the newest {self._log.limits.searched} requests of this time match: ask for a "
+                "shorter time, with 'since' and 'until', or for fewer with 'limit'.",
                 param="since",
             ) from error
         return json_response({"requests": [_as_json(record, key) for record in found], "next": 0})

@@ -25,8 +25,8 @@ from cortex.http.routing import Route
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.system.tasks import OwnedTasks
-from cortex.wire.error_encoding import from_code
-from cortex.wire.errors import CortexError, Family, ModelUnsupported
+from cortex.wire.error_encoding import OPENAI, from_code
+from cortex.wire.errors import CortexError, ModelUnsupported
 from cortex.wire.node.bench import BenchRequest, BenchStatus
 from cortex.wire.node.protocol import Progress
 
@@ -176,4 +176,4 @@ def _body(job: Job) -> dict[str, object]:
 
 
 def _ended(job: Job) -> Response:
-    return json_response(_body(job)) if job.error is None else error_response(job.error, Family.OPENAI)
+    return json_response(_body(job)) if job.error is None else error_response(job.error, OPENAI)

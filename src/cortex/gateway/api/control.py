@@ -38,9 +38,9 @@ from cortex.http.server.server import Response
 from cortex.system.build import build_information
 from cortex.wire import sse
 from cortex.wire.dialects.ollama.models import RUNNING, is_for_ollama
+from cortex.wire.error_encoding import Family
 from cortex.wire.errors import (
     CortexError,
-    Family,
     InvalidAPIKey,
     NodeNotFound,
 )
@@ -327,7 +327,7 @@ def _text(header: bytes | None) -> str | None:
 
 
 def _family_of(request: Request) -> Family:
-    return family_of(request.path, is_anthropic=request.header(b"anthropic-version") is not None)
+    return family_of(request.path, request.header)
 
 
 def _queue_lines(queued: dict[str, dict[str, int]]) -> Iterator[str]:

@@ -18,7 +18,7 @@ from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.proxy.deferred_responses import DeferredResponses
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.request import Request
-from cortex.http.routing import Route, query
+from cortex.http.routing import Route, is_in_query, query
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.http.upstream.faults import UpstreamFault
@@ -30,7 +30,8 @@ from cortex.wire.node.model_log import ModelLog
 T = TypeVar("T")
 
 _MAX_LINES = 10**15
-_FOLLOW_S = 1.0
+FOLLOW_S = 1.0
+"""How often a stream of logs continues."""
 _MAX_PENDING = 10_000
 """Events that a client has not read."""
 _TEXT = ((b"content-type", b"text/plain; charset=utf-8"), (b"cache-control", b"no-cache"))
@@ -46,7 +47,10 @@ class ModelServerRoutes:
         metering: Metering,
         deferred: DeferredResponses,
         event_log: EventLog,
+        *,
+        follow_s: float = FOLLOW_S,
     ) -> None:
+        self._follow_s = follow_s
         self._event_log = event_log
         self._tasks = OwnedTasks()
         self._dispatcher = dispatcher
@@ -81,7 +85,7 @@ class ModelServerRoutes:
         its servers. With `no-history`, from now on."""
         self._metering.meter.authenticate_operator(exchange.request)
         model = None if name in (None, "proxy", "upstream") else self._dispatcher.resolve(name or "").model_id
-        has_history = query(exchange.request, "no-history") is None
+        has_history = not is_in_query(exchange.request, "no-history")
         exchange.start(200, _TEXT)
         following = self._follow(exchange, name, model, has_history=has_history)
         task = self._tasks.start(following, "follow logs")
@@ -98,7 +102,7 @@ class ModelServerRoutes:
             while not exchange.closed:
                 self._metering.meter.authenticate_operator(exchange.request)
                 if exchange.paused:  # it has not read what it got; nodes keep the rest
-                    await asyncio.sleep(_FOLLOW_S)
+                    await asyncio.sleep(self._follow_s)
                     continue
                 texts = [] if name == "upstream" or model is not None else [*pending]
                 pending.clear()
@@ -106,7 +110,7 @@ class ModelServerRoutes:
                     texts.append(await self._output(model, seen))
                 if (text := "".join(texts)) and not exchange.closed:
                     exchange.write(text.encode())
-                await asyncio.sleep(_FOLLOW_S)
+                await asyncio.sleep(self._follow_s)
         except CortexError:
             exchange.finish(keep_alive=False)
         except BaseException:

@@ -27,10 +27,10 @@ from cortex.gateway.proxy.routes import error_response, json_response
 from cortex.http.routing import Route
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
+from cortex.wire.error_encoding import OPENAI
 from cortex.wire.errors import (
     CortexError,
     CrossSiteRequest,
-    Family,
     InvalidValue,
     MalformedJSON,
     ModelNotFound,
@@ -300,7 +300,7 @@ class OrderRoutes:
 
 def _ended(job: Job, nodes: Sequence[str]) -> Response:
     if job.error is not None:
-        return error_response(job.error, Family.OPENAI)
+        return error_response(job.error, OPENAI)
     return json_response({"model": job.model, "nodes": nodes, "job": job.as_json()})
 
 

@@ -49,10 +49,11 @@ class Finished(NamedTuple):
 class BatchResults:
     """Belongs to the run of a batch, on the loop's thread; what blocks runs on others."""
 
-    def __init__(self, files: FileStore, batch: Batch, owner: str) -> None:
+    def __init__(self, files: FileStore, batch: Batch, owner: str, renew_s: float = RENEW_S) -> None:
         self._files = files
         self._batch = batch
         self._owner = owner
+        self._renew_s = renew_s
         self._finished: list[Finished] = []
         self._unrecorded: list[tuple[LineResult, Finished]] = []
         """In the segment, and not in the database."""
@@ -175,7 +176,7 @@ class BatchResults:
                     await asyncio.to_thread(segments.copy, page, outputs, is_divided=batch.kind == "openai")
                     last = page[-1].number
                     outcomes.update(result.outcome for result in page)
-                    if time.monotonic() - self.renewed_at >= RENEW_S:
+                    if time.monotonic() - self.renewed_at >= self._renew_s:
                         await self.renew()
                 await asyncio.to_thread(_sync, outputs)
             stored = await asyncio.to_thread(self._place, fresh)

@@ -26,7 +26,7 @@ from cortex.gateway.dispatch.leases import Lease, PendingRequest, RequestKind
 from cortex.gateway.dispatch.measured_sizes import Measured
 from cortex.gateway.dispatch.model_jobs import Effects, ModelJobs
 from cortex.gateway.dispatch.pending_decisions import PendingDecisions, WaitingRequests
-from cortex.gateway.dispatch.source_surveys import SourceSurveys
+from cortex.gateway.dispatch.source_inspections import SourceInspections
 from cortex.gateway.dispatch.state_machine import StateMachine, event
 from cortex.gateway.dispatch.view import DispatchView
 from cortex.wire.errors import CortexError, GroupClaimed, InsufficientCapacity, RateLimitExceeded, ShuttingDown
@@ -52,7 +52,7 @@ class Dispatcher(DispatchView, StateMachine):
         self._effects = effects
         self._event_log = event_log
         self._jobs = ModelJobs(self._fleet_state, effects, event_log, self._demand, clock)
-        self._surveys = SourceSurveys(self._fleet_state, effects, clock)
+        self._inspections = SourceInspections(self._fleet_state, effects, clock)
         self._waiting = WaitingRequests(self._queues, self._leases, self._jobs, clock)
         self._undecided = PendingDecisions()
         self._lost_groups = LostGroups()
@@ -71,7 +71,7 @@ class Dispatcher(DispatchView, StateMachine):
         news = {
             node.name
             for before, node in changed
-            if node.name in self._undecided.awaited or before.placement_facts != node.placement_facts
+            if node.name in self._undecided.awaited or before.placement_state != node.placement_state
         }
         self._undecided.nodes |= news
 
@@ -189,16 +189,16 @@ class Dispatcher(DispatchView, StateMachine):
         for section in self._fleet_state.settings.neurons:
             if section not in settings.neurons:
                 self._jobs.abandon(section.name, "was changed in the configuration")
-                self._surveys.ended(section.name)
+                self._inspections.ended(section.name)
         self._undecided.is_all = True
         self._queues.max_wait_s = settings.max_wait_s
         self._queues.max_waiting = settings.max_waiting
         gone = self._fleet_state.settings.catalogue.ids - settings.catalogue.ids
-        self._fleet_state.reconfigure(settings)
+        self._fleet_state.reconfigure(settings, self._clock())
         self._leases.reconfigured()
         self._counted.forget()
         for name in self._fleet_state:
-            self._surveys.forget(name)
+            self._inspections.forget(name)
         for node in self._fleet_state.fleet.nodes if gone else ():
             if node.name in self._fleet_state and node.takes_orders and node.healthy:
                 for model in gone & node.residencies.keys():
@@ -334,11 +334,11 @@ class Dispatcher(DispatchView, StateMachine):
         self._leases.observed(node)
         self._leases.suspects.discard(node)
         if not was_up:
-            self._surveys.forget(node)
+            self._inspections.forget(node)
             self._effects.mark_down(node, is_down=False)
             self._event_log.happened("node_up", node=node, models=len(health.models))
         self._jobs.observed(node, health)
-        self._surveys.ask(node)
+        self._inspections.ask(node)
 
     @event
     def missed(self, node: str, why: str) -> None:
@@ -361,7 +361,7 @@ class Dispatcher(DispatchView, StateMachine):
             self._leases.suspects.discard(node)
             self._leases.went_down(node)
             self._jobs.abandon(node, f"went down: {why}")
-            self._surveys.ended(node)
+            self._inspections.ended(node)
 
     def _take_for_asleep(self, node: str) -> None:
         """A node that may sleep does not respond. Wake it if its models are not known yet."""
@@ -372,15 +372,15 @@ class Dispatcher(DispatchView, StateMachine):
             self._wake(node, "its models are not known")
 
     @event
-    def source_surveyed(self, target: ModelOnNode, source: str, result: ModelStatus | CortexError) -> None:
+    def source_inspected(self, target: ModelOnNode, source: str, result: ModelStatus | CortexError) -> None:
         """A node responded about a model that the catalogue names, or named when the node was asked, by its path."""
         if target.node in self._fleet_state:
-            self._surveys.responded(target, source, result)
+            self._inspections.responded(target, source, result)
 
     @event
-    def sources_surveyed(self, node: str) -> None:
+    def sources_inspected(self, node: str) -> None:
         """It has responded about all of them."""
-        self._surveys.ended(node)
+        self._inspections.ended(node)
 
     # --- loads and unloads
 
@@ -513,11 +513,12 @@ class Dispatcher(DispatchView, StateMachine):
         self._leases.closed = models
 
     def _may_return(self, model: str) -> bool:
-        """A node that has the model is down or shutting down and may be back soon. A drained node, or one that could
-        not be woken, needs an operator and does not count."""
+        """A node that has the model, or may have it because it is still starting, is down or shutting down and may be
+        back soon. A drained node, or one that could not be woken, needs an operator and does not count."""
         nodes = self._fleet_state.fleet.listing(model)
         returning = [node for node in nodes if not node.drained and node.sleep != "lost"]
-        return any(node.draining or not node.healthy for node in returning)
+        is_any_away = any(node.draining or not node.healthy for node in returning)
+        return is_any_away or bool(self.starting_nodes)
 
     def _is_any_node_undecided(self) -> bool:
         """A node was not observed yet, or missed too few polls to count as down, so it may still take the model."""

@@ -37,8 +37,8 @@ class Outcomes(Protocol):
 
     def load_ended(self, target: ModelOnNode, result: ModelStatus | CortexError) -> None: ...
     def unload_ended(self, target: ModelOnNode, error: CortexError | None) -> None: ...
-    def source_surveyed(self, target: ModelOnNode, source: str, result: ModelStatus | CortexError) -> None: ...
-    def sources_surveyed(self, node: str) -> None: ...
+    def source_inspected(self, target: ModelOnNode, source: str, result: ModelStatus | CortexError) -> None: ...
+    def sources_inspected(self, node: str) -> None: ...
     def recycle_ended(self, node: str, result: tuple[int, ...] | CortexError) -> None: ...
     def suspend_ended(self, node: str, error: CortexError | None) -> None: ...
     def wake_failed(self, node: str, error: CortexError) -> None: ...
@@ -76,8 +76,8 @@ class NodeEffects:
     def forget(self, node: str, model: str) -> None:
         self._start(node, f"forget {model} on {node}", self._forget(node, UnloadRequest(model_id=model, forget=True)))
 
-    def survey(self, node: str, requests: tuple[LoadRequest, ...]) -> None:
-        self._start(node, f"survey the models of {node}", self._survey(node, requests))
+    def inspect(self, node: str, requests: tuple[LoadRequest, ...]) -> None:
+        self._start(node, f"inspect the models of {node}", self._inspect(node, requests))
 
     def recycle(self, node: str, devices: tuple[int, ...]) -> None:
         self._start(node, f"recycle the workers of {node}", self._recycle(node, devices))
@@ -153,14 +153,14 @@ class NodeEffects:
             log.info("%s still lists %s, which models.toml does not: %s", node, request.model_id, result.message)
         await self._poll(node)
 
-    async def _survey(self, node: str, requests: tuple[LoadRequest, ...]) -> None:
+    async def _inspect(self, node: str, requests: tuple[LoadRequest, ...]) -> None:
         for request in requests:
-            result = await result_of(partial(self._survey_one, node, request))
-            self.outcomes.source_surveyed(ModelOnNode(node, request.model_id), request.source or "", result)
-        self.outcomes.sources_surveyed(node)
+            result = await result_of(partial(self._inspect_one, node, request))
+            self.outcomes.source_inspected(ModelOnNode(node, request.model_id), request.source or "", result)
+        self.outcomes.sources_inspected(node)
 
-    async def _survey_one(self, node: str, request: LoadRequest) -> ModelStatus:
-        return await self._nodes[node].survey(request)
+    async def _inspect_one(self, node: str, request: LoadRequest) -> ModelStatus:
+        return await self._nodes[node].inspect(request)
 
     async def _recycle(self, node: str, devices: tuple[int, ...]) -> None:
         recycled: list[int] = []

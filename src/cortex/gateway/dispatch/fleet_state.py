@@ -192,6 +192,8 @@ class FleetState:
         self.sleeping = SleepingNodes()
         """Call `changed` for a node whose sleep state changes."""
         self._reported: dict[str, Node] = {}
+        self._unheard: dict[str, float] = {}
+        """Nodes that have never reported: when the configuration named each."""
         self._resolved: dict[str, Resolution] = {}
         self._is_reconfigured = False
 
@@ -201,7 +203,7 @@ class FleetState:
     def __iter__(self) -> Iterator[str]:
         return iter(self._reported)
 
-    def reconfigure(self, settings: DispatchSettings) -> None:
+    def reconfigure(self, settings: DispatchSettings, now: float) -> None:
         """Use new settings; nodes that they do not name are forgotten."""
         self.settings = settings
         self.sleeping.reconfigure({each.name: each.wake for each in settings.neurons if each.wake is not None})
@@ -216,6 +218,9 @@ class FleetState:
             for node in [node for node in entries.nodes if node not in self]:
                 entries.drop_node(node)
         names = self._reported.keys()
+        self._unheard = {
+            each: self._unheard.get(each, now) for each in names if each in self._unheard or each not in before
+        }
         self._stale.clear()
         self._stale.update(names)
         kept = tuple(self.fleet.node(name) or Node(name=name) for name in names)
@@ -254,6 +259,7 @@ class FleetState:
         return resolution
 
     def observed(self, name: str, discovery: Discovery, health: Health, now: float) -> None:
+        self._unheard.pop(name, None)
         self._report(reports.after_poll(self._reported[name], discovery, health, now))
 
     def missed(self, name: str, why: str) -> None:
@@ -265,6 +271,12 @@ class FleetState:
 
     def is_up(self, name: str) -> bool:
         return self._reported[name].healthy
+
+    def starting(self, now: float) -> list[str]:
+        """Nodes that have not reported yet, a short time after the configuration named them: what they have is not
+        known."""
+        limit_s = self.settings.rules.fair_wait_s
+        return [name for name, since in self._unheard.items() if now - since < limit_s]
 
     def is_asleep(self, target: ModelOnNode) -> bool:
         """By the node's last report."""

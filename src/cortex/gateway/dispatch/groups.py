@@ -36,7 +36,7 @@ T = TypeVar("T")
 END_TIMEOUT_S = 30.0
 CLAIM_POLL_S = 1.0
 RENEW_S = 30.0
-"""Interval at which a claim is renewed during downloads; nodes drop it after their `HOLD_S`."""
+"""Interval at which a claim is renewed during downloads; nodes drop it after their `GroupTimes.hold_s`."""
 UNLOAD_TIMEOUT_S = 180.0
 """Time for running requests to end; a node that takes longer is stuck."""
 
@@ -48,6 +48,8 @@ class _Members:
 
     nodes: Mapping[str, NodeClient]
     leader: str
+    claim_poll_s: float = CLAIM_POLL_S
+    renew_s: float = RENEW_S
 
     async def ask(self, name: str, call: Callable[[NodeClient], Awaitable[T]]) -> T:
         """The result of a call to a node. Raises CortexError."""
@@ -68,19 +70,42 @@ class _Members:
             raise UpstreamUnavailable(f"{name} is no longer a node of this gateway")
         return node
 
+    @contextlib.asynccontextmanager
+    async def renewed(self, renew: Callable[[], Awaitable[object]]) -> AsyncIterator[None]:
+        """Calls it now and then during the block, which ends when it fails."""
+
+        async def keep() -> None:
+            while True:
+                await asyncio.sleep(self.renew_s)
+                await renew()
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                renewing = tasks.create_task(keep())
+                yield
+                renewing.cancel()
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
 
 async def start_group(
-    nodes: Mapping[str, NodeClient], plans: Sequence[MemberPlan], request: LoadRequest, neighbours: Neighbours
+    nodes: Mapping[str, NodeClient],
+    plans: Sequence[MemberPlan],
+    request: LoadRequest,
+    neighbours: Neighbours,
+    *,
+    claim_poll_s: float = CLAIM_POLL_S,
+    renew_s: float = RENEW_S,
 ) -> ModelStatus:
     """`plans`: of all members, the leader's first. Returns its status when all are ready. Raises UpstreamFault or
     CortexError; what has started is ended then, also when this is cancelled. While another gateway starts the model on
     these nodes, it waits for that; raises GroupClaimed once it is ready there."""
-    members = _Members(nodes, plans[0].node)
+    members = _Members(nodes, plans[0].node, claim_poll_s, renew_s)
     while True:
         try:
             return await _start_once(members, plans, request, neighbours)
         except GroupClaimed:
-            await asyncio.sleep(CLAIM_POLL_S)
+            await asyncio.sleep(claim_poll_s)
             for plan in plans:
                 status = await members.ask(plan.node, lambda node: node.model_status(request.model_id))
                 if status.state is ModelState.READY:
@@ -102,7 +127,7 @@ async def _start_once(
             )
             for rank, plan in enumerate(plans)
         ]
-        async with _renewed(lambda: members.ask(members.leader, _prepare(request, group, 0))):
+        async with members.renewed(lambda: members.ask(members.leader, _prepare(request, group, 0))):
             await _load_members(members, plans, requests)
         return await members.client(members.leader).load(requests[0])
 
@@ -162,7 +187,7 @@ async def _prepared(
     _check_versions(plans, found)
     lacking = [plan.node for plan, each in zip(plans, found, strict=True) if each.lacks_files]
     if lacking:
-        async with _renewed(lambda: _claimed(members, plans, request, group)):
+        async with members.renewed(lambda: _claimed(members, plans, request, group)):
             await _fill(members, lacking, request, neighbours)
         found = await _claimed(members, plans, request, group)
     _check_files(plans, found, request.model_id)
@@ -186,7 +211,7 @@ async def _claimed(
     first = min(range(len(plans)), key=lambda rank: plans[rank].node)
     decided = await prepare(first)
     others = [rank for rank in range(len(plans)) if rank != first]
-    async with _renewed(lambda: prepare(first)):  # some take long to find out the version of their server
+    async with members.renewed(lambda: prepare(first)):  # some take long to find out the version of their server
         found = dict(zip(others, await _all(map(prepare, others)), strict=True))
     return [decided if rank == first else found[rank] for rank in range(len(plans))]
 
@@ -206,24 +231,6 @@ def _prepare(
     return lambda node: node.prepare_member(asked)
 
 
-@contextlib.asynccontextmanager
-async def _renewed(renew: Callable[[], Awaitable[object]]) -> AsyncIterator[None]:
-    """Call it at an interval during the block, which ends when it fails."""
-
-    async def keep() -> None:
-        while True:
-            await asyncio.sleep(RENEW_S)
-            await renew()
-
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            renewing = tasks.create_task(keep())
-            yield
-            renewing.cancel()
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-
-
 async def _fill(members: _Members, names: Sequence[str], request: LoadRequest, neighbours: Neighbours) -> None:
     """Get the files to these nodes. Without another node that has them, one uses the hub and the others get them from
     it. Raises CortexError."""
@@ -241,7 +248,7 @@ async def _pull(members: _Members, name: str, files: FilesRequest) -> None:
     status = await members.ask(name, lambda node: node.pull(files))
     try:
         while status.state == "running":
-            await asyncio.sleep(CLAIM_POLL_S)
+            await asyncio.sleep(members.claim_poll_s)
             status = await members.ask(name, lambda node: node.pull_status(files.model_id))
     except asyncio.CancelledError:
         run_once(_quietly(members.client(name).cancel_pull(files.model_id)), f"cancel the pull on {name}")

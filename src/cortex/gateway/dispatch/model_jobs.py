@@ -60,9 +60,9 @@ class Effects(Protocol):
     def forget(self, node: str, model: str) -> None:
         """Unload and delist a model known only from load requests. Ends in `observed`."""
 
-    def survey(self, node: str, requests: tuple[LoadRequest, ...]) -> None:
-        """List models and read their files, without a load. Ends in `source_surveyed` for each, and in
-        `sources_surveyed`."""
+    def inspect(self, node: str, requests: tuple[LoadRequest, ...]) -> None:
+        """List models and read their files, without a load. Ends in `source_inspected` for each, and in
+        `sources_inspected`."""
 
     def recycle(self, node: str, devices: tuple[int, ...]) -> None:
         """Replace the workers of these devices, which hold no model. Ends in `recycle_ended`."""

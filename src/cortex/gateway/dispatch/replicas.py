@@ -57,8 +57,8 @@ class ReadyReplicas:
         """The fleet was rebuilt: derive again what these nodes changed, which after most reports is nothing."""
         models: set[str] = set()
         for before, after in changed:
-            facts = _routing_facts(after)
-            if facts.spans or facts != _routing_facts(before):
+            state = _routing_state(after)
+            if state.spans or state != _routing_state(before):
                 for node in (before, after):
                     models.update(ready_models(node), (member.id for member in node.members))
         for model in models:
@@ -69,8 +69,8 @@ class ReadyReplicas:
         self._found.clear()
 
 
-class _RoutingFacts(NamedTuple):
-    """The facts of a node that decide on its replicas."""
+class _RoutingState(NamedTuple):
+    """The state of a node that decides on its replicas."""
 
     is_open: bool
     models: tuple[ReadyReplica, ...]
@@ -79,10 +79,10 @@ class _RoutingFacts(NamedTuple):
 
 
 @remembered
-def _routing_facts(node: Node) -> _RoutingFacts:
+def _routing_state(node: Node) -> _RoutingState:
     held = [node.residencies[model] for model in ready_models(node)]
     spans = bool(node.members) or any(each.status.nodes for each in held)
-    return _RoutingFacts(node.healthy and not node.draining, tuple(_ready_replica(node, each) for each in held), spans)
+    return _RoutingState(node.healthy and not node.draining, tuple(_ready_replica(node, each) for each in held), spans)
 
 
 def _ready_replica(node: Node, held: Residency) -> ReadyReplica:

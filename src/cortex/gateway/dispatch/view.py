@@ -68,6 +68,11 @@ class DispatchView:
         return self._clock()
 
     @property
+    def starting_nodes(self) -> list[str]:
+        """Nodes that have not reported yet, a short time after the configuration named them."""
+        return self._fleet_state.starting(self._clock())
+
+    @property
     def catalogue(self) -> Catalogue:
         return self._fleet_state.settings.catalogue
 

@@ -128,8 +128,9 @@ class Holdings(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class DeviceMemory:
     """The changes of a day, oldest first."""
 
-    def __init__(self, keep_s: float) -> None:
+    def __init__(self, keep_s: float, max_changes: int = MAX_CHANGES) -> None:
         self._keep_s = keep_s
+        self._max_changes = max_changes
         self._changes: deque[Holdings] = deque()
         self._latest: dict[DeviceKey, Holdings] = {}
 
@@ -147,7 +148,7 @@ class DeviceMemory:
             before = self._latest.get(holdings.key)
             if before is None or before.models != holdings.models or before.total_bytes != holdings.total_bytes:
                 self._add(holdings)
-        while self._changes and (self._changes[0].at < now - self._keep_s or len(self._changes) > MAX_CHANGES):
+        while self._changes and (self._changes[0].at < now - self._keep_s or len(self._changes) > self._max_changes):
             self._changes.popleft()
 
     def restore(self, changes: list[Holdings], now: float) -> None:

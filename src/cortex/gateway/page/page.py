@@ -21,9 +21,9 @@ from cortex.gateway.proxy.routes import error_response, json_response
 from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
+from cortex.wire.error_encoding import OPENAI
 from cortex.wire.errors import (
     CortexError,
-    Family,
     InvalidAPIKey,
     InvalidValue,
     MethodNotAllowed,
@@ -105,7 +105,7 @@ class Page:
                 return json_response({"signed_in": False})._replace(headers=(self._cookie("", 0, request), _NOT_STORED))
             raise MethodNotAllowed("/session takes GET, POST or DELETE only.")
         except CortexError as error:
-            return error_response(error, Family.OPENAI)
+            return error_response(error, OPENAI)
 
     def _sign_in(self, request: Request) -> Response:
         try:
@@ -137,9 +137,9 @@ def _file(bundle: Mapping[str, PageFile], request: Request) -> Response:
     file = bundle.get(INDEX if path == "/" else path.removeprefix(PAGE_FILES.decode()))
     if file is None:
         error = RouteNotFound(f"The page has no file {shorten(path)}; open / instead.")
-        return error_response(error, Family.OPENAI)
+        return error_response(error, OPENAI)
     if request.method not in _READS:
-        return error_response(MethodNotAllowed(f"{shorten(path)} takes GET only."), Family.OPENAI)
+        return error_response(MethodNotAllowed(f"{shorten(path)} takes GET only."), OPENAI)
     return respond(file, request)
 
 

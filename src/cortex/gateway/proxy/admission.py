@@ -22,10 +22,13 @@ from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
 from cortex.parsing.envelope import Envelope
 from cortex.telemetry.spans import Span
-from cortex.wire.errors import CortexError, ModelNotAllowed, ModelNotFound, shorten
+from cortex.wire.errors import CortexError, ModelNotAllowed, ModelNotFound, Overloaded, shorten
 from cortex.wire.fields.request_class import RequestClass
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.tenant import EVERYBODY, tenant_of
+
+_NODE_START_S = 2.0
+"""When a client may ask again for a model that only nodes name, of which some are still starting."""
 
 
 def client_of(key: KeySection | None, request: Request) -> str:
@@ -89,7 +92,7 @@ class AdmittedRequest(msgspec.Struct, frozen=True):
 
 def narrowed_tenant(received: ReceivedRequest, admitted: AdmittedRequest) -> bytes:
     """Requests share cached prefixes if they have the same tenant and salt."""
-    return tenant_of(admitted.tenant, received.envelope.facts.cache_salt)
+    return tenant_of(admitted.tenant, received.envelope.summary.cache_salt)
 
 
 class AdmissionController:
@@ -111,7 +114,7 @@ class AdmissionController:
         self,
         key: KeySection | None,
         prompt_bytes: int,
-        facts: RequestSummary,
+        summary: RequestSummary,
         *,
         has_price: bool = False,
         is_check: bool = False,
@@ -122,33 +125,44 @@ class AdmissionController:
         `has_price`: the catalogue's prices apply to its tokens. `is_check`: see `AdmittedRequest`."""
         reservation: Reservation = FreeReservation(key) if idle is None else idle.reservation
         if not is_check and idle is None:
-            reservation = self._reserve(key, prompt_bytes, facts, has_price=has_price)
+            reservation = self._reserve(key, prompt_bytes, summary, has_price=has_price)
         try:
-            resolution = resolve_for(self._dispatcher, reservation.key, facts.model)
+            resolution = resolve_for(self._dispatcher, reservation.key, summary.model)
             model = resolution.model_id
-            if facts.has_pictures:
+            if summary.has_pictures:
                 self.check_pictures(key, model)
         except CortexError as error:
             reservation.cancel()
-            raise shown_to(key, error) from error
-        served = class_of_key(key, facts.asked_class) if idle is None else "idle"
+            raise shown_to(key, self._until_nodes_report(error, summary.model)) from error
+        served = class_of_key(key, summary.asked_class) if idle is None else "idle"
         # Idle work evicts no model for itself.
         origin: Origin = "background" if resolution.background or served == "idle" else "request"
         tenant = tenant_of_key(key, self.prefix_sharing)
         return AdmittedRequest(model, origin, reservation, key, is_check, tenant, served)
 
     def _reserve(
-        self, key: KeySection | None, prompt_bytes: int, facts: RequestSummary, *, has_price: bool
+        self, key: KeySection | None, prompt_bytes: int, summary: RequestSummary, *, has_price: bool
     ) -> Reservation:
         """Treats a model that the key may not use as unknown: an error must not reveal its price or context."""
-        name = facts.model
+        name = summary.model
         try:
             resolve_for(self._dispatcher, key, name)
         except (ModelNotAllowed, ModelNotFound):
             prompt_tokens = ModelSpec(id=name).tokens_per_request if has_price else None
-            return self.meter.admit(key, prompt_bytes, facts, prompt_tokens=prompt_tokens)
+            return self.meter.admit(key, prompt_bytes, summary, prompt_tokens=prompt_tokens)
         prompt_tokens = self._dispatcher.spec(name).tokens_per_request if has_price else None
-        return self.meter.admit(key, prompt_bytes, facts, self._context_of, self._prices_of, prompt_tokens)
+        return self.meter.admit(key, prompt_bytes, summary, self._context_of, self._prices_of, prompt_tokens)
+
+    def _until_nodes_report(self, error: CortexError, name: str) -> CortexError:
+        """In place of a `ModelNotFound` while nodes are starting: one of them may have the model."""
+        starting = self._dispatcher.starting_nodes
+        if not starting or not isinstance(error, ModelNotFound):
+            return error
+        return Overloaded(
+            f"There is no model `{shorten(name)}` yet: {', '.join(starting)} may have it and has not responded since "
+            "this gateway started; try again in a moment.",
+            retry_after_s=_NODE_START_S,
+        )
 
     def check_pictures(self, key: KeySection | None, model: str) -> None:
         """Raises UnsupportedModality for a model that reads text only; the error suggests models of `key` that read

@@ -18,13 +18,15 @@ from cortex.http.server.server import Handler, Response, Server
 from cortex.http.ticker import Ticker
 from cortex.system import open_files
 from cortex.wire.dialects.ollama.models import BLOBS_PREFIX
-from cortex.wire.errors import CortexError, Family, RouteNotFound
-from cortex.wire.node.headers import ANTHROPIC_REQUEST_ID, BUDGET, DROPPED_TOOLS, IGNORED_FIELDS, NODE, UNENFORCED
+from cortex.wire.dialects.registry import FAMILIES
+from cortex.wire.error_encoding import OPENAI
+from cortex.wire.errors import CortexError, RouteNotFound
+from cortex.wire.node.headers import BUDGET, DROPPED_TOOLS, IGNORED_FIELDS, NODE, UNENFORCED
 
 ANY_ORIGIN = b"*"
 _READABLE = (
     "x-request-id",
-    ANTHROPIC_REQUEST_ID,
+    *(family.id_header.decode() for family in FAMILIES if family.id_header is not None),
     NODE,
     BUDGET,
     "retry-after",
@@ -197,7 +199,7 @@ def metrics_server(metrics: Metrics, ticker: Ticker, limits: ClientLimits) -> Se
         if exchange.request.path in (b"/metrics", b"/"):
             exchange.respond(200, ((b"content-type", CONTENT_TYPE.encode()),), metrics.exposition())
         else:
-            exchange.respond(*error_response(RouteNotFound("The metrics are at /metrics."), Family.OPENAI))
+            exchange.respond(*error_response(RouteNotFound("The metrics are at /metrics."), OPENAI))
 
     few = dataclasses.replace(
         limits,

@@ -41,10 +41,13 @@ from cortex.wire.tenant import EVERYBODY
 class OpaqueBody:
     """The same for every attempt, except for the path below `/upstream/`: a foreign server is the upstream itself."""
 
-    __slots__ = ("_body", "_form", "_own_target", "_target", "_upstream", "headers", "method")
+    __slots__ = ("_access", "_body", "_form", "_is_foreign", "_own_target", "_target", "_upstream", "headers", "method")
 
-    def __init__(self, request: Request, model: str, found: OpaqueFields | str) -> None:
-        """`found`: its known fields or, for a request below `/upstream/`, the path at the server."""
+    def __init__(self, request: Request, model: str, found: OpaqueFields | str, access: Access = "any") -> None:
+        """`found`: its known fields or, for a request below `/upstream/`, the path at the server. `access`: the fields
+        that a foreign server may get."""
+        self._access = access
+        self._is_foreign = False
         self.method = request.method
         self.headers: Headers = ()
         self._body: Body = b""
@@ -59,6 +62,7 @@ class OpaqueBody:
             self._body = request.body if request.upload is None else request.upload
 
     def choose(self, lease: Lease) -> bool:
+        self._is_foreign = not lease.abilities.reads_headers
         if self._form is not None:
             request, model, found = self._form
             values, stripped = {**lease.abilities.set_params, "model": model}, lease.abilities.strip_params
@@ -72,6 +76,9 @@ class OpaqueBody:
         """Nothing has to be prepared."""
 
     def made(self) -> tuple[bytes, Body, None]:
+        """Raises InvalidValue for a field that the key may not send to a foreign server."""
+        if self._is_foreign and self._access != "any" and self._form is not None:
+            self._form[2].check_known()
         return self._target, self._body, None
 
 
@@ -111,10 +118,10 @@ class OutgoingBody:
         self._received = received.body
         self._admitted = admitted
         self._keeper = keeper
-        self.headers: Headers = _STREAM if self._route.generates and received.envelope.facts.stream else _WHOLE
+        self.headers: Headers = _STREAM if self._route.generates and received.envelope.summary.stream else _WHOLE
         """Headers for the node about the body and the response."""
         self._has_budget = self._route.need != "relay" and admitted.reservation.token_limit is not None
-        self._access = _access(admitted, has_budget=self._has_budget) if self._route.need != "relay" else "any"
+        self._access = access_of(admitted, has_budget=self._has_budget)
         self._is_foreign = False
         self._translates = False
         """Whether the body is translated."""
@@ -123,12 +130,12 @@ class OutgoingBody:
         self._set_params: dict[str, Any] = {}
         self._strip_params: tuple[str, ...] = ()
         """The fields that the operator sets and removes at the node."""
-        asked = received.envelope.facts.asked_class
+        asked = received.envelope.summary.asked_class
         self._beyond = (TIER, PRIORITY) if asked is not None and asked != admitted.request_class else ()
         """Fields that ask for more than the key may have: a foreign server gets none of them."""
         self._limits: dict[int, int | None] = {}
         """The limit of a choice at a foreign server, by the tokens of the prompt there."""
-        is_renamed = received.envelope.facts.model != admitted.model  # the client named it by an alias
+        is_renamed = received.envelope.summary.model != admitted.model  # the client named it by an alias
         self._edited: bytes | None = None if is_renamed or self._route.target else received.body
         """The body for neurons, or for the target of another path, once made."""
         self._served: ServerBody | None = None
@@ -183,7 +190,7 @@ class OutgoingBody:
             if self._is_filtered:
                 fields = self._fields
                 body = server_body(self._path, body, fields.without).with_fields(fields.written(None))
-            translation = OllamaEmbeddings(self._route.path.decode(), self._request.envelope.facts.model)
+            translation = OllamaEmbeddings(self._route.path.decode(), self._request.envelope.summary.model)
             return self._route.target, body, translation
         if self._translates:
             return CHAT.path, *self._translation()
@@ -218,11 +225,11 @@ class OutgoingBody:
         """The limit of a choice at a foreign server for a body of this size; None without a limit."""
         if not (self._is_foreign and self._has_budget):
             return None
-        facts = self._request.envelope.facts
+        summary = self._request.envelope.summary
         # What is sent may be longer than what was received, but for the encoding of pictures.
-        most = max(num_bytes, len(self._received)) - facts.picture_bytes + facts.picture_tokens
+        most = max(num_bytes, len(self._received)) - summary.picture_bytes + summary.picture_tokens
         if most not in self._limits:
-            self._limits[most] = choice_limit(self._admitted.reservation, facts, most)
+            self._limits[most] = choice_limit(self._admitted.reservation, summary, most)
         return self._limits[most]
 
     def _translation(self) -> tuple[bytes, ChatTranslation]:
@@ -242,16 +249,16 @@ class OutgoingBody:
             body = served.with_fields(self._fields.written(limit))
         else:
             body = served.with_fields({} if limit is None else {"max_tokens": limit})
-        response_id = self._route.codec.ID_PREFIX + self._request.id.decode().removeprefix("req_")
+        response_id = self._route.codec.id_prefix + self._request.id.decode().removeprefix("req_")
         if self._keeper is not None and self._keeper.kept is not None:
             request, response_id = self._keeper.kept.described(request), self._keeper.kept.id
-        name, show = self._request.envelope.facts.model, partial(shown_to, self._admitted.key)
+        name, show = self._request.envelope.summary.model, partial(shown_to, self._admitted.key)
         return body, ChatTranslation(self._route, request, id=response_id, model=name, show=show)
 
 
-def _access(admitted: AdmittedRequest, *, has_budget: bool) -> Access:
+def access_of(admitted: AdmittedRequest, *, has_budget: bool) -> Access:
     """Which fields the key may send to a foreign server: fields unknown here could choose another model or use
-    uncounted tokens."""
+    uncounted tokens. `has_budget`: whether its tokens are counted."""
     if has_budget:
         return "counted"
     return "known" if admitted.key is not None and admitted.key.models else "any"
@@ -262,7 +269,7 @@ MOST_UNASKED_TOKENS = 16_384
 context, and many do not report it."""
 
 
-def choice_limit(reservation: Reservation, facts: RequestSummary, most_prompt_tokens: int) -> int | None:
+def choice_limit(reservation: Reservation, summary: RequestSummary, most_prompt_tokens: int) -> int | None:
     """The token limit of one choice at a server that takes no limit for the whole request; None without a budget, or if
     the model's context ends a choice before the budget does. The prompt counts as one token per byte, its upper bound.
     Raises InsufficientQuota."""
@@ -275,6 +282,6 @@ def choice_limit(reservation: Reservation, facts: RequestSummary, most_prompt_to
     if limit is None:
         return None
     if not reservation.may_end_response:  # the budget has all that the client's limit or the context allows
-        return facts.completion_limit
-    left = (limit - prompt_tokens) // facts.num_choices
-    return min(left, MOST_UNASKED_TOKENS if facts.completion_limit is None else facts.completion_limit)
+        return summary.completion_limit
+    left = (limit - prompt_tokens) // summary.num_choices
+    return min(left, MOST_UNASKED_TOKENS if summary.completion_limit is None else summary.completion_limit)

@@ -71,7 +71,7 @@ def for_node(
         (_ATTEMPT, accounting.attempt_id),
         (_PRINCIPAL, header_value(reservation.principal)),
     )
-    if admitted.request_class != "default" or accounting.received.envelope.facts.asked_class is not None:
+    if admitted.request_class != "default" or accounting.received.envelope.summary.asked_class is not None:
         headers = (*headers, (_CLASS, admitted.request_class.encode()))
     if admitted.tenant:
         headers = (*headers, (_TENANT, admitted.tenant.hex().encode()))

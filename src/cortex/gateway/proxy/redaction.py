@@ -17,9 +17,9 @@ from cortex.gateway.ledger.keys import KeySection, may_use
 from cortex.http.event_boundary import EventBoundary
 from cortex.http.request import Headers
 from cortex.http.upstream.faults import ResponseTooLarge
-from cortex.wire import error_encoding, errors, sse
-from cortex.wire.error_encoding import public
-from cortex.wire.errors import CortexError, Family, UpstreamInterrupted
+from cortex.wire import errors, sse
+from cortex.wire.error_encoding import Family, public
+from cortex.wire.errors import CortexError, UpstreamInterrupted
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class ErrorRedaction:
     def head(self, status: int, headers: Headers) -> tuple[int, Headers]:
         self._status = status
         if status == errors.InvalidAPIKey.status:
-            return error_encoding.status(self._read(status, b""), self._family), headers
+            return self._family.status(self._read(status, b"")), headers
         return status, headers
 
     def push(self, data: bytes) -> bytes:
@@ -78,7 +78,7 @@ class ErrorRedaction:
         error = self._read(self._status, body)
         shown = shown_to(self._key, error)
         is_unchanged = shown is error and self._status != errors.InvalidAPIKey.status
-        return body if is_unchanged else msgspec.json.encode(error_encoding.envelope(shown, self._family))
+        return body if is_unchanged else msgspec.json.encode(self._family.envelope(shown))
 
 
 class StreamRedaction:

@@ -170,7 +170,7 @@ class ProxyRequest:
         body: OpaqueBody | None = None,
     ) -> None:
         """`body`: sent to nodes instead of the received body."""
-        route, facts = received.route, received.envelope.facts
+        route, summary = received.route, received.envelope.summary
         self.services = services
         self.route = route
         self.received = received
@@ -187,7 +187,7 @@ class ProxyRequest:
         self._usage_header: bytes | None = None
         self._is_unread = False
         """Whether the node has not parsed the response either."""
-        is_stream = route.generates and facts.stream
+        is_stream = route.generates and summary.stream
         self._accounting = RequestAccounting(services, route, received, admitted, is_stream, received.received_at)
         keepalive = keepalive_of(route.dialect, services.config.keepalive_s) if is_stream else None
         headers, capture = route.id_headers(received.id), None
@@ -210,7 +210,7 @@ class ProxyRequest:
                     self._prompt_bytes,
                     self._excluded,
                     self.route.need,
-                    self.received.envelope.facts.has_pictures,
+                    self.received.envelope.summary.has_pictures,
                     self.received.client,
                 )
                 if lease is not None:
@@ -226,7 +226,7 @@ class ProxyRequest:
                 origin=self.admitted.origin,
                 need=self.route.need,
                 excluded=self._excluded,
-                has_pictures=self.received.envelope.facts.has_pictures,
+                has_pictures=self.received.envelope.summary.has_pictures,
                 client=self.received.client,
                 level=level_of(self.admitted.request_class),
                 tell=self._tell,
@@ -238,14 +238,14 @@ class ProxyRequest:
 
     def _tell(self, wait_s: float) -> None:
         """A node wakes for the request: inform a streaming client how long that takes."""
-        if self._relay is not None and self._accounting.stream and self.route.codec.CONTENT_TYPE == sse.CONTENT_TYPE:
+        if self._relay is not None and self._accounting.stream and self.route.codec.content_type == sse.CONTENT_TYPE:
             self._relay.comment(b": a node is waking up, which takes about %d s\n\n" % round(wait_s))
 
     def _loading_note(self) -> bytes:
         """What the client receives while it waits for its model."""
         model, dispatcher = self.admitted.model, self.services.dispatcher
         shown = dispatcher.catalogue.spec(model).loading_state or self.services.config.loading_state
-        name = self.received.envelope.facts.model
+        name = self.received.envelope.summary.model
         return loading_note(self.route, name, dispatcher.loading_state(model), as_reasoning=shown == "reasoning")
 
     def _deliver(self, result: Lease | CortexError) -> None:
@@ -268,7 +268,7 @@ class ProxyRequest:
             self._rewriting = run_once(self._prepare_elsewhere(lease), "edit or translate a large request")
             return
         route, received, admitted, accounting = self.route, self.received, self.admitted, self._accounting
-        if received.envelope.facts.loads_only and not lease.abilities.takes_orders:
+        if received.envelope.summary.loads_only and not lease.abilities.takes_orders:
             self._reply_loaded()
             return
         target, body, translation = self._body.made()
@@ -285,7 +285,8 @@ class ProxyRequest:
             headers = (*headers, *outgoing_headers.kv_source(lease, services.nodes))
         config = services.config
         for_client = outgoing_headers.for_client(lease, route, admitted, names_node=config.node_header)
-        silence_s = route.silence_s(config.idle_timeout_s, is_stream=accounting.stream)
+        whole_silence_s = services.limits.whole_silence_s
+        silence_s = route.silence_s(config.idle_timeout_s, whole_silence_s, is_stream=accounting.stream)
         when_down_s = silence_s if route.outlasts_polls(lease.abilities) else None
         self._relay.send(
             node.pool, self._body.method, target, headers, body, translation, for_client, silence_s, when_down_s
@@ -294,7 +295,7 @@ class ProxyRequest:
     def _reply_loaded(self) -> None:
         """Respond to a request that only loads a model which a foreign server has: there is nothing to send."""
         self._accounting.status = 200
-        body = self.route.state_reply(self.received.envelope.facts.model, unloads=False)
+        body = self.route.state_reply(self.received.envelope.summary.model, unloads=False)
         if self._relay is not None:
             self._relay.reject(200, JSON_HEADERS, body, body + b"\n")
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from cortex.fleet.idle_caps import IdleCaps
 from cortex.gateway.config import GatewaySection
@@ -21,6 +19,16 @@ from cortex.http.limits import Buffered
 from cortex.http.ticker import Ticker
 from cortex.parsing.parser import BodyParser
 from cortex.telemetry.spans import Tracer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLimits:
+    """Limits that are no settings: every gateway has the same."""
+
+    whole_silence_s: float = 3600.0
+    """How long a response that is no stream may take, at least: nodes send nothing until all of it is done."""
+    max_held_s: float = 5.0
+    """How long the end of a response is held back until the response is stored."""
 
 
 @dataclass(slots=True)
@@ -42,7 +50,7 @@ class Services:
     buffered: Buffered
     """Request bytes in memory, of clients and background runs."""
     idle_caps: IdleCaps
-    """Limits the batch lines per node by how fast interactive requests are served."""
-    clock: ClassVar = staticmethod(time.monotonic)
-    """Not the loop's clock, which has a resolution of a millisecond and is constant during a turn: too coarse for a
-    request."""
+    """How many lines of batches each node may run; interactive requests report how fast they were served."""
+    limits: RequestLimits
+    clock: Callable[[], float]
+    """Not the loop's, which counts whole milliseconds and stands still during a turn: a request takes less."""

@@ -14,7 +14,6 @@ from cortex.foreign.chat_response import ForeignResponse
 from cortex.gateway.proxy.routes import InferenceRoute
 from cortex.http.request import Headers
 from cortex.http.upstream.faults import MalformedResponse, ResponseTooLarge
-from cortex.wire import error_encoding
 from cortex.wire.dialects.openai_chat.upstream_error import foreign_error
 from cortex.wire.error_encoding import from_code
 from cortex.wire.errors import CortexError
@@ -62,7 +61,7 @@ class ChatTranslation:
         self._model = model
         self._created = int(time.time())
         self._response = ForeignResponse(is_stream=request.stream)
-        self._encoder = route.codec.Encoder(request, id=id, created=self._created, model=model)
+        self._encoder = route.codec.new_encoder(request, id=id, created=self._created, model=model)
         self._finishes: list[Finish] = []
         self._num_held_bytes = 0
         """Estimated bytes that decoder and encoder keep of a stream until its end."""
@@ -82,11 +81,11 @@ class ChatTranslation:
         """The head for the client: our status for the node's, and our content type."""
         self._response.head(status, headers)
         if status >= 400:
-            return error_encoding.status(foreign_error(status, b""), self._route.family), _JSON
+            return self._route.family.status(foreign_error(status, b"")), _JSON
         notes = our_headers.notes(self._request)
         extra = tuple((name.encode(), value.encode()) for name, value in notes.items())
         if self._request.stream:
-            content_type = (b"content-type", self._route.codec.CONTENT_TYPE.encode())
+            content_type = (b"content-type", self._route.codec.content_type.encode())
             return 200, (content_type, _NOT_CACHED, *extra)
         return 200, (*_JSON, *extra)
 
@@ -100,7 +99,7 @@ class ChatTranslation:
     def finish(self) -> bytes:
         """The end of the response. Raises `MalformedResponse` when the node's was not complete."""
         if (error := self._response.error) is not None:
-            return msgspec.json.encode(error_encoding.envelope(error, self._route.family))
+            return msgspec.json.encode(self._route.family.envelope(error))
         try:
             events = self._response.finish()
             if self._request.stream:

@@ -21,7 +21,6 @@ from cortex.gateway.responses.response_object import ended_body, head_of, withou
 from cortex.gateway.responses.store import ResponseStore
 from cortex.gateway.responses.tables import NewResponse, StoredResponse
 from cortex.http.request import Request
-from cortex.http.server import deferred_end as held_end
 from cortex.http.server.detached import DetachedExchange
 from cortex.http.server.spool import no_room
 from cortex.system.tasks import SupervisedTask, Supervisor
@@ -146,7 +145,7 @@ class BackgroundRuns:
                 kept.id, key_id, kept.previous_response_id, "queued", stored_input, queued, kept.conversation_id
             )
         )
-        streams, max_bytes = received.envelope.facts.stream, self._store.max_entry_bytes
+        streams, max_bytes = received.envelope.summary.stream, self._store.max_entry_bytes
         run = BackgroundRun(kept, key_id, queued, self._ended, streams=streams, max_bytes=max_bytes)
         run.exchange = DetachedExchange(_without_body(received.exchange.request), run)
         self._runs[kept.id] = run
@@ -177,7 +176,7 @@ class BackgroundRuns:
         task.add_done_callback(self._writing.discard)
         # Where this gateway alone continues the response, the next request is behind its end in the store anyway.
         is_awaited = self._store.database.is_shared or run.kept.conversation_id is not None
-        loop.call_later(held_end.MAX_HELD_S if is_awaited else 0, run.settle)
+        loop.call_later(self._inference.services.limits.max_held_s if is_awaited else 0, run.settle)
 
     async def _write_end(self, run: BackgroundRun) -> None:
         try:

@@ -11,6 +11,7 @@ from cortex.http.cross_site import CrossSiteCheck
 from cortex.http.request import Request
 from cortex.neuron.config import NeuronConfig, check_key
 from cortex.settings import SettingsError
+from cortex.wire.dialects.registry import DIALECTS, FAMILIES
 from cortex.wire.errors import CortexError, InvalidAPIKey
 from cortex.wire.fields.body import check_content_type
 from cortex.wire.node.kv_blocks import PATH as KV_PATH
@@ -21,8 +22,12 @@ from cortex.wire.opaque.routes import is_opaque
 
 OPEN_PATH = b"/health"
 """Needs no key; without one the response has only the status."""
-_INFERENCE_PATHS = (b"/v1/", b"/tokenize", b"/detokenize", b"/apply-template", b"/infill")
-_OLLAMA_PATHS = b"/api/"
+_UNDECLARED_PATHS = tuple(each.prefix.encode() for each in FAMILIES if each.prefix and not each.declares_bodies)
+"""Paths of clients that omit Content-Type."""
+_INFERENCE_PATHS = (
+    *(b"/v1/", b"/tokenize", b"/detokenize", b"/apply-template"),
+    *(dialect.path.encode() for dialect in DIALECTS.values() if dialect.family.declares_bodies),
+)
 _HASHED_CHARACTERS = 1024
 """The cost of a check must not depend on what an unauthenticated client sends."""
 
@@ -100,8 +105,8 @@ class NodeAccess:
             return
         if request.method in (b"GET", b"HEAD"):
             return
-        if request.path.startswith(_OLLAMA_PATHS) and origin is None:
-            return  # Ollama's clients do not declare their bodies, and web pages always send their origin
+        if request.path.startswith(_UNDECLARED_PATHS) and origin is None:
+            return  # web pages always send their origin
         if request.path.startswith(_INFERENCE_PATHS):
             check_content_type(content_type, required=origin is not None)
         else:

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from cortex.neuron.api.backend import Backend
 from cortex.telemetry.spans import MODEL, OPERATION, operation_name
+from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import CortexError
 from cortex.wire.events import AnyEvent, Finish, Usage
 from cortex.wire.node.protocol import DeviceHealth, HostHealth, ModelState, ModelStatus
@@ -104,9 +105,10 @@ class Metrics:
         return generate_latest(self._registry)
 
     @contextmanager
-    def watch(self, dialect: str) -> Iterator[RequestWatch]:
-        """Counts one request, however it ends."""
-        watch = RequestWatch(self, operation_name(dialect))
+    def watch(self, kind: str) -> Iterator[RequestWatch]:
+        """Counts one request, however it ends. `kind`: its dialect, or what it needs where that is no text."""
+        codec = DIALECTS.get(kind)
+        watch = RequestWatch(self, operation_name(kind) if codec is None else codec.operation)
         outcome = "ok"
         try:
             yield watch
@@ -125,7 +127,7 @@ class Metrics:
             raise
         finally:
             outcome = "error" if watch.error_code else outcome
-            self.requests.labels(watch.model, dialect, outcome).inc()
+            self.requests.labels(watch.model, kind, outcome).inc()
             error_type = watch.error_code or ("" if outcome == "ok" else outcome)
             self.duration.labels(watch.model, watch.operation, error_type).observe(time.monotonic() - watch.began_s)
 

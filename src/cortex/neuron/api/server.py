@@ -86,10 +86,10 @@ class Front:
             )
         log.warning("anybody who can reach %s may load and use models: there is no key (--insecure)", config.address)
 
-    async def watch(self) -> None:
+    async def watch(self, check_s: float = CHECK_FILES_S) -> None:
         """Apply changed files until cancelled. A file that cannot be used is logged, and the old one stays in force."""
         while True:
-            await asyncio.sleep(CHECK_FILES_S)
+            await asyncio.sleep(check_s)
             if self.certificate is not None:
                 self.certificate.reload_if_changed()
             found = self._read_stamps()

@@ -128,14 +128,14 @@ class Models:
         """Raises ModelNotFound. Returns the same object for a never-used model until something changes, because a node
         may list hundreds and every poll reads them all."""
         model = self.options(model_id)
-        survey, damage = self._loader.surveys.get(model_id), self._loader.damaged.get(model_id)
+        inspection, damage = self._loader.inspections.get(model_id), self._loader.damaged.get(model_id)
         controller = self._controllers.get(model_id)
         devices = None
         if controller is not None and controller.instance is not None:
             devices = controller.instance.host.device_indices
-        bench = self._bench_results.find(model, survey.facts.digest if survey is not None else None, devices)
-        sources = (model, survey, damage, self._files.sizes, bench)
-        estimate_basis = None if survey is None else self._loader.estimate_basis(model)
+        bench = self._bench_results.find(model, inspection.metadata.digest if inspection is not None else None, devices)
+        sources = (model, inspection, damage, self._files.sizes, bench)
+        estimate_basis = None if inspection is None else self._loader.estimate_basis(model)
         if controller is None and (known := self._unused.get(model_id)) is not None:
             is_same = known.estimate_basis == estimate_basis and all(map(operator.is_, known.sources, sources))
             if is_same:
@@ -143,8 +143,8 @@ class Models:
         status = describe_model(
             model,
             controller,
-            survey,
-            self._loader.estimate(model, survey.facts) if survey is not None else None,
+            inspection,
+            self._loader.estimate(model, inspection.metadata) if inspection is not None else None,
             self._texts.num_jobs(model_id),
             self._files.disk_bytes(model),
             self._max_prompt_tokens,
@@ -161,7 +161,9 @@ class Models:
 
     def served(self, model_id: str) -> ServedModel:
         """Raises ModelNotFound."""
-        return served_model(self.options(model_id), self._controllers.get(model_id), self._loader.surveys.get(model_id))
+        return served_model(
+            self.options(model_id), self._controllers.get(model_id), self._loader.inspections.get(model_id)
+        )
 
     def prompt_rules(self, model_id: str) -> PromptRules:
         """The bounds of the model's prompts. Raises ModelNotFound."""
@@ -192,8 +194,8 @@ class Models:
     def keep_bench(self, model_id: str, devices: Iterable[int], result: BenchResult) -> None:
         """Adds this result to the model's status, unless the model is on other hardware than `devices`, where it was
         measured. Raises ModelNotFound."""
-        survey = self._loader.surveys.get(model_id)
-        digest = survey.facts.digest if survey is not None else None
+        inspection = self._loader.inspections.get(model_id)
+        digest = inspection.metadata.digest if inspection is not None else None
         self._bench_results.keep(self.options(model_id), digest, devices, result)
 
     def instances(self) -> list[Instance]:

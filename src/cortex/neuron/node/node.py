@@ -30,6 +30,7 @@ from cortex.neuron.node.harness.command.harness import CommandHarness
 from cortex.neuron.node.harness.engine import EngineHarness
 from cortex.neuron.node.harness.forecast import Forecast
 from cortex.neuron.node.harness.harness import Harnesses, Upstream
+from cortex.neuron.node.inspection_process.client import InspectionProcess
 from cortex.neuron.node.library import KnownModel, Library, files_digest, scan_cache, scan_folders
 from cortex.neuron.node.loading.context_allocator import ContextAllocator
 from cortex.neuron.node.loading.device_allocator import DeviceAllocator
@@ -43,7 +44,6 @@ from cortex.neuron.node.models import Models
 from cortex.neuron.node.power import attribute
 from cortex.neuron.node.replicas.demand import ReplicaDemand, ReplicaRules
 from cortex.neuron.node.status import ServedModel, describe_node
-from cortex.neuron.node.survey_process.client import SurveyProcess
 from cortex.neuron.node.text.texts import Texts
 from cortex.neuron.picture_process.client import Pictures
 from cortex.neuron.servers.ready_made import usable as usable_servers
@@ -73,7 +73,6 @@ _CHANGING = (ModelState.DOWNLOADING, ModelState.LOADING, ModelState.UNLOADING, M
 _SUSPEND_AFTER_S = 0.5
 """Delay of the suspend command after the order, so that the response is sent first."""
 _SAMPLE_S = 1.0
-_SCAN_S = 30.0
 
 
 _RELOADED = (
@@ -104,12 +103,15 @@ class Node:
             limits.kv_host_mb,
             boosts=not config.harness.torch.idle_clock,
         )
-        self.kv = KvExchange(limits.kv_disk_folder, limits.kv_disk_mb << 20, self.devices.supervisors.values())
-        self._surveys = (parts.surveys or partial(SurveyProcess.of, limits))()
+        self.kv = KvExchange(
+            limits.kv_disk_folder, limits.kv_disk_mb << 20, self.devices.supervisors.values(), parts.exchange_rules
+        )
+        self._inspector = (parts.inspector or partial(InspectionProcess.of, limits))()
         self._library = Library(config)
-        engine = self._engine = EngineHarness(config, self.devices, forecast, self._surveys, self._library)
+        engine = self._engine = EngineHarness(config, self.devices, forecast, self._inspector, self._library)
         self._ports = MemberPorts(config.cluster_address)
         self._read_devices = parts.read_devices
+        self._server_times = parts.server_times
         self._servers: dict[str, CommandHarness] = {}
         self._harnesses = Harnesses(engine, *parts.harnesses)
         self._use_servers(config)
@@ -152,9 +154,9 @@ class Node:
             self._harnesses,
             room,
             fetch=parts.fetch,
-            surveys=self._surveys,
+            inspector=self._inspector,
             texts=self.texts,
-            make_room=lambda model, facts: self._context_room.make_room(model, facts),
+            make_room=lambda model, metadata: self._context_room.make_room(model, metadata),
             host=self.host,
         )
         self.files = ModelFiles(self._library, self._loader, self._models_in_memory)
@@ -175,7 +177,12 @@ class Node:
         self.benches = Benches(
             self._models,
             lambda controller, on_stage: Measurement(
-                controller, self.devices, config, can_sleep=self.discovery.can_sleep, on_stage=on_stage
+                controller,
+                self.devices,
+                config,
+                parts.workload,
+                can_sleep=self.discovery.can_sleep,
+                on_stage=on_stage,
             ),
             lambda model: self._harnesses.of(model).upstream(model) is not None,
             self._model_changed,
@@ -191,6 +198,7 @@ class Node:
             parts.first_retry_s,
         )
         self._tasks = Supervisor()
+        self._scan_s = parts.scan_s
         self._regular: list[SupervisedTask] = []
         self._background: list[asyncio.Task[None]] = []
         """Tasks that run once."""
@@ -201,7 +209,9 @@ class Node:
             if (server := self._servers.get(name)) is not None:
                 server.use(entry, config)
             else:
-                self._servers[name] = CommandHarness(entry, config, self._read_devices, ports=self._ports)
+                self._servers[name] = CommandHarness(
+                    entry, config, self._read_devices, ports=self._ports, times=self._server_times
+                )
                 self._harnesses.add(self._servers[name])
 
     def _harness_names(self, config: NeuronConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -240,7 +250,7 @@ class Node:
         await node.scan_library()
         node._regular = [
             node._tasks.start("sample devices", node._keep_sampling),
-            node._tasks.start("survey models", node._keep_surveying),
+            node._tasks.start("inspect models", node._keep_inspecting),
             node._tasks.start("load default models", node._startup_models.run),
             node._tasks.start("replicas", node._replica_demand.run),
             node._tasks.start("contexts", node._context_room.run),
@@ -346,7 +356,7 @@ class Node:
         digest = "" if path is None else await asyncio.to_thread(files_digest, path)
         return replace(prepared, lacks_files=path is None, files_digest=digest)
 
-    async def survey(self, request: LoadRequest) -> ModelStatus:
+    async def inspect(self, request: LoadRequest) -> ModelStatus:
         """Lists a model and reads its files, to learn its size or why it cannot be loaded. The options apply to later
         loads. Leaves configured models unchanged and reads no files of one in memory. Raises what `load` raises of a
         request."""
@@ -358,7 +368,7 @@ class Node:
                 if kept != before:
                     self._models.set_options(kept)
                     self._loader.forget(model.id)
-                await self._loader.survey_listed(kept)
+                await self._loader.inspect_listed(kept)
         return self.model(model.id)
 
     def _adopt(self, request: LoadRequest) -> KnownModel:
@@ -490,7 +500,7 @@ class Node:
         await self.texts.close()
         await self.pictures.close()
         await self.files.close()
-        await self._surveys.close()
+        await self._inspector.close()
         await self._models.closed()
         await asyncio.gather(*self._background, *(task.ended() for task in self._regular), return_exceptions=True)
         self._feed.close()
@@ -535,14 +545,14 @@ class Node:
             self._ceilings.watch()
             await self.host.watch()
             await self.texts.rest_idle(self._models.is_in_memory)
-            await asyncio.gather(self.pictures.rest_idle(), self._surveys.rest_idle())
+            await asyncio.gather(self.pictures.rest_idle(), self._inspector.rest_idle())
             await asyncio.sleep(_SAMPLE_S)
 
-    async def _keep_surveying(self) -> None:
+    async def _keep_inspecting(self) -> None:
         """Keeps the library up to date. A damaged model may take minutes."""
         while True:
-            await self._loader.survey_library(self._models.is_in_memory)
-            await asyncio.sleep(_SCAN_S)
+            await self._loader.inspect_library(self._models.is_in_memory)
+            await asyncio.sleep(self._scan_s)
             await self.scan_library()
             await self._models.notice_changed_files()
 

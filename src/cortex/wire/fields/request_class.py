@@ -39,8 +39,8 @@ def lower(one: RequestClass, other: RequestClass | None) -> RequestClass:
 
 
 def asked_class(fields: Fields, known: Container[str]) -> RequestClass | None:
-    """The class that a body names, the lower one if two fields do; None for that of the key. `known`: the facts of its
-    dialect. Raises InvalidValue."""
+    """The class that a body asks for, the lower one if both fields do; None: what the key has. `known`: the envelope of
+    its dialect. Raises InvalidValue."""
     tier = fields.text(TIER) if TIER in known else None
     if tier is not None and tier not in _TIERS:
         raise fields.invalid(TIER, "use 'auto', 'default', 'flex' or 'priority'")

@@ -11,8 +11,8 @@ from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.fleet.rules import EvictionRules
 from cortex.gateway.created_models import FILE_NAME
 
+from ....waiting import until
 from ...fake_neuron import GB
-from ...started_gateway import until
 
 if TYPE_CHECKING:
     from pathlib import Path

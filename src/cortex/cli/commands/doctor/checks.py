@@ -230,8 +230,11 @@ def disk(hub_cache: Path | None = None) -> Iterator[Finding]:
             yield Finding("disk", Severity.FINE, what)
 
 
-def kv_disk(folder: Path, kv_disk_mb: int, root: Path = Path("/")) -> Iterator[Finding]:
-    """Whether the disk for KV pages, configured or possible, is fast enough. `root` is for tests."""
+def kv_disk(
+    folder: Path, kv_disk_mb: int, root: Path = Path("/"), low_bytes: int = LOW_DISK_BYTES
+) -> Iterator[Finding]:
+    """Whether KV pages could go, or go, to a disk that is fast enough and has more than `low_bytes` free. `root` is for
+    tests."""
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free_bytes, is_rotating = shutil.disk_usage(existing).free, _is_rotating(existing, root)
     if kv_disk_mb and is_rotating:
@@ -240,7 +243,7 @@ def kv_disk(folder: Path, kv_disk_mb: int, root: Path = Path("/")) -> Iterator[F
     elif kv_disk_mb and free_bytes < kv_disk_mb << 20:
         what = f"{folder}: {size(free_bytes)} free, less than limits.kv_disk_mb"
         yield Finding("disk", Severity.NOTE, what, "free space, or lower limits.kv_disk_mb")
-    elif not kv_disk_mb and is_rotating is False and free_bytes >= 2 * LOW_DISK_BYTES:
+    elif not kv_disk_mb and is_rotating is False and free_bytes >= 2 * low_bytes:
         what = f"{folder} is on an SSD: conversations could survive restarts there"
         remedy = f"to keep KV pages on disk, set limits.kv_disk_mb = {free_bytes // 10 >> 20}"
         yield Finding("disk", Severity.FINE, f"{what}; {remedy}")

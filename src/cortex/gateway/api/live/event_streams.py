@@ -113,6 +113,7 @@ class Following(Generic[StatusT]):
         *,
         described: str,
         after_restart: str,
+        poll_s: float = POLL_S,
     ) -> None:
         """`described` names the work, such as "the download on beast". `after_restart` is the error when the node no
         longer knows the work."""
@@ -122,6 +123,7 @@ class Following(Generic[StatusT]):
         self._start, self._poll, self._cancel = start, poll, cancel
         self._described = described
         self._after_restart = after_restart
+        self._poll_s = poll_s
 
     async def outcome(self) -> CortexError | None:
         """Why the work failed; None when it is done."""
@@ -138,10 +140,10 @@ class Following(Generic[StatusT]):
         is_cancelling = False
         while status.state == "running":
             if is_cancelling:
-                await asyncio.sleep(POLL_S)
+                await asyncio.sleep(self._poll_s)
             else:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(POLL_S):
+                    async with asyncio.timeout(self._poll_s):
                         await self.cancelled.wait()
             is_cancelling = self.cancelled.is_set()
             try:

@@ -28,7 +28,7 @@ class _Reader:
     view: FleetView
     has_missed: bool = False
     """Whether it was too slow for a change."""
-    facts: bytes = b""
+    encoded: bytes = b""
     """What it was sent last, without ages, if it sees no individual nodes."""
 
 
@@ -51,15 +51,15 @@ class _Everything(_Frame):
 
     def __init__(self, nodes: list[dict[str, Any]], waiting: dict[str, int]) -> None:
         super().__init__("fleet", lambda view: {"nodes": view.nodes(nodes), "waiting": view.waiting(waiting)})
-        self._facts: dict[FleetView, bytes] = {}
+        self._encoded: dict[FleetView, bytes] = {}
 
-    def facts(self, view: FleetView) -> bytes:
+    def encoded(self, view: FleetView) -> bytes:
         """Equal if only the ages of models differ."""
-        if view not in self._facts:
+        if view not in self._encoded:
             shown = self._shown_in(view)
             nodes = [node | {"models": [model | _NO_AGES for model in node["models"]]} for node in shown["nodes"]]
-            self._facts[view] = msgspec.json.encode(shown | {"nodes": nodes})
-        return self._facts[view]
+            self._encoded[view] = msgspec.json.encode(shown | {"nodes": nodes})
+        return self._encoded[view]
 
 
 class FleetFeed:
@@ -109,9 +109,9 @@ class FleetFeed:
     def _write(self, exchange: Exchange, reader: _Reader, everything: _Everything) -> None:
         reader.has_missed = False
         if reader.view.is_restricted:
-            if (facts := everything.facts(reader.view)) == reader.facts:
+            if (encoded := everything.encoded(reader.view)) == reader.encoded:
                 return
-            reader.facts = facts
+            reader.encoded = encoded
         exchange.write(everything.encoded(reader.view))
 
     def _changes(self) -> list[_Frame]:
@@ -197,5 +197,5 @@ def _comparable(node: Node) -> object:
         if held.state is not ModelState.COLD
     ]
     sizes = [(id, held.status.disk_bytes, held.is_absent, held.failure) for id, held in node.residencies.items()]
-    facts = [(held.status, held.in_flight, held.pinned) for held in models]
-    return msgspec.structs.replace(node, residencies={}), facts, sizes
+    encoded = [(held.status, held.in_flight, held.pinned) for held in models]
+    return msgspec.structs.replace(node, residencies={}), encoded, sizes

@@ -33,9 +33,9 @@ from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.system.tasks import OwnedTasks
 from cortex.wire.dialects.ollama import lines, models
+from cortex.wire.dialects.ollama.errors import OLLAMA
 from cortex.wire.errors import (
     CortexError,
-    Family,
     LoadFailed,
     ModelNotFound,
     NotImplementedHere,
@@ -168,7 +168,7 @@ async def _wait_for(exchange: Exchange, job: Job) -> None:
     job.on_end(ended.set)
     await ended.wait()
     error = _error(job)
-    response = json_response({"status": "success"}) if error is None else error_response(error, Family.OLLAMA)
+    response = json_response({"status": "success"}) if error is None else error_response(error, OLLAMA)
     exchange.respond(*response)
 
 

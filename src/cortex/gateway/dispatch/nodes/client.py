@@ -63,7 +63,7 @@ HUB_TIMEOUT_S = 60.0
 """A node tries several times to reach the hub."""
 PREPARE_TIMEOUT_S = 300.0
 """A server may take long to print its version."""
-SURVEY_TIMEOUT_S = 300.0
+INSPECTION_TIMEOUT_S = 300.0
 """The headers of a large model on a slow disk take a while."""
 USAGE_TIMEOUT_S = 10.0
 """A node waits briefly for the end of the request whose usage is read."""
@@ -249,9 +249,9 @@ class NodeClient:
         """Make the node choose the ports of a group member and hold them for its load."""
         return await self._post(b"/groups/prepare", request, PreparedMember, PREPARE_TIMEOUT_S)
 
-    async def survey(self, request: LoadRequest) -> ModelStatus:
+    async def inspect(self, request: LoadRequest) -> ModelStatus:
         """Make the node list the model and read its files, without a load. Raises the node's error if it must not."""
-        return await self._post(b"/models/survey", request, ModelStatus, SURVEY_TIMEOUT_S)
+        return await self._post(b"/models/inspect", request, ModelStatus, INSPECTION_TIMEOUT_S)
 
     async def request_usage(self, attempt_id: str) -> Usage:
         """The usage of a request whose client disconnected."""
@@ -319,7 +319,7 @@ class NodeClient:
 
     async def assemble(self, request: AssembleRequest) -> AssembledFiles:
         """Make a repository of uploaded files on the node."""
-        return await self._post(b"/files/assemble", request, AssembledFiles, SURVEY_TIMEOUT_S)
+        return await self._post(b"/files/assemble", request, AssembledFiles, INSPECTION_TIMEOUT_S)
 
     async def hub_repository(self, source: str) -> HubRepository:
         """What a repository of the hub offers, as the node sees it."""

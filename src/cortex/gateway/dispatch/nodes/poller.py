@@ -11,10 +11,11 @@ import msgspec
 from cortex.gateway.dispatch.nodes.client import ForeignModel, NodeClient
 from cortex.http.upstream.faults import UpstreamFault
 from cortex.system.tasks import SupervisedTask, Supervisor
+from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import CortexError
-from cortex.wire.node.protocol import Capabilities, Dialect, Discovery, Health, ModelState, ModelStatus
+from cortex.wire.node.protocol import Capabilities, Discovery, Health, ModelState, ModelStatus
 
-FOREIGN_DIALECTS: tuple[Dialect, ...] = ("openai_chat", "openai_completions")
+FOREIGN_DIALECTS = tuple(name for name, dialect in DIALECTS.items() if dialect.spoken_by == "servers")
 """The dialects of any OpenAI-compatible server."""
 REDISCOVER_EVERY = 60
 """The hardware of a node is read again after this many polls."""

@@ -40,7 +40,7 @@ BYTES_PER_STREAMED_TOKEN = 200
 
 @dataclass(slots=True, eq=False)
 class RequestAccounting:
-    """The facts about one request. The `ProxyRequest` writes them and calls `close` exactly once."""
+    """The record of one request. The `ProxyRequest` writes it and calls `close` exactly once."""
 
     services: Services
     route: InferenceRoute
@@ -173,7 +173,7 @@ class RequestAccounting:
             minutes = (self.services.clock() - self.sent_at) / 60
             return Usage(prompt_tokens=spec.tokens_per_request + round(spec.tokens_per_minute * minutes))
         bytes_per_token = BYTES_PER_STREAMED_TOKEN if self.stream else BYTES_PER_TOKEN
-        prompt = (len(self.received.body) - self.received.envelope.facts.picture_bytes) // BYTES_PER_TOKEN
+        prompt = (len(self.received.body) - self.received.envelope.summary.picture_bytes) // BYTES_PER_TOKEN
         completion = num_response_bytes // bytes_per_token if self.route.generates else 0
         if (limit := self.admitted.reservation.token_limit) is not None:
             prompt = min(prompt, limit)
@@ -234,7 +234,7 @@ class RequestAccounting:
         it."""
         reservation = self.admitted.reservation
         limit = reservation.token_limit
-        num_choices = self.received.envelope.facts.num_choices
+        num_choices = self.received.envelope.summary.num_choices
         if limit is None or usage.prompt_tokens + usage.completion_tokens + num_choices <= limit:
             return False
         return reservation.may_end_response and self.route.generates
@@ -310,7 +310,7 @@ class RequestAccounting:
             "cortex.outcome": self._result(outcome),
             "cortex.attempts": self.num_attempts,
             MODEL: self.admitted.model,
-            OPERATION: operation_name(self.route.dialect if self.route.generates else self.route.need),
+            OPERATION: self.route.codec.operation if self.route.generates else operation_name(self.route.need),
             STATUS_CODE: self.status,
         }
         if usage is not None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from cortex.gateway.ledger.keys import KeySection, check_operator
-from cortex.gateway.proxy.admission import ReceivedRequest
+from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest
 from cortex.gateway.proxy.inference import Inference, request_id_of
-from cortex.gateway.proxy.outgoing_body import OpaqueBody
+from cortex.gateway.proxy.outgoing_body import OpaqueBody, access_of
 from cortex.gateway.proxy.routes import InferenceRoute
 from cortex.http.cross_site import CrossSiteCheck
 from cortex.http.opaque_request import read_fields
@@ -85,7 +85,11 @@ class OpaqueInference:
         envelope = Envelope(RequestSummary(name, stream=False, completion_limit=0, num_choices=1), ())
         received = ReceivedRequest(exchange, route, b"", envelope, key, id, span, received_at)
         is_check = route.is_upstream and request.method == b"GET" and found in HEALTH_CHECKS
-        self._inference.serve(received, make_body=lambda model: OpaqueBody(request, model, found), is_check=is_check)
+
+        def body(admitted: AdmittedRequest) -> OpaqueBody:
+            return OpaqueBody(request, admitted.model, found, access_of(admitted, has_budget=False))
+
+        self._inference.serve(received, make_body=body, is_check=is_check)
 
     def _split(self, request: Request) -> tuple[str, str]:
         """The model in the path, and the path at its server. Exact names take precedence over patterns, even over those

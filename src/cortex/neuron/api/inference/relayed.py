@@ -170,7 +170,7 @@ class RelayedSession:
             chat = openai_chat.build(with_files(unpack(self._packed.whole()), self._packed.files))
         else:
             chat = self._chat
-        pictures = find_pictures(chat, openai_chat.FIELDS.scan(chat), "openai_chat")
+        pictures = find_pictures(chat, openai_chat.DIALECT.fields.scan(chat), "openai_chat")
         num_bytes = len(chat) - pictures.num_bytes
         path, num_tokens = _PATH.decode(), num_bytes + pictures.num_tokens
         fields, without = operator_fields(self._upstream, path, head, num_tokens, self._token_limit)

@@ -42,7 +42,8 @@ MAX_GONE = 1024
 class ReportRevisions:
     """The statuses of the latest report, each with the revision that changed it. Belongs to the daemon's loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_gone: int = MAX_GONE) -> None:
+        self._max_gone = max_gone
         self._begin()
 
     def report(self, health: Health, since: str | None) -> Health:
@@ -69,7 +70,7 @@ class ReportRevisions:
 
     def _update(self, statuses: dict[str, ModelStatus]) -> None:
         gone = self._statuses.keys() - statuses.keys()
-        if len(self._gone) + len(gone) > MAX_GONE:
+        if len(self._gone) + len(gone) > self._max_gone:
             self._begin()
             gone = set()
         number = self._latest + 1
@@ -117,7 +118,7 @@ class Control:
             Route("GET", "/events", self.events),
             Route("GET", "/models", self.models),
             Route("POST", "/models/load", self.load),
-            Route("POST", "/models/survey", self.survey),
+            Route("POST", "/models/inspect", self.inspect),
             Route("POST", "/groups/prepare", self.prepare_member),
             Route("POST", "/models/unload", self.unload),
             Route("POST", "/models/forget-size", self.forget_size),
@@ -203,11 +204,11 @@ class Control:
             status = await self.drain_gate.wait_for(self.backend.load(load_request, wait=wait))
         return responses.json(status, status=200 if status.state is ModelState.READY else 202)
 
-    async def survey(self, call: ApiCall) -> Response:
+    async def inspect(self, call: ApiCall) -> Response:
         """Lists a model with the options of a load, and responds when its files have been read. Loads nothing."""
         load_request = decode(_with_model_id(call.request.body), LoadRequest)
         check_name(load_request.model_id, "model_id")
-        return responses.json(await self.backend.survey(load_request))
+        return responses.json(await self.backend.inspect(load_request))
 
     async def prepare_member(self, call: ApiCall) -> Response:
         """Chooses the ports of a member of a group that will be loaded here."""

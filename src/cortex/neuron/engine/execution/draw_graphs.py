@@ -111,5 +111,6 @@ class DrawGraphs:
             )
             self._is_given_up = True
             return False
+        captured.replay_first(len(logits))
         self._captured[len(logits), kind] = captured
         return True

@@ -151,8 +151,6 @@ class CudaCapture:
         except self._rejections as error:
             raise NotCaptured("a step of the model cannot be captured as a CUDA graph") from error
         self._pool = self._pool or graph.pool()
-        graph.replay()  # the first replay of a graph waits for the device: a later one would delay running requests
-        torch.cuda.synchronize()
         return _CudaGraph(graph), outputs
 
 
@@ -181,6 +179,12 @@ class Captured:
     outputs: Outputs
     inputs: tuple[Tensor, ...]
     """Which each replay reads."""
+
+    def replay_first(self, rows: int) -> None:
+        """Replays a new CUDA graph: its first replay waits for the device, and would later delay running requests."""
+        if self.inputs[0].is_cuda:
+            self.graph.replay(rows)
+            torch.cuda.synchronize()
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +285,7 @@ class SizedGraphs(ABC):
             self._sizes.give_up()  # steps also run without graphs, and need the memory more
             return False
         assert captured is not None
+        captured.replay_first(size)
         self._captured[size] = captured
         self._sizes.add(size)
         taken_bytes, seconds = max(0, free_bytes - self._free_bytes()), time.perf_counter() - start

@@ -23,7 +23,7 @@ from cortex.neuron.engine.execution.inputs import StepInputs
 from cortex.neuron.engine.execution.prompt_graphs import PromptGraphs, mixed_sizes, prompt_sizes, stream_sizes
 from cortex.neuron.engine.memory.plan import max_graph_tokens
 from cortex.neuron.engine.scheduling.step_plan import StepPlan
-from cortex.neuron.kernels.device_facts import facts_of
+from cortex.neuron.kernels.device_properties import properties_of
 from cortex.neuron.kernels.jit import has_kernels
 from cortex.neuron.models.decoder import Decoder
 
@@ -88,7 +88,7 @@ class ModelGraphs:
                 sizes = GraphSizes(MAX_NATIVE_ROWS, sizes=())
             self.drafts = StepGraphs(*arguments, sizes, *shared, checks_drafts=True)
         if graph_tokens is None:
-            graph_tokens = max_graph_tokens(facts_of(last_tokens.device).total_bytes)
+            graph_tokens = max_graph_tokens(properties_of(last_tokens.device).total_bytes)
         most = max_captured_rows(graph_tokens, config.hidden, max_bytes)
         prompts = prompt_sizes(min(step_tokens, context_tokens), most) if has_kernels(last_tokens) else ()
         if prompts:

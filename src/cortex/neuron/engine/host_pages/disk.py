@@ -24,7 +24,7 @@ from cortex.neuron.engine.host_pages import block_files
 from cortex.neuron.engine.host_pages.block_files import BlockFile
 from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors, RunningCopy, consecutive
 from cortex.neuron.engine.host_pages.memory import HostSlabs
-from cortex.neuron.engine.host_pages.rates import DISK_BYTES_PER_S, PAGE_CACHE_BYTES_PER_S, CopyRate
+from cortex.neuron.engine.host_pages.rates import DISK_BYTES_PER_S, PAGE_CACHE_BYTES_PER_S, WORTH, CopyRate
 from cortex.neuron.engine.host_pages.store import SLAB_BYTES, BlockKind, BlockPlace, ChosenBlocks, HostPages
 from cortex.neuron.engine.kv.pages import Digest
 
@@ -60,7 +60,21 @@ class DiskPages:
     """One for all models of a device. Belongs to the engine thread; files are written and read on threads of its
     own."""
 
-    def __init__(self, folder: Path, budget_bytes: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        budget_bytes: int,
+        device: torch.device,
+        *,
+        read_bytes: int = READ_BYTES,
+        max_buffer_bytes: int = MAX_BUFFER_BYTES,
+        worth: float = WORTH,
+    ) -> None:
+        """`read_bytes`: of one read. `max_buffer_bytes`: of all buffers together. `worth`: reading must take less than
+        this share of the computing time."""
+        self.read_bytes = read_bytes
+        self.worth = worth
+        self._max_buffer_bytes = max_buffer_bytes
         self.folder = folder
         self.budget_bytes = budget_bytes
         self.rate = CopyRate(assumed=DISK_BYTES_PER_S)
@@ -252,14 +266,14 @@ class DiskPages:
         return [(self.num_cached_bytes, self.cached_rate.expected), (rest, self.rate.expected)]
 
     def buffers_of(self, num_bytes: int) -> bool:
-        """Allocates buffers that hold a block of `num_bytes`. False if the host lacks memory now."""
-        wanted = max(READ_BYTES, num_bytes)
+        """Allocates buffers that hold a block of `num_bytes`. False: the host has no memory for them now."""
+        wanted = max(self.read_bytes, num_bytes)
         if self._buffer_bytes < wanted:
             if len(self.free_buffers) < self._num_buffers:
                 return False  # smaller ones are in use
             for buffer in self.free_buffers:
                 self.buffers.free(buffer)
-            most = min(BUFFERS, max(2, MAX_BUFFER_BYTES // wanted))
+            most = min(BUFFERS, max(2, self._max_buffer_bytes // wanted))
             self.free_buffers = [buffer for buffer in range(most) if self.buffers.allocate(buffer, wanted)]
             self._num_buffers = len(self.free_buffers)
             self._buffer_bytes = wanted if self.free_buffers else 0
@@ -300,7 +314,7 @@ class DiskFetch:
         found = [(*disk.find(kind, digest), tensors, id) for tensors, kind, id, digest in wanted]
         for file, number, tensors, id in sorted(found, key=lambda each: (each[0].path, each[1])):
             run = self._runs[-1] if self._runs else None
-            most = max(1, READ_BYTES // file.kind.num_bytes)
+            most = max(1, disk.read_bytes // file.kind.num_bytes)
             if run is None or run.file is not file or run.first + len(run.ids) != number or len(run.ids) == most:
                 run = _Run(tensors, file, number)
                 self._runs.append(run)

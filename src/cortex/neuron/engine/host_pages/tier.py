@@ -6,7 +6,7 @@ when it is reused is lost.
 
 In: a waiting prompt whose prefix continues in host memory gets those pages and is admitted when they have arrived. A
 block is offered only when its copy is complete. Blocks on disk are fetched in the same way if that is expected to be
-faster than computing.
+faster than computing, and the front of the prompt is computed meanwhile.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import torch
 
 from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors, RunningCopy
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
-from cortex.neuron.engine.host_pages.disk import DiskFetch
+from cortex.neuron.engine.host_pages.disk import DiskFetch, DiskPages
 from cortex.neuron.engine.host_pages.outgoing import OutgoingBlocks
-from cortex.neuron.engine.host_pages.rates import saves_time
+from cortex.neuron.engine.host_pages.rates import end_of_front, fetch_s, saves_time
 from cortex.neuron.engine.host_pages.store import BlockKind, BlockPlace
 from cortex.neuron.engine.kv.page_groups import IncomingPages, KVPages
 from cortex.neuron.engine.kv.pages import Digest
@@ -40,8 +40,9 @@ READ_DELAY_S = 0.002
 """Delay before the first block of a fetch from disk."""
 TURN_S = 0.005
 """How long the engine waits for a disk before it looks for other work."""
+EndOfFront = Callable[[int, int, float, Callable[[int], float]], int]
+"""See `rates.end_of_front`."""
 STEPS_BETWEEN_SCANS = 16
-"""Pause after a scan of the oldest pages found nothing to copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +98,15 @@ class HostTier:
         others: OtherRanks | None = None,
         compute_s: Callable[[int, int], float] = lambda start, end: 0.0,  # noqa: ARG005 - nothing is faster
         from_disk: BlockCopies | None = None,
+        end_of_front: EndOfFront = end_of_front,
+        steps_between_scans: int = STEPS_BETWEEN_SCANS,
     ) -> None:
         """`blocks`: the pages of each KV group, then the slots of states. `new_kinds` names them on first use.
         `copies_ahead`: pages are copied even before the model sleeps. `min_pages`: fewer are computed instead of
         fetched. `others`: for a divided model. `compute_s`: time to compute a prompt from one position to another.
-        `from_disk`: copies from the disk's buffers; None without a disk."""
+        `from_disk`: copies from the disk's buffers; None without a disk. `end_of_front`: divides a prefix into pages to
+        compute and pages to read from disk meanwhile. `steps_between_scans`: pause after a scan of the oldest pages
+        found nothing to copy."""
         self._host = host
         self._store = host.store
         self._pages = pages
@@ -115,6 +120,8 @@ class HostTier:
         self._compute_s = compute_s
         self._disk = None if from_disk is None else host.disk
         self._from_disk = from_disk
+        self._end_of_front = end_of_front
+        self._steps_between_scans = steps_between_scans
         self._looks_on_disk = False
         """Whether blocks on disk count as available."""
         self._agreed: set[tuple[int, Digest]] | None = None
@@ -202,6 +209,11 @@ class HostTier:
     def is_fetching(self, request_id: str) -> bool:
         return request_id in self._fetches
 
+    @property
+    def incoming(self) -> list[IncomingPages]:
+        """The pages that are being fetched."""
+        return [each for fetch in self._fetches.values() for each in fetch.pages]
+
     def ended(self, request_id: str) -> None:
         self._fetched.discard(request_id)
         if (fetch := self._fetches.get(request_id)) is not None and fetch.from_disk is not None:
@@ -214,53 +226,97 @@ class HostTier:
         cached: int,
         last: int,
         usable: Callable[[HasPage, HasState], int],
-    ) -> bool:
+    ) -> int | None:
         self._verify(digests)
         count = usable(self._has_page, self._has_state)
         if self._agree(digests, cached, count):
             count = usable(self._has_page, self._has_state)
-        count = max(count, self._worth_reading(digests, max(cached, count), usable))
-        return self._fetch(request_id, digests, cached, count, min(count * self._pages.page_tokens, last))
+        front, further = self._worth_reading(digests, cached, count, usable)
+        count = max(count, further)
+        if not self._fetch(request_id, digests, cached, front, count, min(count * self._pages.page_tokens, last)):
+            return None
+        return max(cached, front) if request_id in self._fetches else cached
 
-    def _worth_reading(self, digests: Sequence[Digest], count: int, usable: Callable[[HasPage, HasState], int]) -> int:
-        """Number of pages after which a request can continue with those on disk; 0 if computing the pages after `count`
-        is expected to be faster."""
+    def _worth_reading(
+        self, digests: Sequence[Digest], cached: int, count: int, usable: Callable[[HasPage, HasState], int]
+    ) -> tuple[int, int]:
+        """The page up to which a request computes its prefix meanwhile, 0 if it only waits, and the number of pages
+        after which it can continue with those on disk. Both are 0 if computing the pages after `cached` and `count`,
+        which are nearer, is expected to be faster."""
         disk = self._disk
         if disk is None or not self._has_disk:
-            return 0
+            return 0, 0
         self._looks_on_disk = True
         further = usable(self._has_page, self._has_state)
         self._looks_on_disk = False
-        if further <= count:
-            return 0
+        nearer = max(cached, count)
+        if further <= nearer:
+            return 0, 0
+        # Copies from host memory are short, and little of what windows and states need is at the front.
+        divides = count <= cached and self._checkpoints is None and not self._pages.has_windows
+        front = self._front(disk, digests[:further], nearer, divides=divides)
+        if front is None:
+            return 0, 0
+        return front if front > nearer else 0, further
+
+    def _front(self, disk: DiskPages, digests: Sequence[Digest], first: int, *, divides: bool = True) -> int | None:
+        """Up to which page to compute the pages from `first` on while what is on disk of the rest is read; None: to
+        compute all of them is expected to be faster. `divides`: it may be a page after `first`."""
+        end, page_tokens = len(digests), self._pages.page_tokens
         read = [
             (kind, digest)
             for part, kind in enumerate(self._kinds)
-            for digest in (digests[:further] if part < len(self._pages.groups) else digests[further - 1 : further])
+            for digest in (digests if part < len(self._pages.groups) else digests[-1:])
             if self._blocks[part].num_bytes and not self._store.has(kind, digest) and disk.has(kind, digest)
+            if self._id_of(part, digest) is None
         ]
-        page_tokens = self._pages.page_tokens
-        compute_s = self._compute_s(count * page_tokens, further * page_tokens)
-        if not saves_time(disk.parts(read), READ_DELAY_S, compute_s):
-            disk.rate.was_too_slow()
-            return 0
-        largest = max(kind.num_bytes for kind in self._kinds)
-        return further if disk.buffers_of(largest) else 0
+        parts = disk.parts(read)
 
-    def _fetch(self, request_id: str, digests: Sequence[Digest], cached: int, count: int, start: int) -> bool:
-        """Starts to copy those of the first `count` pages that the device lacks (`cached` are usable there), and the
-        state after them. Returns False, with nothing changed, if that is not worthwhile or not possible now. Returns
-        True if the request waits: until they have arrived or, if a rank's device has no memory for the copy, until the
-        next step."""
+        def compute_s(page: int) -> float:
+            return self._compute_s(first * page_tokens, page * page_tokens)
+
+        front = self._end_of_front(first, end, fetch_s(parts, READ_DELAY_S), compute_s) if divides else first
+        if front == first and not saves_time(parts, READ_DELAY_S, compute_s(end), worth=disk.worth):
+            disk.rate.was_too_slow()
+            return None
+        return front if disk.buffers_of(max(kind.num_bytes for kind in self._kinds)) else None
+
+    def front_end(self, request_id: str, digests: Sequence[Digest], num_computed: int, front: int) -> int:
+        disk = self._disk
+        if disk is None or request_id in self._fetches or num_computed >= front:
+            return front
+        self._looks_on_disk = True
+        is_there = all(
+            self._id_of(part, digest) is not None or self._has_page(part, digest)
+            for part in range(len(self._pages.groups))
+            for digest in digests[num_computed:front]
+        )
+        self._looks_on_disk = False
+        earlier = self._front(disk, digests[:front], num_computed) if is_there else None
+        if earlier is None:
+            return front
+        start = front * self._pages.page_tokens
+        self._fetch(request_id, digests, num_computed, earlier, front, start)
+        return earlier if request_id in self._fetches else front
+
+    def _fetch(
+        self, request_id: str, digests: Sequence[Digest], cached: int, front: int, count: int, start: int
+    ) -> bool:
+        """Starts to copy what the device lacks of the first `count` pages, `cached` of which are usable there, and the
+        state after them; not of the first `front`. False: it is not worth it, or not possible now; nothing has changed
+        then. True: the request waits until they have arrived, or, if the device of a rank has no memory for the copy,
+        until the next step."""
         self._fetched.add(request_id)
         self._agreed = None
-        if count - cached < self._min_pages:
+        first = max(cached, front)
+        if count - first < self._min_pages:
             return False
+        num_new = sum(self._id_of(0, digest) is None for digest in digests[first:count])
         checkpoints = self._checkpoints
         lacks_state = checkpoints is not None and not checkpoints.knows(digests[count - 1])
         if lacks_state and checkpoints is not None and not checkpoints.can_lend:
             return False
-        incoming = self._pages.expect(digests, count, start)
+        incoming = self._pages.expect(digests, count, start, front)
         if incoming is None:
             return False
         slot = checkpoints.lend() if lacks_state and checkpoints is not None else None
@@ -294,7 +350,7 @@ class HostTier:
             self._give_up(copies, places, incoming, slot)
             return True
         state = None if slot is None else (slot, digests[count - 1])
-        num_tokens = (count - cached) * self._pages.page_tokens
+        num_tokens = num_new * self._pages.page_tokens
         from_disk = None
         if on_disk and self._disk is not None and self._from_disk is not None:
             from_disk = DiskFetch(self._disk, self._from_disk, on_disk)
@@ -374,7 +430,7 @@ class HostTier:
         self._steps_to_scan -= 1
         if self._steps_to_scan > 0:
             return
-        self._steps_to_scan = STEPS_BETWEEN_SCANS
+        self._steps_to_scan = self._steps_between_scans
         self._host.slabs.may_wait = False
         for part, blocks in enumerate(self._blocks):
             if not blocks.num_bytes:

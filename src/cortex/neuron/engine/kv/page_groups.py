@@ -162,10 +162,13 @@ class KVPages:
         for group, page in zip(self.groups, pages, strict=True):
             group.pool.release((page,))
 
-    def expect(self, digests: Sequence[Digest], count: int, start: int) -> Sequence[IncomingPages] | None:
-        """Like `hold`, with new pages for unknown ones, whose contents the caller provides. None, without any change,
-        if too few pages are free."""
-        prefixes = [digests[group.first_needed(start) : count] for group in self.groups]
+    def expect(
+        self, digests: Sequence[Digest], count: int, start: int, first: int = 0
+    ) -> Sequence[IncomingPages] | None:
+        """Holds what a sequence needs to continue after `count` pages, as in `hold`, with new pages for those that are
+        not known, whose contents the caller provides. Not the pages before `first`: the sequence computes them. None,
+        without any change, if too few pages are free."""
+        prefixes = [digests[max(first, group.first_needed(start)) : count] for group in self.groups]
         found = [list(map(group.pool.page_of, wanted)) for group, wanted in zip(self.groups, prefixes, strict=True)]
         for group, places in zip(self.groups, found, strict=True):
             known = [page for page in places if page is not None]
@@ -279,9 +282,10 @@ class KVPages:
         """The idle pages of the first group."""
         return self.groups[0].pool.num_idle
 
-    def check_integrity(self, holdings: Sequence[Holding]) -> None:
-        """Raises AssertionError unless the reference counts match what `holdings` say."""
+    def check_integrity(self, holdings: Sequence[Holding], incoming: Sequence[IncomingPages] = ()) -> None:
+        """Raises AssertionError unless the reference counts match what `holdings` and `incoming` say."""
         for index, group in enumerate(self.groups):
-            group.pool.check_integrity([holding[index].pages for holding in holdings])
+            expected = [each.pages for each in incoming if each.group == index]
+            group.pool.check_integrity([*expected, *(holding[index].pages for holding in holdings)])
         for holding in holdings:
             assert len({held.end for held in holding}) == 1, "the groups of a sequence end at different pages"

@@ -35,7 +35,7 @@ from cortex.neuron.engine.memory.sequences import NoSequences, SequenceMemory
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.families.registry import family_of
 from cortex.neuron.kernels.cpu.native import multiplies_codes
-from cortex.neuron.kernels.device_facts import facts_of
+from cortex.neuron.kernels.device_properties import properties_of
 from cortex.neuron.kernels.layouts import MatrixLayout
 from cortex.neuron.kernels.moe.host_memory import processors_of_one_node
 from cortex.neuron.kernels.moe.host_team import HostTeam
@@ -277,7 +277,7 @@ def build_model(
     own_bytes = None if limit_bytes is None else limit_bytes - (0 if group is None else group.num_bytes)
     within_layers = group if group is not None and spec.stage is None else SINGLE_RANK
     may_capture = spec.stage is None and not spec.deterministic and within_layers.max_captured_bytes > 0
-    most = max_graph_tokens(facts_of(device).total_bytes) if may_capture else 0
+    most = max_graph_tokens(properties_of(device).total_bytes) if may_capture else 0
     rows, kind, wanted = spec.max_num_seqs, device.type, spec.wanted_tokens
     plan = plan_with_graphs(sizes, have_bytes, own_bytes, most, max_rows=rows, device_kind=kind, wanted_tokens=wanted)
     allowed_bytes = have_bytes if own_bytes is None else min(have_bytes, own_bytes)

@@ -7,13 +7,10 @@ from dataclasses import astuple, dataclass, replace
 
 from cortex.neuron.engine.roofline.step_work import DeviceLimits, StepWork
 
-STREAMS = (1, 8, 64)
 DECODE_PROMPT_TOKENS = 32
 """Short, because decoding is measured."""
-DECODE_TOKENS = 256
 MIN_DECODE_TOKENS = 16
 """Minimum for a meaningful rate."""
-PROMPT_TOKENS = 2048
 PROBE_TOKENS = 128
 """A first prompt, which shows how long a prompt may be here."""
 PROMPT_S = 4.0
@@ -21,9 +18,25 @@ PROMPT_S = 4.0
 
 
 @dataclass(frozen=True, slots=True)
+class Workload:
+    """What a measurement asks of a model at most, and how long it waits."""
+
+    streams: tuple[int, ...] = (1, 8, 64)
+    """The numbers of concurrent responses that are measured."""
+    decode_tokens: int = 256
+    prompt_tokens: int = 2048
+    prompt_repeats: int = 3
+    warm_up_s: float = 8.0
+    streams_s: float = 8.0
+    """Maximum duration for a number of streams; slow ones produce fewer tokens."""
+    prompt_s: float = 15.0
+
+
+@dataclass(frozen=True, slots=True)
 class ModelCapacity:
     """A model's limits on concurrent work."""
 
+    workload: Workload
     context_tokens: int
     max_prompt_tokens: int | None
     slots: int
@@ -36,13 +49,14 @@ class ModelCapacity:
         if streams > self.slots:
             return 0
         longest = min(self.context_tokens, self.cache_tokens // streams) - DECODE_PROMPT_TOKENS
-        tokens = min(DECODE_TOKENS, longest)
+        tokens = min(self.workload.decode_tokens, longest)
         return tokens if tokens >= MIN_DECODE_TOKENS else 0
 
     def prompt_tokens(self, tokens_per_s: float) -> int:
         """The length of the prompt to measure, given the rate of a short one."""
         longest = min(self.context_tokens - 1, self.max_prompt_tokens or self.context_tokens, self.cache_tokens - 1)
-        return max(1, min(PROMPT_TOKENS, longest, max(PROBE_TOKENS, round(tokens_per_s * PROMPT_S))))
+        wanted = max(PROBE_TOKENS, round(tokens_per_s * PROMPT_S))
+        return max(1, min(self.workload.prompt_tokens, longest, wanted))
 
 
 Arrivals = Sequence[tuple[float, int]]

@@ -25,7 +25,7 @@ class Footprint:
     least_bytes: int
     """The least memory with which some device accepts it."""
     expected_bytes: int
-    """Bytes that it takes of the largest device, if otherwise empty."""
+    """Bytes that it takes of the largest device, if otherwise empty; 0 if unknown."""
     contexts: ContextSizes | None = None
     """The sizes of the contexts in between; None if unknown."""
     splits: HostSplits | None = None
@@ -34,8 +34,8 @@ class Footprint:
     """How they could be divided if its entry permitted it; None if impossible or already permitted."""
 
 
-class FileFacts(Protocol):
-    """The facts that a harness has read from a model's files."""
+class FileMetadata(Protocol):
+    """The metadata that a harness has read from a model's files."""
 
     @property
     def path(self) -> Path: ...
@@ -70,11 +70,11 @@ class FileFacts(Protocol):
 
     @property
     def num_ranks(self) -> int:
-        """Number of devices that the model is divided among. If it is more than one, these are the facts of one."""
+        """Number of devices that the model is divided among. If it is more than one, these are the metadata of one."""
 
     @property
     def file_bytes(self) -> int | None:
-        """Bytes of its weights in its files; None if unknown, or for the facts of a part."""
+        """Bytes of its weights in its files; None if unknown, or for the metadata of a part."""
 
     @property
     def stored(self) -> StoredForm | None:
@@ -86,7 +86,7 @@ class FileFacts(Protocol):
 
 
 class Estimates(Protocol):
-    """The memory of a model, in bytes. `facts` come from the same harness. Pure."""
+    """The memory of a model, in bytes. `metadata` come from the same harness. Pure."""
 
     @property
     def loads_in_worker(self) -> bool:
@@ -98,25 +98,25 @@ class Estimates(Protocol):
     def share_bytes(self, model: KnownModel, device: Device) -> int | None:
         """Bytes that the operator's ceilings permit the model on the device. See `NodeLimits`."""
 
-    def least_bytes(self, model: KnownModel, facts: Any, device: Device) -> int:
+    def least_bytes(self, model: KnownModel, metadata: Any, device: Device) -> int:
         """The least memory with which the model can respond; a device with less rejects it."""
 
-    def context_bytes(self, model: KnownModel, facts: Any, device: Device, tokens: int) -> int:
+    def context_bytes(self, model: KnownModel, metadata: Any, device: Device, tokens: int) -> int:
         """Bytes that a load must be able to take of the device for a context of `tokens`; at least `least_bytes`."""
 
-    def smallest_bytes(self, model: KnownModel, facts: Any, device: Device) -> int:
+    def smallest_bytes(self, model: KnownModel, metadata: Any, device: Device) -> int:
         """A lower limit (`memory_mb`) can never be met."""
 
-    def expected_bytes(self, model: KnownModel, facts: Any, device: Device) -> int:
+    def expected_bytes(self, model: KnownModel, metadata: Any, device: Device) -> int:
         """Bytes that it will take of the otherwise empty device."""
 
-    def footprint(self, model: KnownModel, facts: Any, devices: Sequence[Device]) -> Footprint:
+    def footprint(self, model: KnownModel, metadata: Any, devices: Sequence[Device]) -> Footprint:
         """On those of `devices` that the model may use, all ranks and replicas together."""
 
     def stages(
         self,
         model: KnownModel,
-        facts: Any,
+        metadata: Any,
         device: Device,
         capacities: Sequence[int],
         ceilings: Sequence[int | None],
@@ -124,10 +124,10 @@ class Estimates(Protocol):
         """The layers for each of several devices like `device`, of which each can give one of `capacities`; None if
         they cannot hold the model, or it cannot be divided."""
 
-    def empty_stages(self, model: KnownModel, facts: Any, devices: Sequence[Device]) -> tuple[StageSpec, ...] | None:
+    def empty_stages(self, model: KnownModel, metadata: Any, devices: Sequence[Device]) -> tuple[StageSpec, ...] | None:
         """The layers of each device while all of them are empty."""
 
-    def split(self, model: KnownModel, facts: Any, device: Device, lacking_bytes: int) -> HostSplit | str:
+    def split(self, model: KnownModel, metadata: Any, device: Device, lacking_bytes: int) -> HostSplit | str:
         """The weights to keep in host memory if the device lacks `lacking_bytes`, or why that is impossible. See
         `NodeLimits`."""
 
@@ -150,6 +150,6 @@ class NodeLimits:
         """Bytes that the operator's ceilings permit the model on the device while no other model is loaded."""
         return Ceilings.of(self.config).share_bytes(device.index, model.num_devices)
 
-    def split(self, model: KnownModel, facts: Any, device: Device, lacking_bytes: int) -> HostSplit | str:  # noqa: ARG002
+    def split(self, model: KnownModel, metadata: Any, device: Device, lacking_bytes: int) -> HostSplit | str:  # noqa: ARG002
         """The weights to keep in host memory if device memory lacks, or a text with the reason why none can be."""
         return "only the built-in engine divides weights between device and host memory"

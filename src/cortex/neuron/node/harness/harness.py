@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cortex.http.upstream.pool import Pool
-from cortex.neuron.node.harness.estimates import Estimates, FileFacts, Footprint
+from cortex.neuron.node.harness.estimates import Estimates, FileMetadata, Footprint
 from cortex.neuron.node.library import KnownModel
 from cortex.neuron.node.memory.allocation import ChosenDevices, DeviceAllocation
-from cortex.neuron.text.model import TextSurvey
+from cortex.neuron.text.model import TextInspection
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.system.tasks import finish_all
 from cortex.wire.errors import ModelUnsupported, shorten
@@ -81,18 +81,18 @@ class Harness(Protocol):
     def needs_files(self, model: KnownModel) -> bool:
         """Whether the model's files must be on this node."""
 
-    async def read(self, model: KnownModel, path: Path) -> tuple[FileFacts, Mapping[str, Footprint]]:
-        """The facts from the model's files, and its memory with each other quantisation that it could be loaded with.
-        Raises LoadFailed for a model that it cannot run."""
+    async def read(self, model: KnownModel, path: Path) -> tuple[FileMetadata, Mapping[str, Footprint]]:
+        """The metadata from the model's files, and its memory with each other quantisation that it could be loaded
+        with. Raises LoadFailed for a model that it cannot run."""
 
-    async def read_text(self, model: KnownModel, path: Path) -> TextSurvey:
+    async def read_text(self, model: KnownModel, path: Path) -> TextInspection:
         """The model's text capabilities. Raises LoadFailed."""
 
-    async def host(self, model: KnownModel, facts: Any, room: DeviceAllocation) -> tuple[ModelHost, ChosenDevices]:
+    async def host(self, model: KnownModel, metadata: Any, room: DeviceAllocation) -> tuple[ModelHost, ChosenDevices]:
         """The host for a load on the devices of `room`, and the devices with the stages of the model. Raises
         LoadFailed, InsufficientCapacity, LoadRejected or WorkerLost."""
 
-    def replica(self, model: KnownModel, facts: Any, chosen: ChosenDevices) -> ModelHost:
+    def replica(self, model: KnownModel, metadata: Any, chosen: ChosenDevices) -> ModelHost:
         """The host of one more replica of a model that may have extra ones."""
 
     def forget_size(self, model_id: str) -> None:

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from cortex.neuron.node.harness.estimates import FileFacts
+from cortex.neuron.node.harness.estimates import FileMetadata
 from cortex.neuron.node.library import KnownModel
 from cortex.neuron.node.loading.device_allocator import DeviceAllocator
 from cortex.neuron.node.loading.loader import ModelLoader
@@ -105,10 +105,10 @@ class ContextAllocator:
         self._reloads: dict[str, _Reload] = {}
         """The latest one of each model."""
 
-    async def make_room(self, model: KnownModel, facts: FileFacts) -> bool:
+    async def make_room(self, model: KnownModel, metadata: FileMetadata) -> bool:
         """Unloads idle models for the context that the load of `model` asks for. False, with nothing unloaded, if that
         would not be enough."""
-        found = await victims(self._evictable(model.id), self._fits(model, facts))
+        found = await victims(self._evictable(model.id), self._fits(model, metadata))
         if found is None:
             return False
         for each in found:
@@ -122,9 +122,9 @@ class ContextAllocator:
         else:
             await idle.controller.ensure_gone(0.0)
 
-    def _fits(self, model: KnownModel, facts: FileFacts, own: Sequence[ModelHolding] = ()) -> Fits:
+    def _fits(self, model: KnownModel, metadata: FileMetadata, own: Sequence[ModelHolding] = ()) -> Fits:
         async def fits(leaving: Sequence[IdleModel]) -> bool:
-            return await self._room.fits_without(model, facts, [*own, *(each.holding for each in leaving)])
+            return await self._room.fits_without(model, metadata, [*own, *(each.holding for each in leaving)])
 
         return fits
 
@@ -170,15 +170,15 @@ class ContextAllocator:
     async def _target(self, idle: IdleModel, tokens: int) -> int | None:
         """The longest context that the model can have and is worth another load."""
         model = idle.controller.model
-        contexts, survey = self._loader.contexts(model), self._loader.surveys.get(model.id)
-        if contexts is None or survey is None or not self._may_retry(model.id, tokens):
+        contexts, inspection = self._loader.contexts(model), self._loader.inspections.get(model.id)
+        if contexts is None or inspection is None or not self._may_retry(model.id, tokens):
             return None
         evictable = self._evictable(model.id, idle.idle_s) if model.min_context_tokens is None else []
         for target in growth(contexts, tokens):
-            grown = self._loader.with_context(model, survey.facts, tolerated(target))
+            grown = self._loader.with_context(model, inspection.metadata, tolerated(target))
             if grown is None or grown.min_context_tokens != tolerated(target):
                 continue
-            fits = self._fits(grown, survey.facts, [idle.holding])
+            fits = self._fits(grown, inspection.metadata, [idle.holding])
             if await fits(()) or (target <= contexts.wanted_tokens and await victims(evictable, fits) is not None):
                 return target
         return None

@@ -207,7 +207,7 @@ class ModelFiles:
                     "and the tokenizer's.",
                     param="files",
                 )
-            await self._loader.survey(model, path)
+            await self._loader.inspect(model, path)
         except CortexError:
             await self.delete(FilesRequest(model_id=model.id))
             raise
@@ -338,7 +338,7 @@ class ModelFiles:
             path = await self._loader.download(model, progressed, uses_hub=pull.request.uses_hub)
             is_in_memory = any(user == model.id for user, _ in self._in_use())
             is_another = model.harness != self._library.find(model.id).harness  # a load with that one reads it again
-            await (self._loader.read if is_in_memory or is_another else self._loader.survey)(model, path)
+            await (self._loader.read if is_in_memory or is_another else self._loader.inspect)(model, path)
         except asyncio.CancelledError:
             return "cancelled", "the download was cancelled; what it has is kept", None
         except CortexError as error:

@@ -99,7 +99,7 @@ class ServerSize(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServedFiles:
-    """A node's facts about a model that a server runs; the contents of its files are unknown."""
+    """A node's metadata about a model that a server runs; the contents of its files are unknown."""
 
     path: Path
     family: str
@@ -136,44 +136,46 @@ class CommandEstimates(NodeLimits):
     entry: HarnessEntry
     sizes: ServerSizes = field(default_factory=ServerSizes)
 
-    def least_bytes(self, model: KnownModel, facts: ServedFiles, device: Device) -> int:  # noqa: ARG002 - as Estimates
-        return self._least_bytes(model, facts) // facts.num_ranks
+    def least_bytes(self, model: KnownModel, metadata: ServedFiles, device: Device) -> int:  # noqa: ARG002 - as Estimates
+        return self._least_bytes(model, metadata) // metadata.num_ranks
 
     smallest_bytes = least_bytes
 
-    def expected_bytes(self, model: KnownModel, facts: ServedFiles, device: Device) -> int:
+    def expected_bytes(self, model: KnownModel, metadata: ServedFiles, device: Device) -> int:
         """At most what the device can give, because it may serve with less than it once took."""
-        least = self.least_bytes(model, facts, device)
+        least = self.least_bytes(model, metadata, device)
         usable = self.reserve(device).usable_bytes(device.total_bytes)
         most = smallest(usable, self.share_bytes(model, device)) or usable
-        return max(least, min(self.whole_bytes(model, facts) // facts.num_ranks, most))
+        return max(least, min(self.whole_bytes(model, metadata) // metadata.num_ranks, most))
 
-    def context_bytes(self, model: KnownModel, facts: ServedFiles, device: Device, tokens: int) -> int:  # noqa: ARG002
+    def context_bytes(self, model: KnownModel, metadata: ServedFiles, device: Device, tokens: int) -> int:  # noqa: ARG002
         """A server has a context of its own."""
-        return self.least_bytes(model, facts, device)
+        return self.least_bytes(model, metadata, device)
 
-    def whole_bytes(self, model: KnownModel, facts: ServedFiles) -> int:
+    def whole_bytes(self, model: KnownModel, metadata: ServedFiles) -> int:
         """Bytes that it takes while it serves, over all devices of this node."""
         run_bytes = self.sizes.run_bytes(model.id) // model.num_members
-        return max(self._least_bytes(model, facts), self.counted_bytes(model, facts, run_bytes) if run_bytes else 0)
+        return max(
+            self._least_bytes(model, metadata), self.counted_bytes(model, metadata, run_bytes) if run_bytes else 0
+        )
 
-    def _least_bytes(self, model: KnownModel, facts: ServedFiles) -> int:
-        return self.counted_bytes(model, facts, self.sizes.start_bytes(model.id) // model.num_members)
+    def _least_bytes(self, model: KnownModel, metadata: ServedFiles) -> int:
+        return self.counted_bytes(model, metadata, self.sizes.start_bytes(model.id) // model.num_members)
 
-    def counted_bytes(self, model: KnownModel, facts: ServedFiles, measured: int) -> int:
+    def counted_bytes(self, model: KnownModel, metadata: ServedFiles, measured: int) -> int:
         """The size that a model counts as if its server holds `measured` bytes, loaded or not. Pages of its files that
         other programs have mapped too are not in the measurement, but become its own when these end. The members of a
         group have equal parts."""
         if (configured := self._configured_bytes(model)) is not None:
             return max(measured, configured)
-        if measured and measured >= facts.num_bytes // model.num_members:
+        if measured and measured >= metadata.num_bytes // model.num_members:
             return measured
-        return _unmeasured(facts) // model.num_members
+        return _unmeasured(metadata) // model.num_members
 
-    def first_bytes(self, model: KnownModel, facts: ServedFiles) -> int:
+    def first_bytes(self, model: KnownModel, metadata: ServedFiles) -> int:
         """The size without measurements. A server with a configured size takes a little more than that."""
         configured = self._configured_bytes(model)
-        return _unmeasured(facts) // model.num_members if configured is None else configured
+        return _unmeasured(metadata) // model.num_members if configured is None else configured
 
     def _configured_bytes(self, model: KnownModel) -> int | None:
         # Not `model.memory_bytes`, which may be no more than the ceiling of a gateway.
@@ -181,9 +183,9 @@ class CommandEstimates(NodeLimits):
         expected_mb = next((size for size in own if size is not None), self.entry.memory_mb)
         return None if expected_mb is None else (expected_mb << 20) // model.num_members
 
-    def footprint(self, model: KnownModel, facts: ServedFiles, devices: Sequence[Device]) -> Footprint:
-        expected = max(self.expected_bytes(model, facts, device) for device in devices)
-        return Footprint(self._least_bytes(model, facts), facts.num_ranks * expected)
+    def footprint(self, model: KnownModel, metadata: ServedFiles, devices: Sequence[Device]) -> Footprint:
+        expected = max(self.expected_bytes(model, metadata, device) for device in devices)
+        return Footprint(self._least_bytes(model, metadata), metadata.num_ranks * expected)
 
     def stages(self, *_: Any) -> None:
         """The node does not divide the layers of a server's model."""
@@ -200,18 +202,18 @@ class SizeOfModel:
 
     estimates: CommandEstimates
     model: KnownModel
-    facts: ServedFiles
+    metadata: ServedFiles
 
     def started(self, num_bytes: int) -> int:
         self.estimates.sizes.note_start(self.model.id, num_bytes * self.model.num_members)
         return self.holds(num_bytes)
 
     def holds(self, num_bytes: int) -> int:
-        return self.estimates.counted_bytes(self.model, self.facts, num_bytes)
+        return self.estimates.counted_bytes(self.model, self.metadata, num_bytes)
 
     def ran(self, num_bytes: int) -> None:
         self.estimates.sizes.note_run(self.model.id, num_bytes * self.model.num_members)
 
 
-def _unmeasured(facts: ServedFiles) -> int:
-    return facts.num_bytes * 5 // 4
+def _unmeasured(metadata: ServedFiles) -> int:
+    return metadata.num_bytes * 5 // 4

@@ -18,6 +18,7 @@ import logging
 import socket
 import struct
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from itertools import starmap
 from pathlib import Path
 from typing import Any
@@ -29,23 +30,29 @@ from cortex.wire.words import os_error_in_words
 
 log = logging.getLogger(__name__)
 
-PULSE_S = 2.0
-SILENCE_S = 12.0
-"""Another node that has sent no line for this long is lost."""
 CONNECT_S = 5.0
-HOLD_S = 120.0
-"""How long ports are held until the load is ordered or the member is prepared again."""
-LOAD_S = 3600.0
-"""How long they are held for an ordered load."""
 LINGER_S = 10.0
-LEADER_S = 180.0
-"""How long a member waits for the leader's node, which loads last, before it ends."""
 _HELLO_S = 5.0
 _LINE_BYTES = 8 << 10
 _SIOCGIFADDR = 0x8915
 _ALIVE = b".\n"
 _END = b"!"
 _LEAVES = b"~"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTimes:
+    """How long the members of a group wait for each other."""
+
+    pulse_s: float = 2.0
+    silence_s: float = 12.0
+    """Another node that has sent no line for this long is lost."""
+    hold_s: float = 120.0
+    """How long ports are held until the load is ordered or the member is prepared again."""
+    load_s: float = 3600.0
+    """How long they are held for an ordered load."""
+    leader_s: float = 180.0
+    """How long a member waits for the leader's node, which loads last, before it ends."""
 
 
 def interface_of(address: str) -> str | None:
@@ -70,15 +77,16 @@ def interface_of(address: str) -> str | None:
 class MemberPorts:
     """The ports that this node has promised to groups, by group."""
 
-    def __init__(self, address: str | None) -> None:
+    def __init__(self, address: str | None, times: GroupTimes | None = None) -> None:
         """`address`: `cluster_address`."""
         self.address = address
+        self._times = times or GroupTimes()
         self._held: dict[str, _HeldPorts] = {}
         self._ordered: dict[str, str] = {}
         """By model: the group whose load was ordered."""
 
     def hold(self, group: str, model_id: str) -> tuple[str, int, int]:
-        """The address and the two ports of a member, held for `HOLD_S` from now on. Raises LoadFailed, and GroupClaimed
+        """The address and the two ports of a member, held for `hold_s` from now on. Raises LoadFailed, and GroupClaimed
         while they are held for another start of the model."""
         if self.address is None:
             raise LoadFailed("this node takes no part in groups: set `cluster_address` in its neuron.toml")
@@ -91,14 +99,14 @@ class MemberPorts:
                 why = os_error_in_words(error)
                 raise LoadFailed(f"no ports of cluster_address {self.address} can be used: {why}") from error
         held = self._held[group]
-        held.expire_after(HOLD_S, lambda: self.release(group))
+        held.expire_after(self._times.hold_s, lambda: self.release(group))
         return self.address, *held.numbers
 
     def await_load(self, group: str, model_id: str) -> None:
         """Its load was ordered, but may have to wait for other loads."""
         self._ordered[model_id] = group
         if (held := self._held.get(group)) is not None:
-            held.expire_after(LOAD_S, lambda: self.release(group))
+            held.expire_after(self._times.load_s, lambda: self.release(group))
 
     def load_ended(self, model_id: str) -> None:
         """The load failed, or the model was unloaded since: free the ports that it has not taken."""
@@ -116,7 +124,7 @@ class MemberPorts:
                 self.release(group)
                 raise
             if group in self._held:
-                held.expire_after(HOLD_S, lambda: self.release(group))
+                held.expire_after(self._times.hold_s, lambda: self.release(group))
         return held.version
 
     def take(self, member: GroupMember) -> MemberLink:
@@ -127,7 +135,7 @@ class MemberPorts:
                 held.close()
             raise LoadFailed("the group of the model is not prepared on this node; its gateway must start it again")
         held.keep()
-        return MemberLink(member, held)
+        return MemberLink(member, held, self._times)
 
     def close(self) -> None:
         while self._held:
@@ -175,8 +183,9 @@ class _HeldPorts:
 class MemberLink:
     """The connections of one member to the nodes of its group, from its load to its end."""
 
-    def __init__(self, member: GroupMember, held: _HeldPorts) -> None:
+    def __init__(self, member: GroupMember, held: _HeldPorts, times: GroupTimes) -> None:
         self.member = member
+        self._times = times
         self._held = held
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -254,9 +263,10 @@ class MemberLink:
             self._on_lost(reason)
 
     async def _await_leader(self) -> None:
-        await asyncio.sleep(LEADER_S)
+        leader_s = self._times.leader_s
+        await asyncio.sleep(leader_s)
         if not self._writers:
-            self._lose(f"the leader on {self.member.leader.node} has not connected within {LEADER_S:.0f} s")
+            self._lose(f"the leader on {self.member.leader.node} has not connected within {leader_s:.0f} s")
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -282,18 +292,18 @@ class MemberLink:
             while not writer.is_closing():
                 writer.write(_ALIVE)
                 await writer.drain()
-                await asyncio.sleep(PULSE_S)
+                await asyncio.sleep(self._times.pulse_s)
 
     async def _read(self, reader: asyncio.StreamReader, node: str) -> None:
-        line = _ALIVE
+        line, silence_s = _ALIVE, self._times.silence_s
         try:
             while line and not line.startswith(_END):
-                async with asyncio.timeout(SILENCE_S):
+                async with asyncio.timeout(silence_s):
                     line = await reader.readline()
                 if line.startswith(_LEAVES):
                     self._on_ending(_reason(node, line))
         except TimeoutError:
-            self._lose(f"{node} has sent nothing for {SILENCE_S:.0f} s")
+            self._lose(f"{node} has sent nothing for {silence_s:.0f} s")
         except (OSError, ValueError):
             line = b""
         self._lose(_reason(node, line))

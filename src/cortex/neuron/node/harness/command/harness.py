@@ -20,7 +20,7 @@ from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.devices import ReadDevices
 from cortex.neuron.node.harness.command.estimates import CommandEstimates, ServedFiles, ServerSizes, SizeOfModel
 from cortex.neuron.node.harness.command.group import MemberPorts, check_reachable, interface_of
-from cortex.neuron.node.harness.command.host import CommandHost, ServerCommand, free_port, server_info
+from cortex.neuron.node.harness.command.host import CommandHost, ServerCommand, ServerTimes, free_port, server_info
 from cortex.neuron.node.harness.command.process_memory import gpu_bytes
 from cortex.neuron.node.harness.command.server_log import ServerLog, plain_lines
 from cortex.neuron.node.harness.command.server_memory import ServerMemory
@@ -28,7 +28,7 @@ from cortex.neuron.node.harness.estimates import Footprint
 from cortex.neuron.node.library import KnownModel
 from cortex.neuron.node.memory.allocation import ChosenDevices, DeviceAllocation
 from cortex.neuron.servers.entry import HarnessEntry
-from cortex.neuron.text.model import TextSurvey
+from cortex.neuron.text.model import TextInspection
 from cortex.neuron.worker import amd
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.system.tasks import finish_all
@@ -164,12 +164,14 @@ class CommandHarness:
         env: Mapping[str, str] = os.environ,
         choose_port: Callable[[], int] = free_port,
         ports: MemberPorts | None = None,
+        times: ServerTimes | None = None,
     ) -> None:
         self.names = (entry.name,)
         self._sizes = ServerSizes()
         self.use(entry, config)
         self._read_devices = read_devices
         self._ports = ports or MemberPorts(None)
+        self._times = times or ServerTimes()
         self._env = env
         self._choose_port = choose_port
         self._ticker = Ticker(asyncio.get_running_loop())
@@ -253,7 +255,7 @@ class CommandHarness:
         quant = None if quant is None else quant.lower()
         return ServedFiles(path, self._entry.name, digest, num_bytes, context_tokens, ranks, quant), {}
 
-    async def read_text(self, model: KnownModel, path: Path) -> TextSurvey:  # noqa: ARG002 - as Harness has it
+    async def read_text(self, model: KnownModel, path: Path) -> TextInspection:  # noqa: ARG002 - as Harness has it
         """Nothing is read: the server rejects requests that its template does not support. Raises ModelUnsupported for
         a configured template, which the server would not get."""
         if model.chat_template is not None:
@@ -266,12 +268,12 @@ class CommandHarness:
         chats, inserts = has(CHAT), has("/infill")
         embeds, ranks = has("/v1/embeddings"), has("/v1/rerank")
         capabilities = Capabilities(chat=chats, tools=chats, embeddings=embeds, rerank=ranks, insert=inserts)
-        return TextSurvey(capabilities, SamplingDefaults())
+        return TextInspection(capabilities, SamplingDefaults())
 
     async def host(
         self,
         model: KnownModel,
-        facts: ServedFiles,
+        metadata: ServedFiles,
         room: DeviceAllocation,
     ) -> tuple[ModelHost, ChosenDevices]:
         entry, chosen, devices = self._entry, room.chosen, room.chosen.devices
@@ -279,13 +281,13 @@ class CommandHarness:
         argv = entry.argv(has_gpus=is_on_gpus, has_context=model.context_tokens is not None, rank=_rank(model))
         link = None if model.member is None else self._ports.take(model.member)
         commands = entry.commands
-        part = self.estimates.first_bytes(model, facts) / facts.num_ranks / max(1, devices[0].total_bytes)
+        part = self.estimates.first_bytes(model, metadata) / metadata.num_ranks / max(1, devices[0].total_bytes)
         free_ports: dict[int, int] = {}
 
         def expansion(port: int, pid: int = 0) -> Expansion:
             if port not in free_ports:
                 free_ports[port] = free_port()
-            return self._expansion(model, facts.path, devices, port, pid, free_ports[port], part)
+            return self._expansion(model, metadata.path, devices, port, pid, free_ports[port], part)
 
         def environment(port: int) -> dict[str, str]:
             own = {name: expansion(port).text(value) for name, value in entry.env.items()}
@@ -305,7 +307,7 @@ class CommandHarness:
         memory = ServerMemory(
             chosen.indices,
             free_bytes if is_on_gpus else None,
-            self.estimates.whole_bytes(model, facts),
+            self.estimates.whole_bytes(model, metadata),
             lambda processes: _used_bytes(devices, processes),
             room.took,
             lambda: room.was_alone,
@@ -318,9 +320,10 @@ class CommandHarness:
             server_info(entry.name, model.context_tokens),
             self._ticker,
             self._choose_port,
-            SizeOfModel(self.estimates, model, facts),
+            SizeOfModel(self.estimates, model, metadata),
             self._logs.setdefault(model.id, ServerLog()),
             link=link,
+            times=self._times,
         )
         self._hosts[model.id] = host
         return host, chosen

@@ -17,7 +17,7 @@ from cortex.http.upstream.faults import UpstreamFault
 from cortex.http.upstream.pool import Pool
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, StepOutput
 from cortex.neuron.node.harness.command.estimates import ServerSize
-from cortex.neuron.node.harness.command.group import PULSE_S, MemberLink
+from cortex.neuron.node.harness.command.group import MemberLink
 from cortex.neuron.node.harness.command.server_log import ServerLog
 from cortex.neuron.node.harness.command.server_memory import MemoryWatch, ServerMemory
 from cortex.neuron.node.harness.command.server_process import ServerProcess
@@ -68,19 +68,30 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.1
 _MEASURE_S = 1.0
 """Interval of memory measurements while a server starts; each takes the kernel some time per GiB."""
-_HEALTH_S = 15.0
-"""Time limit of one health check."""
-_BEGIN_S = 3600.0
-"""Minimum time granted to a working server until part of a response arrives; a whole response arrives only when
-complete."""
-_LOSS_S = 5.0
-"""The death of a server is noticed this much later than its closed connection."""
 _PORT_TRIES = 3
 _STOPPED_CHECKS = 2
+_STOPPED_CHECK_S = 2.0
 _SHORTEST_STREAM_S = 0.02
 """A response that is complete within this time after its first piece arrived as a whole; its speed is unknown."""
 _PAGES = 1 << 40
 """A server manages its own KV cache: the node only bounds the number of its requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerTimes:
+    """Time limits of a server, and the interval of its memory measurements."""
+
+    health_s: float = 15.0
+    """Time limit of one health check."""
+    begin_s: float = 3600.0
+    """Minimum time granted to a working server until part of a response arrives; a whole response arrives only when
+    complete."""
+    loss_s: float = 5.0
+    """The death of a server is noticed this much later than its closed connection."""
+    reclaim_s: float = 5.0
+    """Time for the driver of a GPU to free the server's memory."""
+    watch_s: float = 5.0
+    """Minimum interval of memory measurements while the server serves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +125,7 @@ class CommandHost:
     link: MemberLink | None = None
     """The link to the other nodes, if the server is a member of a group. Only the leader's server takes requests and
     has a pool."""
+    times: ServerTimes = field(default_factory=ServerTimes)
     resident: Resident | None = None
     pool: Pool | None = None
     """Requests to the server, while it is healthy."""
@@ -178,7 +190,9 @@ class CommandHost:
         if self.link is not None:
             self._stop_watch = run_once(self._watch_stopped(self._server), f"state of {self.model_id}")
         name = f"{self.model_id} ({self.entry.name})"
-        self._memory_watch = MemoryWatch(name, self.memory, self._server, measured, self._holds)
+        self._memory_watch = MemoryWatch(
+            name, self.memory, self._server, measured, self._holds, every_s=self.times.watch_s
+        )
         return self.resident
 
     async def _start(self, sink: ModelSink, *, is_last: bool) -> bool:
@@ -193,7 +207,7 @@ class CommandHost:
         if self._kill_reason is not None:  # the group has ended while it was started
             server.kill()
         silence_s = self.entry.silence_timeout_s
-        limits = UpstreamLimits(silence_s=silence_s, begin_s=max(silence_s, _BEGIN_S))
+        limits = UpstreamLimits(silence_s=silence_s, begin_s=max(silence_s, self.times.begin_s))
         pool = Pool(f"http://127.0.0.1:{port}", self.ticker, limits)
         health = self.entry.health
         healthy = asyncio.create_task(self._wait_until_healthy(pool, server, sink))
@@ -249,7 +263,7 @@ class CommandHost:
             return self._server is not None and self._server.pid is not None
         self._last_check = f"nothing listens on {own.host}:{own.port}"
         try:
-            async with asyncio.timeout(_HEALTH_S):
+            async with asyncio.timeout(self.times.health_s):
                 _, writer = await asyncio.open_connection(own.host, own.port)
         except OSError:
             return False
@@ -259,7 +273,8 @@ class CommandHost:
     async def _health_status(self, pool: Pool) -> int | None:
         """The status of a health check; None without a response."""
         try:
-            status = (await pool.fetch(b"GET", self.entry.health.path.encode(), timeout_s=_HEALTH_S)).status
+            path, timeout_s = self.entry.health.path.encode(), self.times.health_s
+            status = (await pool.fetch(b"GET", path, timeout_s=timeout_s)).status
         except UpstreamFault as fault:
             self._last_check = str(fault)
             return None
@@ -287,9 +302,9 @@ class CommandHost:
         """A stopped process blocks the whole group without any connection showing it."""
         num_seen = 0
         while num_seen < _STOPPED_CHECKS:
-            await asyncio.sleep(PULSE_S)
+            await asyncio.sleep(_STOPPED_CHECK_S)
             num_seen = num_seen + 1 if await asyncio.to_thread(lambda: server.is_stopped) else 0
-        self.kill(f"a process of it is stopped, for {_STOPPED_CHECKS * PULSE_S:.0f} s or more")
+        self.kill(f"a process of it is stopped, for {_STOPPED_CHECKS * _STOPPED_CHECK_S:.0f} s or more")
 
     # The group
 
@@ -327,7 +342,8 @@ class CommandHost:
         host_before, free_before = await asyncio.to_thread(lambda: server.num_bytes), await self.memory.free()
         if problem := await self._ask(self.entry.sleep):
             raise SleepRejected(f"its server ({self.entry.name}) was asked to sleep and {problem}")
-        freed = (await self.memory.reclaimed(resident.process_bytes, free_before)).freed_bytes
+        reclaimed = await self.memory.reclaimed(resident.process_bytes, free_before, self.times.reclaim_s)
+        freed = reclaimed.freed_bytes
         if freed < resident.process_bytes // 2:
             raise SleepRejected(f"the sleep of its server ({self.entry.name}) freed {freed >> 20} MiB only")
         host_bytes = await asyncio.to_thread(lambda: server.num_bytes) - host_before
@@ -372,7 +388,7 @@ class CommandHost:
         await server.stop(self.entry.stop_timeout_s, *self._stop_command(server))
         self._leave_group("it was unloaded")
         self._gone()
-        return await self.memory.reclaimed(resident.process_bytes, free_before)
+        return await self.memory.reclaimed(resident.process_bytes, free_before, self.times.reclaim_s)
 
     def _stop_command(self, server: ServerProcess) -> tuple[list[str], Mapping[str, str]]:
         """Checked before the load, but the node's environment may have changed since; the server is ended in any
@@ -412,7 +428,7 @@ class CommandHost:
     async def has_ended_soon(self) -> bool:
         """Whether the server has ended, or ends within a moment."""
         if self.pool is not None and self._watch is not None:
-            await asyncio.wait({self._watch}, timeout=_LOSS_S)
+            await asyncio.wait({self._watch}, timeout=self.times.loss_s)
         return self.pool is None
 
     def kill(self, reason: str) -> None:
@@ -485,5 +501,5 @@ def _is_free(port: int) -> bool:
 
 
 def server_info(harness: str, context_tokens: int | None) -> EngineInfo:
-    """The known facts of a server's model; a context of 0 is unknown."""
+    """The known metadata of a server's model; a context of 0 is unknown."""
     return EngineInfo(harness, "", context_tokens or 0, 0, weight_bytes=0, kv_bytes=0, page_tokens=1, num_pages=_PAGES)

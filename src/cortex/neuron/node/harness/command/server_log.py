@@ -86,6 +86,12 @@ class ServerLog:
         lines = _folded(plain_lines(own))
         return f"; the end of its log: {' | '.join(lines)}" if lines else "; it wrote nothing"
 
+    def has(self, pattern: re.Pattern[bytes]) -> bool:
+        """Whether it occurs in what is kept of the current server's output: several processes of a server may write
+        pages of tracebacks after the reason of its end."""
+        with self._lock:
+            return pattern.search(self._following(self._began)) is not None
+
     def since(self, after: int) -> ModelLog:
         """The kept lines after the first `after` ones. A number beyond the end, from before a restart of the node,
         counts as 0."""

@@ -16,15 +16,12 @@ from cortex.system.tasks import run_once
 
 log = logging.getLogger(__name__)
 
-_WATCH_S = 5.0
-"""Minimum interval of measurements while a server serves."""
 _WATCH_SHARE = 0.02
 """Maximum share of time for measurements: the kernel needs some time per GiB."""
 _MAX_SAMPLES = 720
 _GROWTH = 1.25
 """A server that has grown by this factor is reported."""
 _NOISE_BYTES = 16 << 20
-_RECLAIM_S = 5.0
 _POLL_S = 0.1
 
 
@@ -60,12 +57,12 @@ class ServerMemory:
             return held
         return max(0, free_before - await self.free()) if self.was_alone() else self.expected_bytes
 
-    async def reclaimed(self, expected_bytes: int, free_before: int) -> Reclaimed:
-        """Host memory is freed when the processes end; a GPU's driver may free memory later."""
+    async def reclaimed(self, expected_bytes: int, free_before: int, within_s: float) -> Reclaimed:
+        """Host memory is freed when the processes end; a GPU's driver may free memory later, within `within_s`."""
         if self.free_bytes is None:
             return Reclaimed(expected_bytes, expected_bytes)
         loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + _RECLAIM_S
+        deadline_s = loop.time() + within_s
         while True:
             reclaimed = Reclaimed(expected_bytes, max(0, await self.free() - free_before))
             if reclaimed.is_complete or loop.time() >= deadline_s:
@@ -83,12 +80,16 @@ class MemoryWatch:
         server: ServerProcess,
         started_bytes: int,
         on_held: Callable[[int], None],
+        *,
+        every_s: float,
     ) -> None:
-        """`on_held`: called with the bytes that it holds each time they change."""
+        """`on_held`: called with the bytes that it holds each time they change. `every_s`: it is measured this often at
+        most."""
         self._name = name
         self._memory = memory
         self._server = server
         self._on_held = on_held
+        self._every_s = every_s
         self._told_bytes = started_bytes
         self._reported_bytes = max(started_bytes, memory.expected_bytes)
         self.is_paused = False
@@ -115,10 +116,10 @@ class MemoryWatch:
         return quantile(self._held)
 
     async def _run(self) -> None:
-        loop, pause_s = asyncio.get_running_loop(), _WATCH_S
+        loop, pause_s = asyncio.get_running_loop(), self._every_s
         while True:
             await asyncio.sleep(pause_s)
             began_s = loop.time()
             if not self.is_paused:
                 await self.look()
-            pause_s = max(_WATCH_S, (loop.time() - began_s) / _WATCH_SHARE)
+            pause_s = max(self._every_s, (loop.time() - began_s) / _WATCH_SHARE)

@@ -22,8 +22,12 @@ from cortex.neuron.node.harness.command.server_log import ServerLog, plain_lines
 log = logging.getLogger(__name__)
 
 _GUARD = str(Path(guard.__file__).resolve())
-_NO_MEMORY = re.compile(r"out of memory|OutOfMemory|MemoryError|cannot allocate memory|bad_alloc", re.IGNORECASE)
-"""Messages of programs that run out of GPU or host memory."""
+_NO_MEMORY = re.compile(
+    rb"out of (device |host )?memory|OutOf(Device|Host)?Memory|MemoryError|cannot allocate memory|bad_alloc"
+    rb"|not enough memory|no available memory|free memory on device .* is less than desired",
+    re.IGNORECASE,
+)
+"""Messages of programs that run out of GPU or host memory, among them llama.cpp over Vulkan, vLLM and SGLang."""
 _BLOCK_BYTES = 1 << 20
 _PID_S = 60.0
 """Time limit of the command that prints a process id."""
@@ -137,11 +141,11 @@ class ServerProcess:
 
     @property
     def lacked_memory(self) -> bool:
-        """Whether it has ended for lack of memory: the system killed it, or its last lines say so."""
+        """Whether it has ended for lack of memory: the system killed it, or its output says so."""
         if self._is_killed or not self._waiter.done():
             return False
         is_killed_by_system = self._waiter.result() == 128 + signal.SIGKILL
-        return is_killed_by_system or _NO_MEMORY.search(self._log.last_lines) is not None
+        return is_killed_by_system or self._log.has(_NO_MEMORY)
 
     async def ended(self) -> str:
         """How it ended, once it has, and all of its output is read. May be cancelled and called again."""

@@ -1,5 +1,5 @@
 """Checks before any memory is allocated: the files are complete, the family is supported, the quantisation is the
-requested one. Reads headers only and imports no torch. `inspect` runs in the survey process.
+requested one. Reads headers only and imports no torch. `inspect` runs in the inspection process.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _DENSE_FORMATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """The facts from a model's files."""
+class ModelMetadata:
+    """The metadata from a model's files."""
 
     path: Path
     architecture: Architecture
@@ -52,13 +52,13 @@ class ModelFacts:
     recipe: Recipe | None = None
     """How dense matrices are quantised at load, if configured."""
     num_ranks: int = 1
-    """Number of devices that the model is divided among. If it is more than one, these are the facts of one rank."""
+    """Number of devices that the model is divided among. If it is more than one, these are the metadata of one rank."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The source of `architecture`."""
     sample: str = ""
     """A digest of the content of the weights (`content_sample`)."""
-    draft: ModelFacts | None = None
-    """The facts of its draft model."""
+    draft: ModelMetadata | None = None
+    """The metadata of its draft model."""
     _layouts: dict[MatrixDevice, Mapping[str, MatrixLayout]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -109,7 +109,7 @@ class ModelFacts:
 
     @property
     def file_bytes(self) -> int | None:
-        """Bytes of its weights in its files; None for the facts of one of several ranks."""
+        """Bytes of its weights in its files; None for the metadata of one of several ranks."""
         if "file_bytes" not in self._described:
             whole = sum(tensor.num_bytes for tensor in self.tensors.values())
             self._described["file_bytes"] = whole if self.num_ranks == 1 else None
@@ -129,14 +129,14 @@ class ModelFacts:
         form: StoredForm = self._described["stored"]
         return form
 
-    def with_head(self, name: str) -> ModelFacts:
+    def with_head(self, name: str) -> ModelMetadata:
         """With the head that predicts further tokens. Raises ModelUnsupported if there is none."""
         try:
             return replace(self, architecture=self.architecture.with_head(self.tensors))
         except UnsupportedModel as error:
             raise ModelUnsupported(f"{name} cannot be loaded: {error}") from error
 
-    def with_draft(self, draft: ModelFacts, name: str) -> ModelFacts:
+    def with_draft(self, draft: ModelMetadata, name: str) -> ModelMetadata:
         """With a draft model. Raises ModelUnsupported if it cannot serve as one."""
         try:
             check_draft(draft.architecture)
@@ -186,12 +186,12 @@ class ModelFacts:
         return found
 
 
-def inspect(path: Path, quant: str | None = None, *, name: str | None = None, num_ranks: int = 1) -> ModelFacts:
+def inspect(path: Path, quant: str | None = None, *, name: str | None = None, num_ranks: int = 1) -> ModelMetadata:
     """Reads the config and the headers of the files at `path`. With `quant`, quantised weights must be stored in that
     format, and dense ones are quantised to it at load.
 
     `name`: the model's name for messages, because a snapshot's folder is named by a digest. `num_ranks`: divides the
-    model among this many devices; the facts are those of the rank with the largest share. Raises FilesDamaged for
+    model among this many devices; the metadata are those of the rank with the largest share. Raises FilesDamaged for
     damaged files, ModelUnsupported for a model that the engine cannot run.
     """
     name = name or path.name
@@ -207,7 +207,7 @@ def inspect(path: Path, quant: str | None = None, *, name: str | None = None, nu
             last = Shard(num_ranks - 1, num_ranks)  # what cannot be divided evenly is larger there
             whole, architecture = architecture, architecture.sharded(last)
             checkpoint = ShardedCheckpoint(checkpoint, whole.tensor_slices(last))
-        return replace(_read_facts(path, architecture, checkpoint, name, quant), sample=sample)
+        return replace(_read_metadata(path, architecture, checkpoint, name, quant), sample=sample)
     except UnsupportedModel as error:
         raise ModelUnsupported(f"{name} cannot be loaded: {error}") from error
     except CheckpointError as error:
@@ -252,16 +252,16 @@ def recipe_for(path: Path, stored: str, name: str, quant: str) -> Recipe | None:
     )
 
 
-def _read_facts(
+def _read_metadata(
     path: Path, architecture: Architecture, checkpoint: Checkpoint, name: str, quant: str | None
-) -> ModelFacts:
+) -> ModelMetadata:
     """Raises ModelUnsupported for weights that are not and cannot be quantised as `quant`."""
     tensors = checkpoint.tensors
     most = _most(_elements(tensors))
     recipe = recipe_for(path, most, name, quant) if quant is not None else None
     found = most.lower() if most not in _DENSE_FORMATS else recipe.name if recipe is not None else None
     num_ranks = architecture.shard.size
-    return ModelFacts(path, architecture, found, tensors, recipe, num_ranks, checkpoint.config)
+    return ModelMetadata(path, architecture, found, tensors, recipe, num_ranks, checkpoint.config)
 
 
 def _elements(tensors: Mapping[str, TensorInfo]) -> Counter[str]:

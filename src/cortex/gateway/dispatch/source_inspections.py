@@ -19,7 +19,7 @@ from cortex.wire.node.protocol import ModelState, ModelStatus
 log = logging.getLogger(__name__)
 
 
-class SourceSurveys:
+class SourceInspections:
     """Owned by the dispatcher; every method runs inside one of its events. Older nodes, which do not know the request,
     are asked once."""
 
@@ -46,7 +46,7 @@ class SourceSurveys:
         if requests:
             self._busy.add(name)
             asked.update(request.model_id for request in requests)
-            self._effects.survey(name, requests)
+            self._effects.inspect(name, requests)
 
     def responded(self, target: ModelOnNode, source: str, result: ModelStatus | CortexError) -> None:
         """The node responded about one model, which was at `source` when it was asked."""

@@ -31,15 +31,15 @@ _messages = msgspec.json.Decoder(list[_Message])
 
 
 def _ignore(fields: JsonFields, effort: ReasoningEffort) -> None:
-    """Requests of the dialect cannot say how much the model reasons."""
+    """Requests of the dialect have no reasoning effort."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PresetFields:
-    """Where a dialect has what a preset adds to a request."""
+    """The places of a preset's fields in a dialect."""
 
     names: Mapping[str, str] = field(default_factory=dict)
-    """What fields of chat completions are called, where they have another name."""
+    """Names of chat completions fields, if different."""
     options: frozenset[str] = frozenset()
     """The fields that are in the object `options` of the body."""
     system: str = ""

@@ -157,7 +157,7 @@ def _segments_of(lengths: NDArray[np.int64], first_segments: Sequence[int], batc
 
 
 SLICE_S = 0.008
-"""Other models of the device wait no longer than this for their tokens."""
+"""Bound on how long other models of the device wait for tokens."""
 _MIN_BATCH_TOKENS = 128
 """Fewer tokens do not occupy a CPU's cores."""
 _SELF_TEST_TOKENS = 4

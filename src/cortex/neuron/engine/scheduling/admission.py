@@ -210,8 +210,8 @@ class SequenceAdmission:
         return self._reservations.admit(sequence, cached, self.start(sequence, cached), self._running)
 
     def fetch(self, sequence: Sequence, cached: int, offloaded: OffloadedPages) -> int | None:
-        """Looks for pages after which the sequence can continue further, once, when the sequence has room. Returns what
-        `OffloadedPages.fetch` does."""
+        """Looks for further pages of the sequence's prefix, once, when it has room. Returns the result of
+        `OffloadedPages.fetch`."""
         digests, request_id = sequence.digests, sequence.request.id
         if sequence.scores_prompt or not offloaded.may_have(request_id, len(digests) - cached):
             return None

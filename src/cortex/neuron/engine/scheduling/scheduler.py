@@ -239,8 +239,8 @@ class Scheduler:
             self._preempt(self.running[-1])
 
     def _end_fronts(self) -> None:
-        """Sequences that have computed all pages before those that are fetched wait for these without a row. Their
-        pages are known and idle meanwhile, and they are admitted again with all of their prefix."""
+        """Sequences that have computed all pages before the fetched ones wait for these without a row. Their pages are
+        known and idle meanwhile, and they are admitted again with their whole prefix."""
         page_tokens = self.pages.page_tokens
         for sequence in [each for each in self.running if each.front_end]:
             if self._offloaded is not None and sequence.scheduled < sequence.front_end:
@@ -529,7 +529,7 @@ class Scheduler:
         self._requeue(sequence)
 
     def _requeue(self, sequence: Sequence) -> None:
-        """Takes the row of a running sequence, which becomes the first of its class that waits."""
+        """Takes the row of a running sequence, which becomes the first waiting one of its class."""
         self.running.remove(sequence)
         self._release(sequence)
         place = 0

@@ -64,9 +64,9 @@ class Sequence:
     cached: int | None = None
     """Prompt tokens that came from the prefix cache at first admission."""
     front_end: int = 0
-    """Where it leaves its row, because the rest of a known prefix is being fetched; 0: it is not."""
+    """The position where it leaves its row, because the rest of a known prefix is being fetched; 0 if not."""
     front_tokens: int = 0
-    """Those of its prompt that it has computed before it left its row there."""
+    """Prompt tokens that it computed before it left its row there."""
     shared: int = 0
     """With recurrent layers: leading pages shared with an earlier prompt; more than `committed` if no state was saved
     at their end."""

@@ -64,8 +64,8 @@ class FieldTable:
     def __init__(
         self, *groups: Iterable[BodyField], of_gateways: Iterable[str] = (), relayed: Iterable[str] = ()
     ) -> None:
-        """`of_gateways`: fields that a gateway honours, whatever a node does with them. `relayed`: fields that are not
-        read here, and that choose no model at any known server."""
+        """`of_gateways`: fields that a gateway honours, independent of nodes. `relayed`: fields that are not read here
+        and choose no model at any known server."""
         self._fields = {one.name: one for group in groups for one in group}
         self._names = frozenset(name.partition(".")[0] for name in self._fields)
         read = [one.name.partition(".")[0] for one in self if one.in_envelope]

@@ -112,7 +112,7 @@ def test_every_picture_has_a_size_within_bounds_or_is_rejected(
 ) -> None:
     spec = spec_of(model_type)
     if max(width, height) > MAX_ASPECT * min(width, height):
-        with pytest.raises(UnusablePicture, match="cut it"):
+        with pytest.raises(UnusablePicture, match="crop it"):
             spec.grid(width, height, detail)
         return
     grid = spec.grid(width, height, detail)

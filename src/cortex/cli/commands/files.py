@@ -33,9 +33,9 @@ from cortex.wire.words import plural
 def pull(model: str, nodes: tuple[str, ...], wait: bool, gateway: GatewayClient, as_json: bool) -> None:
     """Download a model without loading it.
 
-    MODEL is a model of the catalogue or a hub id; QUANT selects one of its GGUF files, else the dense weights, which
-    are quantised so at load. Nodes get from each other what one of them has, and only the rest from the hub. Ctrl-C
-    cancels; what was downloaded is kept for the next time.
+    MODEL is a model of the catalogue or a hub id. QUANT selects one of its GGUF files; without such a file, the dense
+    weights are downloaded and quantised at load. Nodes copy files from each other and download only the rest from the
+    hub. Ctrl-C cancels; a later pull resumes.
 
     \b
       cortex pull Qwen/Qwen3-8B
@@ -134,8 +134,8 @@ def rm(model: str, node: str | None, yes: bool, gateway: GatewayClient, as_json:
 def forget(gateway: GatewayClient, as_json: bool, *, unused_days: float | None, **chosen: object) -> None:
     """Delete what nodes keep of prompts.
 
-    That is their KV on devices, in host memory and on disk. Requests that run keep theirs. Prompts that continue
-    deleted ones are computed again.
+    Deletes KV on devices, in host memory and on disk, except that of running requests. Prompts that continue deleted
+    ones are computed again.
     """
     unused_s = None if unused_days is None else unused_days * 86400
     given = {name: value for name, value in {**chosen, "unused_s": unused_s}.items() if value not in (None, False)}

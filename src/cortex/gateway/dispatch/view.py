@@ -69,7 +69,7 @@ class DispatchView:
 
     @property
     def starting_nodes(self) -> list[str]:
-        """Nodes that have not reported yet, a short time after the configuration named them."""
+        """Nodes that have not reported yet, shortly after the configuration named them."""
         return self._fleet_state.starting(self._clock())
 
     @property

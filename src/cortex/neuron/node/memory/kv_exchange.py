@@ -43,7 +43,7 @@ MAX_FETCHES = 4
 
 @dataclass(frozen=True, slots=True)
 class ExchangeRules:
-    """What is fetched, and for how long a node waits."""
+    """The limits of fetches."""
 
     min_tokens: int = 512
     """Shorter prefixes are computed, not fetched."""

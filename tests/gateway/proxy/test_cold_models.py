@@ -14,8 +14,8 @@ from cortex.fleet.rules import EvictionRules
 from cortex.wire.node.protocol import ModelState
 
 from ...ports import free_port
+from ...waiting import until
 from ..fake_neuron import GB, FakeNeuron, plain_response
-from ..started_gateway import until
 
 if TYPE_CHECKING:
     from ..fake_neuron import StartNeuron

@@ -24,9 +24,10 @@ from cortex.wire.errors import InsufficientCapacity
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import Device, ModelState, ModelStatus
 
+from ....waiting import until
 from ...worker.hosts.fake_host import FakeHost
 from ..harness.test_harness import EchoEstimates, EchoFacts, EchoHarness
-from ..node_calls import load, until
+from ..node_calls import load
 
 GIB = 1 << 30
 CARD = Device(index=0, kind="cuda", name="card", total_bytes=40 * GIB)
@@ -35,13 +36,13 @@ CARD = Device(index=0, kind="cuda", name="card", total_bytes=40 * GIB)
 class SizedEstimates(EchoEstimates):
     """The size of a model is in its name: `a-10` takes 10 GiB, and the size of `a-0` is unknown."""
 
-    def least_bytes(self, model: KnownModel, facts: EchoFacts, device: Device) -> int:
+    def least_bytes(self, model: KnownModel, metadata: EchoFacts, device: Device) -> int:
         return int(model.id.split("-")[1]) * GIB
 
     smallest_bytes = expected_bytes = least_bytes
 
-    def footprint(self, model: KnownModel, facts: EchoFacts, devices: Any) -> Footprint:
-        size = self.least_bytes(model, facts, devices[0])
+    def footprint(self, model: KnownModel, metadata: EchoFacts, devices: Any) -> Footprint:
+        size = self.least_bytes(model, metadata, devices[0])
         return Footprint(size, size)
 
 
@@ -55,7 +56,7 @@ class SlowHarness(EchoHarness):
         self.free_bytes = free_bytes
 
     async def host(
-        self, model: KnownModel, facts: EchoFacts, room: DeviceAllocation
+        self, model: KnownModel, metadata: EchoFacts, room: DeviceAllocation
     ) -> tuple[ModelHost, ChosenDevices]:
         host = self.hosts[model.id] = FakeHost(0)
         host.may_load.clear()

@@ -297,7 +297,7 @@ class PackedCodes:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What holds the weights."""
+        """The tensors of the weights."""
         return self.low, self.high, self.scales
 
     def put_codes(self, first_row: int, code: Tensor, scale: Tensor, minimum: Tensor) -> None:

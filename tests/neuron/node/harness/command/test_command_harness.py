@@ -32,7 +32,7 @@ from cortex.wire.errors import InsufficientCapacity, InvalidValue, LoadFailed
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import ModelState
 
-from ...node_calls import until
+from .....waiting import until
 from .commands import SERVER, START, NotedSizes, config, servers
 
 
@@ -86,12 +86,12 @@ def test_a_measurement_that_is_too_small_does_not_count(
     memory_mb: int | None, measured_mb: int | None, expected_mb: int
 ) -> None:
     entry = HarnessEntry(name="fake", cmd=START, memory_mb=memory_mb)
-    facts, model = ServedFiles(Path(), "fake", "", 100 << 20, 0, 1), KnownModel(id="m", source="m")
+    metadata, model = ServedFiles(Path(), "fake", "", 100 << 20, 0, 1), KnownModel(id="m", source="m")
     estimates = CommandEstimates(NeuronConfig(), entry)
     if measured_mb is not None:
-        size = SizeOfModel(estimates, model, facts)
+        size = SizeOfModel(estimates, model, metadata)
         assert size.started(measured_mb << 20) == expected_mb << 20, "while it is loaded"
-    assert estimates.whole_bytes(model, facts) == expected_mb << 20
+    assert estimates.whole_bytes(model, metadata) == expected_mb << 20
 
 
 async def test_changed_configuration_is_used_without_a_restart(tmp_path: Path) -> None:
@@ -290,8 +290,8 @@ async def test_the_quantisation_is_what_the_operator_or_the_file_says(
 ) -> None:
     (tmp_path / file).write_bytes(bytes(100))
     harness = CommandHarness(HarnessEntry(name="fake", cmd=(*START, "${MODEL_PATH}")), NeuronConfig(), read_devices)
-    facts, _ = await harness.read(KnownModel(id="m", source="m", quant=quant), tmp_path / file)
-    assert (facts.quant, facts.file_bytes) == (expected, 100)
+    metadata, _ = await harness.read(KnownModel(id="m", source="m", quant=quant), tmp_path / file)
+    assert (metadata.quant, metadata.file_bytes) == (expected, 100)
 
 
 async def test_quotes_and_spaces_reach_the_server_unchanged(tmp_path: Path) -> None:

@@ -180,9 +180,9 @@ def measure(restarts: Restarts, folder: Path, lengths: Sequence[int], *, follows
     restarts.close()
     verdicts: list[bool] = []
 
-    def decided(*arguments: Any) -> bool:
+    def decided(*arguments: Any, **options: Any) -> bool:
         """What the rule says; without --rule the disk is read in any case, to see whether it is right."""
-        verdicts.append(saves_time(*arguments))
+        verdicts.append(saves_time(*arguments, **options))
         return verdicts[-1] if follows_rule else True
 
     setattr(tier, "saves_time", decided)  # noqa: B010 - it is imported there

@@ -75,7 +75,7 @@ class FakeFleet:
         self.suspended: list[str] = []
         self.woken: list[str] = []
         self.forgotten: list[tuple[str, str]] = []
-        self.surveys: list[tuple[str, str]] = []
+        self.inspections: list[tuple[str, str]] = []
         self.ready: dict[str, dict[str, float]] = {name: {} for name in self.sizes}
         self.running: dict[tuple[str, str], int] = {}
         self.benches: dict[tuple[str, str], BenchResult] = {}
@@ -118,8 +118,8 @@ class FakeFleet:
     def recycle(self, node: str, devices: tuple[int, ...]) -> None:
         self.recycled.append((node, devices))
 
-    def survey(self, node: str, requests: tuple[LoadRequest, ...]) -> None:
-        self.surveys += [(node, request.model_id) for request in requests]
+    def inspect(self, node: str, requests: tuple[LoadRequest, ...]) -> None:
+        self.inspections += [(node, request.model_id) for request in requests]
 
     def forget(self, node: str, model: str) -> None:
         self.forgotten.append((node, model))

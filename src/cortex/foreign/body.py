@@ -12,7 +12,6 @@ from typing import Any, Final, Literal, NamedTuple
 import msgspec
 
 from cortex.ipc.channel import ChannelMessage
-from cortex.wire.dialects import llama_cpp_infill, openai_chat, openai_completions
 from cortex.wire.dialects.registry import DIALECTS, ROUTES
 from cortex.wire.errors import InvalidValue, MalformedJSON
 from cortex.wire.fields.body import decode_object
@@ -105,7 +104,7 @@ def _check_parsed(path: str, body: bytes) -> None:
 
 
 TABLES: Final[Mapping[str, FieldTable]] = {
-    **{codec.PATH: codec.FIELDS for codec in (openai_chat, openai_completions, llama_cpp_infill)},
+    **{dialect.path: dialect.fields for dialect in DIALECTS.values() if dialect.spoken_by != "cortex"},
     "/v1/embeddings": pooling.EMBEDDINGS,
     "/embed": pooling.EMBED,
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), pooling.RERANK),

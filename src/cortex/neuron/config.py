@@ -123,10 +123,10 @@ class Limits(Section, frozen=True):
     share_mb_per_s: Megabytes | None = None
     """The most megabytes per second, over all transfers, at which this node sends files of models to other nodes of its
     fleet. 0: it sends none. Absent: as fast as the network and its disk are."""
-    survey_cpu_s: Count = 30
+    inspection_cpu_s: Count = 30
     """Computing time that reading a model's config, headers and chat template may take. A model that takes more is
     reported as damaged, and not loaded."""
-    survey_memory_mb: Count = 1024
+    inspection_memory_mb: Count = 1024
     """Memory that it may take, in a process of its own."""
 
     @property

@@ -1,13 +1,13 @@
 """The error tree: every error that a client or an operator can see.
 
-A class has its status and names in each dialect; a message says what happened and what to do. Errors are raised
-anywhere and encoded once, at the boundary (`error_encoding.py`). No program sends a plain-text error.
+A class has its status and its names for machines; a message says what happened and what to do. Errors are raised
+anywhere and encoded once, at the boundary (`error_encoding.py` and the folders of dialects). No program sends a
+plain-text error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import StrEnum
 from typing import Any, ClassVar, Self
 
 MAX_ECHO = 200
@@ -26,23 +26,12 @@ def _encodable(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
-class Family(StrEnum):
-    """The formats of errors."""
-
-    OPENAI = "openai"
-    ANTHROPIC = "anthropic"
-    OLLAMA = "ollama"
-
-
 class CortexError(Exception):
     """An internal error. The request was valid and may be sent again later."""
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "internal_error"
     openai_type: ClassVar[str] = "server_error"
-    anthropic_type: ClassVar[str] = "api_error"
-    anthropic_status: ClassVar[int | None] = None
-    """The status for Anthropic clients, if it differs from OpenAI's (529 for overloaded)."""
     retryable: ClassVar[bool] = False
 
     def __init__(
@@ -71,7 +60,6 @@ class _InvalidRequest(CortexError):
 
     status = 400
     openai_type = "invalid_request_error"
-    anthropic_type = "invalid_request_error"
 
 
 class MalformedJSON(_InvalidRequest):
@@ -147,7 +135,6 @@ class BodyTooLarge(_InvalidRequest):
 
     status = 413
     code = "body_too_large"
-    anthropic_type = "request_too_large"
 
 
 class MalformedHTTP(_InvalidRequest):
@@ -175,7 +162,6 @@ class InvalidAPIKey(_InvalidRequest):
 
     status = 401
     code = "invalid_api_key"
-    anthropic_type = "authentication_error"
 
 
 class ModelNotAllowed(_InvalidRequest):
@@ -183,7 +169,6 @@ class ModelNotAllowed(_InvalidRequest):
 
     status = 403
     code = "model_not_allowed"
-    anthropic_type = "permission_error"
 
 
 class OperatorOnly(_InvalidRequest):
@@ -191,7 +176,6 @@ class OperatorOnly(_InvalidRequest):
 
     status = 403
     code = "operator_only"
-    anthropic_type = "permission_error"
 
 
 class ManagedByFile(_InvalidRequest):
@@ -206,7 +190,6 @@ class CrossSiteRequest(_InvalidRequest):
 
     status = 403
     code = "cross_site_request"
-    anthropic_type = "permission_error"
 
 
 class ModelNotFound(_InvalidRequest):
@@ -214,7 +197,6 @@ class ModelNotFound(_InvalidRequest):
 
     status = 404
     code = "model_not_found"
-    anthropic_type = "not_found_error"
 
 
 class NodeNotFound(_InvalidRequest):
@@ -222,7 +204,6 @@ class NodeNotFound(_InvalidRequest):
 
     status = 404
     code = "node_not_found"
-    anthropic_type = "not_found_error"
 
 
 class GroupClaimed(_InvalidRequest):
@@ -244,7 +225,6 @@ class RouteNotFound(_InvalidRequest):
 
     status = 404
     code = "route_not_found"
-    anthropic_type = "not_found_error"
 
 
 class MethodNotAllowed(RouteNotFound):
@@ -267,7 +247,6 @@ class RateLimitExceeded(CortexError):
     status = 429
     code = "rate_limit_exceeded"
     openai_type = "requests"
-    anthropic_type = "rate_limit_error"
     retryable = True
 
 
@@ -277,7 +256,6 @@ class InsufficientQuota(CortexError):
     status = 429
     code = "insufficient_quota"
     openai_type = "insufficient_quota"
-    anthropic_type = "rate_limit_error"
 
 
 class TemplateRenderFailed(_InvalidRequest):
@@ -298,8 +276,6 @@ class Overloaded(CortexError):
     status = 503
     code = "overloaded"
     openai_type = "server_error"
-    anthropic_type = "overloaded_error"
-    anthropic_status = 529
     retryable = True
 
 
@@ -353,7 +329,6 @@ class ModelUnsupported(LoadFailed):
     status = 422
     code = "model_unsupported"
     openai_type = "invalid_request_error"
-    anthropic_type = "invalid_request_error"
 
 
 class UnloadedWhileLoading(LoadFailed):

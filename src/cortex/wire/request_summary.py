@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from cortex.wire.fields.body import Fields
 from cortex.wire.fields.request_class import RequestClass
 
 
@@ -39,3 +40,8 @@ class RequestSummary(msgspec.Struct, frozen=True, array_like=True):
     """The client's salt for cached prefixes, as JSON; empty: none."""
     asked_class: RequestClass | None = None
     """None: that of its key."""
+
+
+def model_only(fields: Fields) -> RequestSummary:
+    """The summary of a request that generates nothing. Raises MissingModel or InvalidValue."""
+    return RequestSummary(fields.model(), False, 0, 1)

@@ -19,10 +19,10 @@ from cortex.http.limits import ClientShares
 from cortex.wire import sse
 from cortex.wire.dialects.openai_responses import socket_events
 
-from ...waiting import WAIT_S
+from ...waiting import WAIT_S, until
 from ..fake_neuron import FakeNeuron
 from ..fake_responses import begin_stream
-from ..started_gateway import Client, until
+from ..started_gateway import Client
 from .responding_node import CALL, READY
 
 if TYPE_CHECKING:
@@ -286,29 +286,26 @@ async def test_a_client_that_does_not_read_pauses_its_node(neurons: StartNeuron,
         assert sent == num_events
 
 
-async def test_events_beyond_the_limit_are_rejected(
-    node: FakeNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sockets, "MAX_EVENTS", 3)
+async def test_events_beyond_the_limit_are_rejected(node: FakeNeuron, start_gateway: StartGateway) -> None:
     client = await start_gateway(node)
     node.stream_gate.clear()
     async with connected(client) as socket:
-        for _ in range(4):
+        for _ in range(sockets.MAX_EVENTS + 1):
             await send(socket)
         assert (await last(socket))["error"]["code"] == "rate_limit_exceeded"
         node.stream_gate.set()
-        for _ in range(3):
+        for _ in range(sockets.MAX_EVENTS):
             assert (await last(socket))["type"] == "response.completed"
 
 
-def test_a_connection_forgets_old_responses(monkeypatch: pytest.MonkeyPatch) -> None:
-    remembered = sockets.RememberedResponses(ClientShares(1000, None), "key")
+def test_a_connection_forgets_old_responses() -> None:
+    most = sockets.MAX_REMEMBERED_BYTES
+    remembered = sockets.RememberedResponses(ClientShares(2 * most, None), "key")
     for number in range(sockets.MAX_REMEMBERED + 1):
         remembered.add(f"resp_{number}", remembered.chain(f"resp_{number - 1}") or (), b"[]", b"{}")
     assert remembered.chain("resp_0") is None
     assert len(remembered.chain(f"resp_{sockets.MAX_REMEMBERED}") or ()) == sockets.MAX_REMEMBERED + 1
-    monkeypatch.setattr(sockets, "MAX_REMEMBERED_BYTES", 30)
-    remembered.add("large", (), msgspec.Raw(b'"' + b"x" * 30 + b'"'), b"{}")
+    remembered.add("large", (), msgspec.Raw(b'"' + b"x" * most + b'"'), b"{}")
     assert remembered.chain("large") is None
     remembered.add("fits", (), b"[]", b"{}")
     assert remembered.chain("fits") is not None

@@ -168,15 +168,14 @@ def test_needs_no_key_on_loopback() -> None:
 
 
 async def test_uses_changed_keys_and_keeps_the_old_ones_when_the_change_is_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, until: Any, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, until: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("cortex.neuron.api.server.CHECK_FILES_S", 0.01)
     path, keys = tmp_path / "neuron.toml", tmp_path / "keys"
     path.write_text('key_file = "keys"\n')
     keys.write_text(KEY)
     front = Front(NeuronConfig(key_file=Path("keys")), path, insecure=False)
     keys.write_text(f"{OTHER}\n")  # before the first look, as while the node starts
-    watching = asyncio.create_task(front.watch())
+    watching = asyncio.create_task(front.watch(check_s=0.01))
     await until(lambda: front.keys.recognises(OTHER))
     assert not front.keys.recognises(KEY), "a removed key is revoked"
     keys.write_text("short\n")

@@ -17,7 +17,7 @@ from cortex.neuron.config import Limits, ModelEntry, NeuronConfig
 from cortex.neuron.engine.host_pages import block_files
 from cortex.neuron.engine.host_pages.store import ChosenBlocks
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
-from cortex.neuron.node.memory import kv_exchange
+from cortex.neuron.node.memory.kv_exchange import ExchangeRules
 from cortex.neuron.node.node import Node
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.factory import WorkerFactory
@@ -34,14 +34,18 @@ from .node_calls import converse, generate, load, until, worker_bytes, worker_of
 MEBIBYTE = 1 << 20
 
 
-async def start(tmp_path: Path, workers: WorkerFactory, **limits: Any) -> Node:
+async def start(
+    tmp_path: Path, workers: WorkerFactory, exchange_rules: ExchangeRules | None = None, **limits: Any
+) -> Node:
     # The models differ in size, so that one cannot reuse exactly the memory of the other.
     models = (
         ModelEntry(id="a", source=write_source(tmp_path / "a", seed=1), context_tokens=512),
         ModelEntry(id="b", source=write_source(tmp_path / "b", seed=2, vocab_size=40_000), context_tokens=512),
     )
     config = NeuronConfig(models=models, limits=Limits(max_num_seqs=8, **limits), drain_s=1.0)
-    return await Node.start(config, parts(make_workers=lambda: workers, timeouts=None, policy=BackoffPolicy()))
+    others = {} if exchange_rules is None else {"exchange_rules": exchange_rules}
+    real = parts(make_workers=lambda: workers, timeouts=None, policy=BackoffPolicy(), **others)
+    return await Node.start(config, real)
 
 
 async def test_killed_worker_recovers_and_the_model_generates_the_same(tmp_path: Path, workers: WorkerFactory) -> None:
@@ -179,7 +183,7 @@ async def test_conversation_is_on_disk_when_the_node_has_stopped(
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "kv"
-    limits = {"kv_host_mb": 64, "kv_disk_mb": 64, "kv_disk_dir": folder}
+    limits: dict[str, Any] = {"kv_host_mb": 64, "kv_disk_mb": 64, "kv_disk_dir": folder}
     node = await start(tmp_path, lasting_workers(), **limits)
     try:
         await load(node, "a")
@@ -201,15 +205,13 @@ async def test_conversation_is_on_disk_when_the_node_has_stopped(
     assert not list(folder.rglob("*.kv")), "what was in memory is not written again"
 
 
-async def test_node_gets_the_kv_that_another_one_has_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_exchange, "MIN_TOKENS", 32)
-    monkeypatch.setattr(kv_exchange, "AVOID_S", 0.0)
-    monkeypatch.setattr(kv_exchange, "saves_time", lambda *_: True)  # a tiny model computes faster than any link
-    monkeypatch.setattr(kv_exchange, "WORTH", 1e9)
+async def test_node_gets_the_kv_that_another_one_has_computed(tmp_path: Path) -> None:
+    rules = ExchangeRules(min_tokens=32, worth=1e9, avoid_s=0.0)  # a tiny model computes faster than any link
     key = "nk-a-key-of-the-node"
     folders = tmp_path / "kv a", tmp_path / "kv b"
     nodes = [
-        await start(tmp_path, lasting_workers(), kv_host_mb=64, kv_disk_mb=64, kv_disk_dir=each) for each in folders
+        await start(tmp_path, lasting_workers(), rules, kv_host_mb=64, kv_disk_mb=64, kv_disk_dir=each)
+        for each in folders
     ]
     try:
         for node in nodes:

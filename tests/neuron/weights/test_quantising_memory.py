@@ -16,9 +16,8 @@ from cortex.neuron.kernels.layouts import DeviceLayout
 from cortex.neuron.kernels.quantised import codes
 from cortex.neuron.kernels.quantised.layout import Q4, Q6, Q8
 from cortex.neuron.kernels.storages import empty_device_matrix
-from cortex.neuron.weights import placement
 from cortex.neuron.weights.checkpoint import open_checkpoint
-from cortex.neuron.weights.transfer import PackedPlacement, load_into
+from cortex.neuron.weights.transfer import PackedPlacement, PieceSizes, load_into
 
 Directory = Callable[..., Path]
 LAYOUTS = [Q4, Q6, Q8, FLOAT8_ROWS]
@@ -40,7 +39,9 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def load_quantised(directory: Path, layout: DeviceLayout, device: torch.device, measured: Callable[[], Any]) -> None:
+def load_quantised(
+    directory: Path, layout: DeviceLayout, device: torch.device, sizes: PieceSizes, measured: Callable[[], Any]
+) -> None:
     """`measured`: a context for the load alone."""
     checkpoint = open_checkpoint(directory)
     rows, columns = checkpoint.tensors["matrix"].shape
@@ -52,6 +53,7 @@ def load_quantised(directory: Path, layout: DeviceLayout, device: torch.device, 
             [PackedPlacement("matrix", matrix, 0, rows)],
             progress=lambda *_: None,
             cancelled=lambda: False,
+            sizes=sizes,
         )
 
 
@@ -60,11 +62,10 @@ def test_every_tensor_is_of_one_piece(
     model_directory: Directory, monkeypatch: pytest.MonkeyPatch, layout: DeviceLayout
 ) -> None:
     piece_weights = 64 * 256
-    monkeypatch.setattr(placement, "CACHED_PIECE_WEIGHTS", piece_weights)
     monkeypatch.setattr(codes, "has_kernels", lambda _: False)  # the interpreter of kernels has its own memory
     largest = LargestTensor()  # type: ignore[no-untyped-call]
     directory = model_directory({"matrix": torch.randn(16 * 64, 256).bfloat16()})
-    load_quantised(directory, layout, torch.device("cpu"), lambda: largest)
+    load_quantised(directory, layout, torch.device("cpu"), PieceSizes(cached_weights=piece_weights), lambda: largest)
     assert 0 < largest.num_bytes <= 4 * piece_weights  # float32
 
 
@@ -75,7 +76,7 @@ def test_device_memory_beside_the_matrix_is_that_of_a_few_pieces(
     model_directory: Directory, layout: DeviceLayout
 ) -> None:
     directory = model_directory({"matrix": torch.ones(16384, 8192, dtype=torch.bfloat16)})
-    before = 0
+    before, sizes = 0, PieceSizes()
 
     class Measured:
         def __enter__(self) -> None:
@@ -84,6 +85,6 @@ def test_device_memory_beside_the_matrix_is_that_of_a_few_pieces(
             before = torch.cuda.memory_allocated()
 
         def __exit__(self, *_: object) -> None:
-            assert torch.cuda.max_memory_allocated() - before <= 8 * placement.PIECE_BYTES
+            assert torch.cuda.max_memory_allocated() - before <= 8 * sizes.num_bytes
 
-    load_quantised(directory, layout, torch.device("cuda"), Measured)
+    load_quantised(directory, layout, torch.device("cuda"), sizes, Measured)

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from cortex.neuron.weights import placement
 from cortex.neuron.weights.checkpoint import open_checkpoint
 from cortex.neuron.weights.decode import decode, mapped_bytes
 from cortex.neuron.weights.errors import TensorMissing, Unsupported
 from cortex.neuron.weights.gguf.types import GGMLType
 from cortex.neuron.weights.sharded import ShardedCheckpoint, TensorSlice
 from cortex.neuron.weights.stored import StoredTensor
-from cortex.neuron.weights.transfer import Placement, load_into
+from cortex.neuron.weights.transfer import PieceSizes, Placement, load_into
 
 Directory = Callable[..., Path]
 
@@ -35,9 +34,8 @@ def decoded(stored: StoredTensor) -> torch.Tensor:
     ],
 )
 def test_part_of_a_matrix_is_read_in_pieces_and_nothing_else(
-    part: TensorSlice, expected: Any, model_directory: Directory, monkeypatch: pytest.MonkeyPatch
+    part: TensorSlice, expected: Any, model_directory: Directory
 ) -> None:
-    monkeypatch.setattr(placement, "PIECE_BYTES", 50)
     matrix = torch.randn(10, 6)
     checkpoint = ShardedCheckpoint(open_checkpoint(model_directory({"w": matrix, "norm": torch.ones(6)})), {"w": part})
     wanted = expected(matrix)
@@ -45,7 +43,11 @@ def test_part_of_a_matrix_is_read_in_pieces_and_nothing_else(
     read: list[int] = []
     destination = torch.full(wanted.shape, torch.nan)
     load_into(
-        checkpoint, [Placement("w", destination)], progress=lambda _, total: read.append(total), cancelled=lambda: False
+        checkpoint,
+        [Placement("w", destination)],
+        progress=lambda _, total: read.append(total),
+        cancelled=lambda: False,
+        sizes=PieceSizes(num_bytes=50),
     )
     assert torch.equal(destination, wanted)
     assert read[-1] == wanted.numel() * 4

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from cortex.neuron.weights import placement, transfer
 from cortex.neuron.weights.checkpoint import Checkpoint, open_checkpoint
 from cortex.neuron.weights.errors import Cancelled, Malformed, TensorMissing
-from cortex.neuron.weights.transfer import Placement, load_into
+from cortex.neuron.weights.placement import PieceSizes, Placement, Target
+from cortex.neuron.weights.transfer import Buffer, Readers, load_into
 
 Directory = Callable[..., Path]
 
@@ -27,22 +27,22 @@ DEVICES = [
 ]
 
 
+SMALL = PieceSizes(num_bytes=100, pinned_bytes=400)
+"""So small that most tensors here are read in several pieces."""
+
+
 def fill(checkpoint: Checkpoint, *placements: Placement) -> list[tuple[int, int]]:
     reports: list[tuple[int, int]] = []
     load_into(
-        checkpoint, placements, progress=lambda done, total: reports.append((done, total)), cancelled=lambda: False
+        checkpoint,
+        placements,
+        progress=lambda done, total: reports.append((done, total)),
+        cancelled=lambda: False,
+        sizes=SMALL,
     )
     return reports
 
 
-@pytest.fixture
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes pieces so small that every tensor here is read in several."""
-    monkeypatch.setattr(placement, "PIECE_BYTES", 100)
-    monkeypatch.setattr(transfer, "MAX_PINNED_BYTES", 400)
-
-
-@pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("device", DEVICES)
 def test_fused_destinations_are_filled_in_their_own_dtype(model_directory: Directory, device: str) -> None:
     source = {name: torch.randn(rows, 6) for name, rows in (("q", 50), ("k", 20), ("v", 20))}
@@ -65,7 +65,6 @@ def test_fused_destinations_are_filled_in_their_own_dtype(model_directory: Direc
     assert len(reports) > 20
 
 
-@pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "select",
@@ -93,7 +92,6 @@ def test_reads_only_the_selected_rows(model_directory: Directory) -> None:
     assert reports[-1] == (25 * 16, 25 * 16)
 
 
-@pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("device", DEVICES)
 def test_transform_receives_the_whole_selection_on_the_destination_device(
     model_directory: Directory, device: str
@@ -131,7 +129,6 @@ def test_rejects_a_transform_that_returns_another_shape(model_directory: Directo
         fill(checkpoint, Placement("w", torch.empty(4, 4), transform=lambda whole: whole[:1]))
 
 
-@pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("device", DEVICES)
 def test_quantised_and_interleaved_tensors_are_loaded_as_read_returns_them(
     tmp_path: Path, gguf_writer: Callable[[], Any], device: str
@@ -169,7 +166,6 @@ def test_rejects_wrong_names_and_shapes_before_any_transfer(model_directory: Dir
     assert place.sum() == 0
 
 
-@pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("device", DEVICES)
 def test_cancelled_load_ends_and_leaves_no_threads(model_directory: Directory, device: str) -> None:
     checkpoint = open_checkpoint(model_directory({"w": torch.randn(1000, 4)}))
@@ -181,22 +177,22 @@ def test_cancelled_load_ends_and_leaves_no_threads(model_directory: Directory, d
             [Placement("w", place)],
             progress=lambda done_bytes, total_bytes: done.append(done_bytes),
             cancelled=lambda: bool(done) and done[-1] > 3000,
+            sizes=SMALL,
         )
     assert done[-1] < 16000
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("weights-reader")]
 
 
-@pytest.mark.usefixtures("small_pieces")
 def test_file_that_shrinks_during_the_read_raises_malformed(model_directory: Directory) -> None:
     directory = model_directory({"w": torch.randn(1000, 4)})
     checkpoint = open_checkpoint(directory)
-    pieces = list(placement.Target(Placement("w", torch.empty(1000, 4)), checkpoint.stored("w")).pieces())
+    pieces = list(Target(Placement("w", torch.empty(1000, 4)), checkpoint.stored("w"), SMALL).pieces())
     os.truncate(directory / "model.safetensors", 5000)
     memory = memoryview(bytearray(100))
-    buffers = [transfer.Buffer(torch.frombuffer(memory, dtype=torch.uint8), memory) for _ in range(2)]
+    buffers = [Buffer(torch.frombuffer(memory, dtype=torch.uint8), memory) for _ in range(2)]
 
     def drain() -> None:
-        with transfer.Readers(pieces, buffers) as readers:
+        with Readers(pieces, buffers) as readers:
             while True:
                 filled = readers.next_filled(1)
                 assert filled is not None

@@ -9,7 +9,6 @@ import pytest
 
 from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import InvalidValue
-from cortex.wire.node.protocol import Dialect
 from cortex.wire.packed_request import pack, unpack
 from cortex.wire.pictures.files import MAX_PICTURES, data_url, with_files
 from cortex.wire.requests import GenerateRequest, Image, ToolResult
@@ -26,7 +25,7 @@ def said(content: Any, **more: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content, **more}]
 
 
-PLACES: dict[str, tuple[Dialect, dict[str, Any], str]] = {
+PLACES: dict[str, tuple[str, dict[str, Any], str]] = {
     "chat": (
         "openai_chat",
         {"messages": said([{"type": "text", "text": "?"}, {"type": "image_url", "image_url": {"url": URL}}])},
@@ -72,7 +71,7 @@ PLACES: dict[str, tuple[Dialect, dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-def parsed(dialect: Dialect, body: dict[str, Any]) -> GenerateRequest:
+def parsed(dialect: str, body: dict[str, Any]) -> GenerateRequest:
     return DIALECTS[dialect].parse(msgspec.json.encode({"model": "m", **body}))
 
 

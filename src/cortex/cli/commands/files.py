@@ -21,7 +21,11 @@ from cortex.wire.words import plural
 @click.command(cls=Command)
 @click.argument("model", type=MODEL, metavar="MODEL[:QUANT]")
 @click.option(
-    "--to", "--node", "nodes", multiple=True, help="A node to download to; repeatable. [default: one that it fits]"
+    "--to",
+    "--node",
+    "nodes",
+    multiple=True,
+    help="Node to download to; repeatable. [default: one where the model fits]",
 )
 @click.option("--wait/--no-wait", default=True, help="Wait until it is done (the default).")
 @gateway_options
@@ -81,8 +85,8 @@ def start_pull(gateway: GatewayClient, model: str, nodes: Sequence[str], *, copi
 
 @click.command(cls=Command)
 @click.argument("model", type=MODEL, metavar="MODEL[:QUANT]")
-@click.option("--node", help="Only from the disk of this node; from all when absent.")
-@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@click.option("--node", help="Delete only on this node. [default: all nodes]")
+@click.option("-y", "--yes", is_flag=True, help="Skip the confirmation.")
 @gateway_options
 @json_option
 def rm(model: str, node: str | None, yes: bool, gateway: GatewayClient, as_json: bool) -> None:
@@ -100,7 +104,7 @@ def rm(model: str, node: str | None, yes: bool, gateway: GatewayClient, as_json:
         if (source := _outside(gateway, name)) is not None:
             raise CommandError(
                 f"the files of {name} are at {source}, outside the nodes' hub caches, and are not deleted",
-                "delete them by hand where no node needs them any more",
+                "delete them by hand once no node needs them",
             )
         where = f" of {node}" if node else ""
         raise CommandError(f"no disk{where} holds files of {name}", "see `cortex status --json`", ExitCode.NOT_FOUND)
@@ -120,11 +124,9 @@ def rm(model: str, node: str | None, yes: bool, gateway: GatewayClient, as_json:
 @click.command(cls=Command)
 @click.option("--model", help="Only KV of this model.")
 @click.option("--key", metavar="NAME_OR_ID", help="Only KV of the prompts of this key.")
-@click.option("--group", help="Only KV of the prompts of a group that shares them.")
-@click.option(
-    "--tenant", help="Only KV of this tenant: that of a revoked key, as `cortex keys list --json` printed it."
-)
-@click.option("--unused-days", type=click.FloatRange(0), help="Only files that were not used for this long.")
+@click.option("--group", help="Only KV of the prompts that this group shares.")
+@click.option("--tenant", help="Only KV of this tenant, as `cortex keys list --json` printed it: for revoked keys.")
+@click.option("--unused-days", type=click.FloatRange(0), help="Only files that were not used for this many days.")
 @click.option("--all", "everything", is_flag=True, help="KV of all prompts.")
 @click.option("--node", help="Only on this node. [default: all nodes]")
 @gateway_options
@@ -139,7 +141,7 @@ def forget(gateway: GatewayClient, as_json: bool, *, unused_days: float | None, 
     given = {name: value for name, value in {**chosen, "unused_s": unused_s}.items() if value not in (None, False)}
     if not given.keys() - {"node"}:
         remedy = "name --model, --key, --group, --tenant or --unused-days, or use --all"
-        raise CommandError("nothing was chosen", remedy, ExitCode.USAGE)
+        raise CommandError("nothing is selected", remedy, ExitCode.USAGE)
     nodes = gateway.post("/fleet/forget", given)["nodes"]
     if as_json:
         print_json(nodes)

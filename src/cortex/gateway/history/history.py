@@ -110,7 +110,7 @@ class DeviceKey(NamedTuple):
 
 
 class Holdings(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What was on a device from a moment on."""
+    """What a device holds from one moment on."""
 
     at: float
     node: str
@@ -128,8 +128,9 @@ class Holdings(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class DeviceMemory:
     """The changes of a day, oldest first."""
 
-    def __init__(self, keep_s: float) -> None:
+    def __init__(self, keep_s: float, max_changes: int = MAX_CHANGES) -> None:
         self._keep_s = keep_s
+        self._max_changes = max_changes
         self._changes: deque[Holdings] = deque()
         self._latest: dict[DeviceKey, Holdings] = {}
 
@@ -147,7 +148,7 @@ class DeviceMemory:
             before = self._latest.get(holdings.key)
             if before is None or before.models != holdings.models or before.total_bytes != holdings.total_bytes:
                 self._add(holdings)
-        while self._changes and (self._changes[0].at < now - self._keep_s or len(self._changes) > MAX_CHANGES):
+        while self._changes and (self._changes[0].at < now - self._keep_s or len(self._changes) > self._max_changes):
             self._changes.popleft()
 
     def restore(self, changes: list[Holdings], now: float) -> None:
@@ -156,7 +157,7 @@ class DeviceMemory:
                 self._add(holdings)
 
     def since(self, at: float) -> list[Holdings]:
-        """The changes at `at` or later, and for each device what held before."""
+        """The changes at `at` or later, and the state of each device before them."""
         before: dict[DeviceKey, Holdings] = {}
         later: list[Holdings] = []
         for holdings in self._changes:
@@ -216,7 +217,7 @@ class History:
         self.memory = DeviceMemory(_DAY_S)
         self._memory_at = 0.0
         self._recent = Bucket(at=0.0)
-        """What is in no ring yet: requests are counted once, and added to the rings together."""
+        """Not in a ring yet: each request is counted here once, and the sums are added to the rings."""
         self._step_ends_at = 0.0
         """The end of the shortest step that `_recent` is in."""
 
@@ -252,7 +253,7 @@ class History:
                 bucket.evictions += 1
 
     def sample(self, seen: Seen) -> None:
-        """About once a second. The memory is looked at once a step."""
+        """About once a second. Memory is sampled once per step."""
         self.fold()
         num_waiting = sum(seen.queue_depths.values())
         hour, day = self._current()

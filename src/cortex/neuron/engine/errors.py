@@ -1,4 +1,4 @@
-"""What an engine raises. The device worker maps these onto the wire's error tree."""
+"""Errors of an engine. The device worker maps these onto the wire's error tree."""
 
 
 class EngineError(Exception):

@@ -63,6 +63,6 @@ class PictureLimits(Section, frozen=True):
         if longer > self.max_aspect * shorter:
             return (
                 f"{size}, and no side may be more than {self.max_aspect} times as long as the other "
-                "(pictures.max_aspect); cut it"
+                "(pictures.max_aspect); crop it"
             )
         return None

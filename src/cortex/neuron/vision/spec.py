@@ -126,7 +126,7 @@ class PictureSpec:
             raise UnusablePicture(f"a picture of {width} × {height} pixels has no content")
         if max(width, height) > MAX_ASPECT * min(width, height):
             raise UnusablePicture(
-                f"a picture of {width} × {height} pixels is more than {MAX_ASPECT} times as long as wide; cut it"
+                f"a picture of {width} × {height} pixels is more than {MAX_ASPECT} times as long as wide; crop it"
             )
         columns, rows = _SIZINGS[self.sizing](self, width, height, detail)
         ends = rows if self.text.row_end else 0

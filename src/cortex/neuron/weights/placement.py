@@ -64,11 +64,19 @@ def finish(checks: Iterable[ScaleCheck]) -> None:
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
 
-PIECE_BYTES: Final = 8 << 20
-CACHED_PIECE_WEIGHTS: Final = 512 << 10
-"""The size of pieces that the CPU quantises or repacks: large enough that each operation is worth its fixed cost, and
-small enough that several copies fit the caches."""
 _BLOCK_ROWS: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class PieceSizes:
+    """How much of a tensor is read at once."""
+
+    num_bytes: int = 8 << 20
+    cached_weights: int = 512 << 10
+    """In a piece that the CPU quantises or repacks: enough that each operation is worth its fixed cost, and few enough
+    that several copies fit the caches."""
+    pinned_bytes: int = 128 << 20
+    """Of all pieces on their way to a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +134,12 @@ class PackedPlacement:
 class Target:
     """Writes the rows of one placement in any order. Used on the calling thread only."""
 
-    def __init__(self, placement: Placement, stored: StoredTensor) -> None:
+    def __init__(self, placement: Placement, stored: StoredTensor, sizes: PieceSizes) -> None:
         self.stored = stored
         self.check = ScaleCheck(stored)
         self.rows = range(stored.num_rows)[placement.select[0]] if placement.select else range(stored.num_rows)
         self._placement = placement
-        self._piece_starts = self._split()
+        self._piece_starts = self._split(sizes.num_bytes)
         self._num_left = len(self._piece_starts)
         self._assembled: torch.Tensor | None = None
         """The input of the transform, until it is complete."""
@@ -174,23 +182,24 @@ class Target:
         step, end = self._piece_starts.step, self._piece_starts.stop
         return (WeightPiece(self, start, min(step, end - start)) for start in self._piece_starts)
 
-    def _split(self) -> range:
+    def _split(self, piece_bytes: int) -> range:
         """The first group of each piece, as a range."""
         if not self.stored.num_elements:
             return range(0)
         first_group = self.rows.start // self.stored.group_rows
         last_group = -(-self.rows.stop // self.stored.group_rows)
-        step = max(1, PIECE_BYTES // self.stored.group_bytes)
+        step = max(1, piece_bytes // self.stored.group_bytes)
         return range(first_group, last_group, step)
 
 
 class PackedTarget:
     """Writes the rows of a tensor that stays quantised, in any order. Used on the calling thread only."""
 
-    def __init__(self, placement: PackedPlacement, stored: StoredTensor) -> None:
+    def __init__(self, placement: PackedPlacement, stored: StoredTensor, sizes: PieceSizes) -> None:
         self.stored = stored
         self.check = ScaleCheck(stored)
         self._placement = placement
+        self._sizes = sizes
 
     def write(self, piece: WeightPiece, raw: torch.Tensor) -> None:
         """Repack or quantise the bytes of the piece, which are on the device of the matrix."""
@@ -211,9 +220,9 @@ class PackedTarget:
         """The pieces to read: whole blocks of rows, which a matrix may pack together."""
         stored, count = self.stored, self.stored.num_groups
         unit = math.lcm(_BLOCK_ROWS, max(1, stored.group_rows)) // max(1, stored.group_rows)
-        piece_bytes = PIECE_BYTES
+        piece_bytes = self._sizes.num_bytes
         if self._placement.matrix.device.type == "cpu":
-            piece_bytes = CACHED_PIECE_WEIGHTS * stored.num_bytes // max(1, stored.num_elements)
+            piece_bytes = self._sizes.cached_weights * stored.num_bytes // max(1, stored.num_elements)
         step = unit * max(1, piece_bytes // (unit * max(1, stored.group_bytes)))
         return (WeightPiece(self, start, min(step, count - start)) for start in range(0, count, step))
 

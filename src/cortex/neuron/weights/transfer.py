@@ -22,6 +22,7 @@ from cortex.neuron.weights.errors import Cancelled, CheckpointError
 from cortex.neuron.weights.placement import (
     PackedPlacement,
     PackedTarget,
+    PieceSizes,
     Placement,
     Target,
     WeightPiece,
@@ -31,7 +32,6 @@ from cortex.neuron.weights.placement import (
 )
 
 _NUM_READERS: Final = 8
-MAX_PINNED_BYTES: Final = 128 << 20
 _POLL_S: Final = 0.02
 _POLL_IN_FLIGHT_S: Final = 0.0005
 
@@ -49,7 +49,9 @@ class Buffer:
         return cls(tensor, tensor.numpy().data)
 
 
-def staged(pieces: Sequence[WeightPiece], device: torch.device, cancelled: Callable[[], bool]) -> Iterator[WeightPiece]:
+def staged(
+    pieces: Sequence[WeightPiece], device: torch.device, cancelled: Callable[[], bool], pinned_bytes: int
+) -> Iterator[WeightPiece]:
     """Write pieces to `device` through pinned buffers. Yields each piece when its buffer is free again.
 
     The cycle of a buffer: a reader fills it, this thread queues the copy to the device and the decoding, and once the
@@ -57,7 +59,7 @@ def staged(pieces: Sequence[WeightPiece], device: torch.device, cancelled: Calla
     """
     stream = torch.cuda.current_stream(device)
     largest = max((piece.num_bytes for piece in pieces), default=0)
-    num_buffers = max(1, min(MAX_PINNED_BYTES // max(1, largest), len(pieces)))
+    num_buffers = max(1, min(pinned_bytes // max(1, largest), len(pieces)))
     with Readers(pieces, [Buffer.pinned(largest) for _ in range(num_buffers)]) as readers:
         in_flight: deque[tuple[torch.cuda.Event, Buffer, WeightPiece]] = deque()
         num_left = len(pieces)
@@ -142,7 +144,7 @@ def _read(piece: WeightPiece, buffer: Buffer) -> None:
         first += num_bytes
 
 
-__all__ = ["PackedPlacement", "Placement", "Progress", "load_into"]
+__all__ = ["PackedPlacement", "PieceSizes", "Placement", "Progress", "load_into"]
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, total bytes), on the calling thread. Bytes done never decrease."""
@@ -155,6 +157,7 @@ def load_into(
     *,
     progress: Progress,
     cancelled: Callable[[], bool],
+    sizes: PieceSizes | None = None,
 ) -> None:
     """Fill every destination from the checkpoint. All destinations are on one device.
 
@@ -163,9 +166,10 @@ def load_into(
     and Cancelled within a tenth of a second after `cancelled()` turns true. After an error the destinations hold
     undefined values. On return, all weights are on the device.
     """
+    sizes = sizes or PieceSizes()
     targets: list[Target | PackedTarget] = [
-        *(Target(placement, checked(checkpoint, placement)) for placement in placements),
-        *(PackedTarget(placement, checked_packed(checkpoint, placement)) for placement in packed),
+        *(Target(placement, checked(checkpoint, placement), sizes) for placement in placements),
+        *(PackedTarget(placement, checked_packed(checkpoint, placement), sizes) for placement in packed),
     ]
     pieces = [piece for target in targets for piece in target.pieces()]
     total_bytes = sum(piece.num_bytes for piece in pieces)
@@ -177,7 +181,8 @@ def load_into(
     done_bytes = 0
     device = next(iter(devices), torch.device("cpu"))
     with torch.no_grad():
-        arrivals = _mapped(pieces, cancelled) if device.type == "cpu" else staged(pieces, device, cancelled)
+        on_cpu = device.type == "cpu"
+        arrivals = _mapped(pieces, cancelled) if on_cpu else staged(pieces, device, cancelled, sizes.pinned_bytes)
         for piece in arrivals:
             done_bytes += piece.num_bytes
             progress(done_bytes, total_bytes)

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from cortex import __version__
-from cortex.wire import error_encoding
-from cortex.wire.errors import CortexError, Family
+from cortex.wire.error_encoding import OPENAI
+from cortex.wire.errors import CortexError
 from cortex.wire.events import Finish, Timing, TokenLogprob, Usage, UsageSoFar
 from cortex.wire.fields.request_class import tier_of
 from cortex.wire.requests import GenerateRequest
@@ -26,7 +26,7 @@ SYSTEM_FINGERPRINT = f"fp_cortex_{__version__}"
 
 def stream_error(error: CortexError) -> bytes:
     """The last frame of a stream that failed."""
-    return frame(msgspec.json.encode(error_encoding.envelope(error, Family.OPENAI)))
+    return frame(msgspec.json.encode(OPENAI.envelope(error)))
 
 
 def served_tier(request: GenerateRequest) -> dict[str, str]:

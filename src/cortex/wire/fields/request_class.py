@@ -39,7 +39,7 @@ def lower(one: RequestClass, other: RequestClass | None) -> RequestClass:
 
 
 def asked_class(fields: Fields, known: Container[str]) -> RequestClass | None:
-    """The class that a body asks for, the lower one if both fields do; None: what the key has. `known`: the facts of
+    """The class that a body asks for, the lower one if both fields do; None: what the key has. `known`: the envelope of
     its dialect. Raises InvalidValue."""
     tier = fields.text(TIER) if TIER in known else None
     if tier is not None and tier not in _TIERS:

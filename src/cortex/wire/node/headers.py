@@ -62,8 +62,6 @@ AS_BASE64 = "base64"
 NODE = "x-cortex-node"
 """The name of the node that served the request, from the gateway to the client."""
 
-ANTHROPIC_REQUEST_ID = "request-id"
-"""The name under which Anthropic's clients look for the id of a request."""
 
 DROPPED_TOOLS = "x-cortex-dropped-tools"
 """Types of tools that were removed from a request because no model here can use them."""

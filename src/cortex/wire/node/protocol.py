@@ -7,7 +7,7 @@ Unknown fields are ignored, so that nodes of different versions can share a flee
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -17,16 +17,6 @@ from cortex.wire.node.contexts import ContextSizes
 from cortex.wire.node.host_splits import HostSplits
 from cortex.wire.node.load_options import Count, SamplingDefaults
 
-Dialect = Literal[
-    "openai_chat",
-    "openai_completions",
-    "openai_responses",
-    "anthropic_messages",
-    "ollama_chat",
-    "ollama_generate",
-    "llama_cpp_infill",
-    "openai_compaction",
-]
 DeviceKind = Literal["cuda", "rocm", "cpu"]
 """`rocm`: an AMD card, for harnesses only."""
 
@@ -78,7 +68,7 @@ class Discovery(NodeValue, frozen=True):
     can_sleep: bool = True
     """Whether it keeps the weights of unloaded models in host memory; nodes without a GPU do not by default."""
     harnesses: tuple[str, ...] = ("torch",)
-    dialects: tuple[str, ...] = get_args(Dialect)
+    dialects: tuple[str, ...] = ()
     """Gateways of other versions may not know all of them."""
     group_harnesses: tuple[str, ...] = ()
     """Those that can run a model on several nodes. Empty also for a node without a `cluster_address`."""

@@ -44,6 +44,11 @@ class OpaqueFields(NamedTuple):
     """The fields of a urlencoded form."""
     query: Pairs = ()
 
+    def check_known(self) -> None:
+        """Raises InvalidValue for a field that could choose another model."""
+        names = (*(part.name for part in self.parts), *(name for name, _ in (*self.pairs, *self.query)))
+        FIELDS.check_known(dict.fromkeys(names))
+
 
 class WrittenForm(NamedTuple):
     """A body for a server."""

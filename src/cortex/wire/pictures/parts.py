@@ -49,7 +49,7 @@ def from_url(url: str, param: str) -> Image:
         return Image(url=url.strip(), param=param)
     head = _DATA_URL.match(url[:_MAX_DATA_URL_HEAD])
     if head is None:
-        raise invalid(param, f"{shorten(url)!r} is no picture; send a `data:` URL with base64")
+        raise invalid(param, f"{shorten(url)!r} is not a picture; send a `data:` URL with base64")
     if ";base64" not in head["options"].lower():
         raise invalid(param, "the `data:` URL is not in base64; send `data:image/png;base64,…`")
     return from_base64(url[head.end() :], head["media_type"], param)

@@ -11,8 +11,8 @@ from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.fleet.rules import EvictionRules
 from cortex.gateway.created_models import FILE_NAME
 
+from ....waiting import until
 from ...fake_neuron import GB
-from ...started_gateway import until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -184,7 +184,7 @@ async def test_template_that_the_files_do_not_have_is_converted_and_kept(
         _, shown = await client.post("/api/show", {"model": "own"})
         assert shown["template"] == spec.chat_template
     for source, template, problem in (
-        ("a", "{{ index .Messages 0 }}", "the function index. What can be is text, .System"),
+        ("a", "{{ index .Messages 0 }}", "the function index. Supported are text, .System"),
         ("served", "<|other|>{{ .Prompt }}", "leave TEMPLATE out"),
     ):
         status, reply = await client.post("/api/create", {"model": "c", "from": source, "template": template})

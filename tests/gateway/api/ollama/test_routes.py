@@ -17,8 +17,8 @@ from cortex.settings import Listen
 from cortex.wire.dialects.ollama import models
 from cortex.wire.node.protocol import ModelState, Progress, PullStatus
 
+from ....waiting import until
 from ...fake_neuron import GB
-from ...started_gateway import until
 
 if TYPE_CHECKING:
     from ...fake_neuron import FakeNeuron, StartNeuron

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from cortex.neuron.api.calls import ApiCall
+from cortex.neuron.api.inference.usage import UsageRecords
+from cortex.wire.errors import RouteNotFound
 
 from ....waiting import NEVER_S, WAIT_S
 
@@ -55,8 +60,7 @@ async def test_reports_usage_up_to_the_disconnect(api: Any, chat_body: Any, stre
     assert 'neuron_completion_tokens_total{model="org/tiny"} 1.0' in text
 
 
-async def test_rejects_a_request_without_a_record(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cortex.neuron.api.inference.usage.WAIT_S", 0.05)
-    async with api.client.get(api.url + "/requests/unknown/usage") as response:
-        assert response.status == 404
-        assert (await response.json())["error"]["code"] == "route_not_found"
+async def test_rejects_a_request_without_a_record() -> None:
+    exchange: Any = SimpleNamespace(request=None)
+    with pytest.raises(RouteNotFound, match="attempt unknown"):
+        await UsageRecords(wait_s=0.01).get(ApiCall(exchange, {"id": "unknown"}))

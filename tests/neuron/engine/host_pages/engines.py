@@ -21,12 +21,21 @@ CPU = torch.device("cpu")
 EngineMaker = Callable[..., Engine]
 
 
+ANY_TIME = 1e9
+"""A tiny model computes faster than any disk: reading is worth so many times the computing time."""
+
+
 def new_host(
-    budget_bytes: int = 64 << 20, *, verifies: bool = True, folder: Path | None = None, disk_bytes: int = 64 << 20
+    budget_bytes: int = 64 << 20,
+    *,
+    verifies: bool = True,
+    folder: Path | None = None,
+    disk_bytes: int = 64 << 20,
+    worth: float = ANY_TIME,
 ) -> DeviceHostMemory:
     """`folder`: of the blocks on disk; None: there is no such tier."""
     slabs = HostSlabs(CPU)
-    disk = None if folder is None else DiskPages(folder, disk_bytes, CPU)
+    disk = None if folder is None else DiskPages(folder, disk_bytes, CPU, worth=worth)
     return DeviceHostMemory(HostPages(slabs, budget_bytes), slabs, verifies=verifies, disk=disk)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import random
 import signal
@@ -16,24 +17,18 @@ from typing import Any
 import pytest
 from tests.waiting import WAIT_S
 
-from cortex.neuron.engine.host_pages import block_files, disk, tier
+from cortex.neuron.engine.host_pages import block_files
 from cortex.neuron.engine.host_pages.block_files import BlockFile, DamagedFile
-from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
-from cortex.neuron.engine.host_pages.rates import CopyRate, saves_time
+from cortex.neuron.engine.host_pages.disk import BUFFERS, DiskPages
+from cortex.neuron.engine.host_pages.rates import WORTH, CopyRate, end_of_front, saves_time
 from cortex.neuron.engine.host_pages.store import BlockKind, ChosenBlocks
 from cortex.neuron.engine.kv.pages import ROOT, page_digests
 
 from ..test_sleep import DENSE, HYBRID
-from .engines import PROMPT, EngineMaker, new_host, respond
+from .engines import CPU, PROMPT, EngineMaker, new_host, respond
 from .test_tier import FAMILIES
 
 TENANT = b"of one tenant..."
-
-
-@pytest.fixture(autouse=True)
-def _reads_whatever_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tiny model computes faster than any disk."""
-    monkeypatch.setattr(tier, "saves_time", lambda *_: True)
 
 
 def saved(
@@ -304,6 +299,21 @@ def test_fetches_only_what_takes_longer_to_compute(
     assert saves_time(parts, delay_s, compute_s) is is_worth_it
 
 
+@pytest.mark.parametrize(
+    ("whole_s", "page_s", "end"),
+    [
+        pytest.param(10.0, 0.1, 50, id="both take the same time alone"),
+        pytest.param(40.0, 0.1, 80, id="a slow disk still saves a fifth of the computing"),
+        pytest.param(2.5, 0.1, 20, id="a fast disk gains a fifth by the front"),
+        pytest.param(0.5, 0.1, 0, id="a front that gains little is not worth its step"),
+        pytest.param(200.0, 0.1, 0, id="a disk that gains little is not read"),
+        pytest.param(math.inf, 0.1, 0, id="unknown rate"),
+    ],
+)
+def test_front_is_computed_in_the_time_in_which_the_rest_is_fetched(whole_s: float, page_s: float, end: int) -> None:
+    assert end_of_front(8, 108, whole_s, lambda page: (page - 8) * page_s) == 8 + end
+
+
 def test_disk_that_was_slow_once_is_tried_again() -> None:
     rate = CopyRate(assumed=1000.0, bytes_per_s=10.0)
     for _ in range(100):
@@ -328,25 +338,21 @@ def test_memory_of_what_was_written_is_free_though_no_model_steps(make_engine: E
     assert not host.store.num_bytes
 
 
-def test_large_blocks_have_few_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pages = new_host(folder=tmp_path).disk
-    assert pages is not None
+def test_large_blocks_have_few_buffers(tmp_path: Path) -> None:
+    pages = DiskPages(tmp_path, 64 << 20, CPU, read_bytes=1 << 10, max_buffer_bytes=1 << 16)
     allocated = list[int]()
-    monkeypatch.setattr(disk, "READ_BYTES", 1 << 10)
-    monkeypatch.setattr(disk, "MAX_BUFFER_BYTES", 1 << 16)
     for block_bytes in (100, 1 << 13, 1 << 20):
         assert pages.buffers_of(block_bytes)
         allocated.append(len(pages.free_buffers))
-    assert allocated == [disk.BUFFERS, 8, 2]
+    assert allocated == [BUFFERS, 8, 2]
     pages.free_buffers.pop()
     assert not pages.buffers_of(1 << 21), "one of them is in use"
     pages.close()
 
 
-def test_slow_disk_is_not_read(make_engine: EngineMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_disk_is_not_read(make_engine: EngineMaker, tmp_path: Path) -> None:
     expected = saved(make_engine, tmp_path)
-    monkeypatch.setattr(tier, "saves_time", saves_time)
-    host: DeviceHostMemory = new_host(folder=tmp_path)
+    host = new_host(folder=tmp_path, worth=WORTH)
     assert host.disk is not None
     host.disk.rate.assumed = host.disk.cached_rate.assumed = 1.0
     assert respond(make_engine(DENSE, host)) == (expected, 0)

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from cortex.neuron.engine import engine as engines
 from cortex.neuron.engine.engine import Engine
-from cortex.neuron.engine.host_pages import tier
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
 from cortex.neuron.engine.host_pages.store import ChosenBlocks
+from cortex.neuron.engine.host_pages.tier import HostTier
 from cortex.neuron.engine.kv.pages import ROOT, page_digests
 from cortex.neuron.engine.loading.loading import build_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
@@ -51,13 +51,13 @@ HISTORIES = st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 1 << 30))
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages are copied while steps run, and copies end late."""
 
-    class CopyingTier(tier.HostTier):
+    class CopyingTier(HostTier):
         def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options | {"copies_ahead": True})
+            forced = {"copies_ahead": True, "end_of_front": any_end_of_front, "steps_between_scans": 2}
+            super().__init__(*arguments, **options | forced)
 
     monkeypatch.setattr(engines, "HostTier", CopyingTier)
     monkeypatch.setattr(engines, "BlockCopies", LateCopies)
-    monkeypatch.setattr(tier, "STEPS_BETWEEN_SCANS", 2)
 
 
 @dataclass
@@ -129,6 +129,10 @@ def load(family: str, host: DeviceHostMemory | None, seed: int = 0) -> Engine:
     if host is not None:
         engine.keep_pages(host)
     return engine
+
+
+def any_end_of_front(first: int, end: int, *_: object) -> int:
+    return LateCopies.random.randrange(first, end)
 
 
 class History:
@@ -260,8 +264,7 @@ def test_model_with_any_history_responds_as_one_without_host_memory(
 def test_model_with_any_history_of_restarts_kills_and_damage_responds_as_one_without_a_disk(
     plain: dict[str, PlainModel], family: str, events: list[tuple[str, int]]
 ) -> None:
-    with pytest.MonkeyPatch.context() as patched, TemporaryDirectory() as folder:
-        patched.setattr(tier, "saves_time", lambda *_: True)
+    with TemporaryDirectory() as folder:
         history = History(family, Conversations(plain[family]), Path(folder))
         for event, seed in events:
             history.happen(event, Random(seed))
@@ -271,11 +274,9 @@ def test_model_with_any_history_of_restarts_kills_and_damage_responds_as_one_wit
 def test_pages_come_back_from_disk_after_restarts(plain: dict[str, PlainModel], tmp_path: Path) -> None:
     """Else those histories would show nothing."""
     history = History("dense", Conversations(plain["dense"]), tmp_path)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(tier, "saves_time", lambda *_: True)
-        for seed in range(6):
-            history.happen("ask", Random(seed))
-            history.happen("restart", Random(seed))
+    for seed in range(6):
+        history.happen("ask", Random(seed))
+        history.happen("restart", Random(seed))
     assert history.num_fetched_tokens > 0
     history.end()
 

@@ -19,7 +19,7 @@ from cortex.neuron.engine.memory import host_weights
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.kernels.float8.layout import FLOAT8_ROWS
 from cortex.neuron.kernels.layouts import DeviceLayout
-from cortex.neuron.kernels.moe import host_exchange
+from cortex.neuron.kernels.moe.host_exchange import ExchangeRule
 from cortex.neuron.kernels.moe.host_team import HostRates, HostTeam
 from cortex.neuron.kernels.quantised.layout import Q4, Q6, Q8
 from cortex.neuron.models.config import UnsupportedModel
@@ -223,17 +223,14 @@ def test_sleeping_model_wakes_with_its_experts_in_host_memory() -> None:
     engine.close()
 
 
-def test_experts_stay_in_their_places_between_the_responses_before_and_after_a_sleep(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name, value in (("_STEPS", 1), ("_FACTOR", 0), ("_LEAST", -1)):  # some change in nearly every step
-        monkeypatch.setattr(host_exchange, name, value)
+def test_experts_stay_in_their_places_between_the_responses_before_and_after_a_sleep() -> None:
     whole, _ = _built("qwen3_moe")
     loaded, spec = _built("qwen3_moe", memory_bytes=_small_bytes(whole), host_weight_bytes=1 << 30)
     engine, team = Engine(loaded, spec, moves_weights=True), loaded.team
+    assert team is not None
+    team.exchanges.rule = ExchangeRule(every_steps=1, factor=0, least=-1)  # some change in nearly every step
     request = EngineRequest("r", PROMPT, 8, SamplingParams(temperature=0.0))
     before = response_to(engine, request)[0]
-    assert team is not None
     num_before = team.num_exchanges
     assert num_before
     for _ in range(2):

@@ -62,6 +62,8 @@ class FakeOffloaded:
 
     def __init__(self, pages: KVPages) -> None:
         self.known: set[Digest] = set()
+        self.front = 0
+        """Pages that are computed while the others are fetched."""
         self.forgotten: list[Digest] = []
         self.ended_requests: list[str] = []
         self._pages = pages
@@ -78,20 +80,27 @@ class FakeOffloaded:
         cached: int,
         last: int,
         usable: Callable[[HasPage, HasState], int],
-    ) -> bool:
+    ) -> int | None:
         self._asked.add(request_id)
         count = usable(lambda _, digest: digest in self.known, lambda _: False)
-        incoming = self._pages.expect(digests, count, min(count * PAGE, last)) if count > cached else None
+        start = min(count * PAGE, last)
+        incoming = self._pages.expect(digests, count, start, self.front) if count > cached else None
         if incoming is None:
-            return False
+            return None
         self._fetches[request_id] = incoming
-        return True
+        return max(cached, self.front)
 
     def is_fetching(self, request_id: str) -> bool:
         return request_id in self._fetches
 
+    def front_end(self, request_id: str, digests: Sequence[Digest], num_computed: int, front: int) -> int:
+        return front
+
     def arrive(self, request_id: str) -> None:
         self._pages.arrived(self._fetches.pop(request_id))
+
+    def fail(self, request_id: str) -> None:
+        self._pages.gave_up(self._fetches.pop(request_id))
 
     def ended(self, request_id: str) -> None:
         self.ended_requests.append(request_id)
@@ -100,13 +109,16 @@ class FakeOffloaded:
         self.forgotten += digests
 
 
-def offloading_scheduler() -> tuple[Scheduler, FakeOffloaded]:
-    """A prompt of two pages was computed, and its pages have left the device."""
-    earlier, scheduler = scheduler_of(), scheduler_of()
-    sequence = earlier.add(request("earlier", 2 * PAGE))
+def offloading_scheduler(
+    num_pages: int = 2, front: int = 0, *, step_tokens: int = 64
+) -> tuple[Scheduler, FakeOffloaded]:
+    """A prompt was computed, and its pages have left the device."""
+    earlier, scheduler = scheduler_of(), scheduler_of(step_tokens=step_tokens)
+    sequence = earlier.add(request("earlier", num_pages * PAGE))
     planned(earlier)
     offloaded = FakeOffloaded(scheduler.pages)
     offloaded.known.update(sequence.digests)
+    offloaded.front = front
     scheduler.use_offloaded(offloaded)
     return scheduler, offloaded
 
@@ -123,6 +135,53 @@ def test_sequence_waits_for_its_pages_while_others_run() -> None:
     assert [each.id for _, each, _ in plan.new_rows] == ["fetching"]
     assert spans(plan)[-1] == (2 * PAGE, 3), "it continues after the pages that arrived"
     assert scheduler.running[-1].cached == 2 * PAGE
+
+
+def test_front_of_a_prompt_is_computed_while_the_rest_is_fetched() -> None:
+    scheduler, offloaded = offloading_scheduler(num_pages=6, front=2, step_tokens=PAGE)
+    scheduler.add(request("fetching", 6 * PAGE + 3))
+    computed = []
+    for _ in range(2):
+        plan = scheduler.plan()
+        assert plan is not None
+        computed += spans(plan)
+        by_row = {sequence.row: sequence for sequence in scheduler.running}
+        for row in plan.rows:
+            scheduler.row_read(by_row[row.row], row, 0)
+    assert computed == [(0, PAGE), (PAGE, PAGE)]
+    assert scheduler.plan() is None, "the pages after its front have not arrived"
+    assert not scheduler.running, "another request can have its row"
+    offloaded.arrive("fetching")
+    plan = planned(scheduler)
+    assert spans(plan) == [(6 * PAGE, 3)]
+    assert scheduler.running[0].cached == 4 * PAGE, "its front was computed"
+    assert scheduler.preemptions == 0
+
+
+def test_prompt_whose_fetch_fails_continues_after_its_front() -> None:
+    scheduler, offloaded = offloading_scheduler(num_pages=6, front=2)
+    sequence = scheduler.add(request("fetching", 6 * PAGE + 3, max_tokens=1))
+    plan = scheduler.plan()
+    assert plan is not None
+    scheduler.row_read(sequence, plan.rows[0], 0)
+    offloaded.fail("fetching")
+    assert spans(planned(scheduler)) == [(2 * PAGE, 4 * PAGE + 3)]
+    assert sequence.cached == 0
+    scheduler.drop(sequence)
+    assert scheduler.pages.num_held == 0
+
+
+def test_prompt_that_loses_its_row_in_its_front_waits_and_is_then_computed_to_its_end() -> None:
+    scheduler, offloaded = offloading_scheduler(num_pages=6, front=3, step_tokens=4 * PAGE)
+    sequence = scheduler.add(request("fetching", 6 * PAGE + 3))
+    plan = scheduler.plan()
+    assert plan is not None
+    scheduler.retract(plan)
+    assert scheduler.plan() is None
+    offloaded.arrive("fetching")
+    computed = [span for plan in run_to_the_end(scheduler) for span in spans(plan)]
+    assert computed[:2] == [(0, 4 * PAGE), (4 * PAGE, 2 * PAGE + 3)]
+    assert sequence.cached == 0
 
 
 def test_prompt_without_offloaded_pages_is_computed_at_once() -> None:

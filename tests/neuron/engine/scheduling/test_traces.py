@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cortex.neuron.engine.kv.page_groups import KVPages, Window, window_pages
+from cortex.neuron.engine.kv.page_groups import IncomingPages, KVPages, Window, window_pages
 from cortex.neuron.engine.kv.pages import PADDING_PAGE
 from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.engine.scheduling.budget import STREAM_SHARE, SchedulerLimits
@@ -98,6 +98,10 @@ class Device:
             self._slots.update({(group, page, place): -1 for place in range(self._page_tokens)})
         for row in plan.rows:
             self._slots.update(dict.fromkeys(self._written(row), -1))
+
+    def overwrite(self, group: int, page: int, past: Ordered[History]) -> None:
+        """A page is copied from elsewhere."""
+        self._slots.update({(group, page, place): each for place, each in enumerate(past)})
 
     def _written(self, row: RowPlan) -> list[Slot]:
         if not row.writes:
@@ -189,11 +193,17 @@ class Trace(RuleBasedStateMachine):
         self.device = Device(page_tokens, windows)
         self.late = late
         """Steps are collected after the next one is launched, as on a GPU."""
+        self.incoming: list[IncomingPages] = []
+        """What is being fetched."""
         self.live: dict[str, Sequence] = {}
         self.truth: dict[str, list[int]] = {}
         self.in_flight: deque[list[tuple[Sequence, RowPlan, tuple[int, ...]]]] = deque()
         self.requests: list[EngineRequest] = []
         self.num_submitted = 0
+        self._begun()
+
+    def _begun(self) -> None:
+        """For machines with more parts."""
 
     @rule(
         family=st.integers(0, 2),
@@ -294,7 +304,7 @@ class Trace(RuleBasedStateMachine):
     @invariant()
     def state_is_consistent(self) -> None:
         if hasattr(self, "scheduler"):
-            self.scheduler.check_integrity()
+            self.scheduler.check_integrity(self.incoming)
             for sequence in self.live.values():
                 rows = [row for step in self.in_flight for owner, row, _ in step if owner is sequence]
                 assert sequence.planned == sum(row.count for row in rows), "positions in flight are miscounted"
@@ -376,6 +386,7 @@ class Trace(RuleBasedStateMachine):
         del self.live[sequence.request.id]
         for group, own in enumerate(held):
             others = {page for other in self.scheduler.running for page in other.pages[group].pages}
+            others |= {page for each in self.incoming if each.group == group for page in each.pages}
             assert pools[group].num_free == free[group] + len(own - others), "its pages are not free at once"
 
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -11,7 +12,8 @@ from faulty_models import parts
 
 from cortex.neuron.config import Limits, ModelEntry, NeuronConfig
 from cortex.neuron.engine.request import EngineRequest
-from cortex.neuron.node.bench import measurement, results, workload
+from cortex.neuron.node.bench import results
+from cortex.neuron.node.bench.workload import Workload
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.models import Models
 from cortex.neuron.node.node import Node
@@ -26,14 +28,11 @@ from ....waiting import WAIT_S
 from ...generations import Reader
 from ..node_calls import generate, load, tokens_of, until, write_source
 
-
-@pytest.fixture(autouse=True)
-def small_workload(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workload, "DECODE_TOKENS", 24)
-    monkeypatch.setattr(workload, "PROMPT_TOKENS", 200)
-    monkeypatch.setattr(measurement, "PROMPT_REPEATS", 1)
-    for limit in ("WARM_UP_S", "STREAMS_S", "PROMPT_TIMEOUT_S"):  # a slow machine measures the same
-        monkeypatch.setattr(measurement, limit, WAIT_S)
+SMALL = Workload(
+    decode_tokens=24, prompt_tokens=200, prompt_repeats=1, warm_up_s=WAIT_S, streams_s=WAIT_S, prompt_s=WAIT_S
+)
+"""A slow machine measures the same."""
+ONLY_PROMPTS = replace(SMALL, streams=())
 
 
 @pytest.fixture(autouse=True)
@@ -44,10 +43,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @asynccontextmanager
-async def node_with(tmp_path: Path, workers: WorkerFactory, **limits: Any) -> AsyncIterator[Node]:
+async def node_with(
+    tmp_path: Path, workers: WorkerFactory, workload: Workload = SMALL, **limits: Any
+) -> AsyncIterator[Node]:
     model = ModelEntry(id="a", source=write_source(tmp_path / "a", seed=1), context_tokens=512)
     config = NeuronConfig(models=(model,), limits=Limits(max_num_seqs=8, **limits), drain_s=5.0)
-    node = await Node.start(config, parts(make_workers=lambda: workers, timeouts=None, policy=BackoffPolicy()))
+    node = await Node.start(
+        config, parts(make_workers=lambda: workers, timeouts=None, policy=BackoffPolicy(), workload=workload)
+    )
     try:
         yield node
     finally:
@@ -120,14 +123,8 @@ async def test_requests_of_others_are_not_disturbed_unnoticed(tmp_path: Path, wo
         assert len(await tokens_of(stream)) > 400, "the request goes on"
 
 
-@pytest.fixture
-def only_reloads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measurement, "STREAMS", ())
-
-
-@pytest.mark.usefixtures("only_reloads")
 async def test_cancelled_measurement_leaves_the_model_ready(tmp_path: Path, workers: WorkerFactory) -> None:
-    async with node_with(tmp_path, workers) as node:
+    async with node_with(tmp_path, workers, ONLY_PROMPTS) as node:
         await load(node, "a")
         node.benches.start(BenchRequest(model_id="a"))
         await until(lambda: node.model("a").state is not ModelState.READY)
@@ -136,11 +133,10 @@ async def test_cancelled_measurement_leaves_the_model_ready(tmp_path: Path, work
         await until(lambda: node.model("a").state is ModelState.READY)
 
 
-@pytest.mark.usefixtures("only_reloads")
 async def test_model_that_is_unloaded_while_it_is_measured_stays_unloaded(
     tmp_path: Path, workers: WorkerFactory
 ) -> None:
-    async with node_with(tmp_path, workers) as node:
+    async with node_with(tmp_path, workers, ONLY_PROMPTS) as node:
         await load(node, "a")
         node.benches.start(BenchRequest(model_id="a"))
         await until(lambda: node.model("a").state is not ModelState.READY)
@@ -149,11 +145,10 @@ async def test_model_that_is_unloaded_while_it_is_measured_stays_unloaded(
         assert (status.state, status.reason) == ("cancelled", "a was unloaded while it was measured")
 
 
-@pytest.mark.usefixtures("only_reloads")
 async def test_failed_reload_keeps_what_was_measured_and_is_tried_again(
     tmp_path: Path, workers: WorkerFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with node_with(tmp_path, workers) as node:
+    async with node_with(tmp_path, workers, ONLY_PROMPTS) as node:
         await load(node, "a")
         load_really = ModelLoader.load
 
@@ -171,7 +166,6 @@ async def test_failed_reload_keeps_what_was_measured_and_is_tried_again(
         await until(lambda: node.model("a").state is ModelState.READY)
 
 
-@pytest.mark.usefixtures("only_reloads")
 async def test_measurement_of_a_model_that_is_gone_has_failed(
     tmp_path: Path, workers: WorkerFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,7 +173,7 @@ async def test_measurement_of_a_model_that_is_gone_has_failed(
         raise ModelNotFound("a is not listed any more")
 
     monkeypatch.setattr(Models, "keep_bench", keep)
-    async with node_with(tmp_path, workers) as node:
+    async with node_with(tmp_path, workers, ONLY_PROMPTS) as node:
         await load(node, "a")
         assert node.benches.start(BenchRequest(model_id="a", reload=False)).state == "running"
         await until(lambda: node.benches.status("a").state == "failed")

@@ -5,31 +5,36 @@ import pytest
 from cortex.neuron.engine.roofline.step_work import DeviceLimits, ExpertWork, StepWork
 from cortex.neuron.node.bench.workload import (
     DECODE_PROMPT_TOKENS,
-    DECODE_TOKENS,
     PROBE_TOKENS,
-    PROMPT_TOKENS,
     Arrivals,
     ModelCapacity,
     ReplicaLimits,
+    Workload,
     mean_tokens,
     steady_rate,
 )
 
 
 def room(context: int = 4096, cache: int = 1 << 20, slots: int = 64, max_prompt: int | None = None) -> ModelCapacity:
-    return ModelCapacity(context_tokens=context, max_prompt_tokens=max_prompt, slots=slots, cache_tokens=cache)
+    return ModelCapacity(
+        Workload(decode_tokens=256, prompt_tokens=2048),
+        context_tokens=context,
+        max_prompt_tokens=max_prompt,
+        slots=slots,
+        cache_tokens=cache,
+    )
 
 
 @pytest.mark.parametrize(
     ("given", "streams", "tokens"),
     [
-        (room(), 64, DECODE_TOKENS),
+        (room(), 64, 256),
         (room(slots=8), 64, 0),
         (room(context=128), 1, 128 - DECODE_PROMPT_TOKENS),
         (room(context=40), 1, 0),
         (room(cache=64 * 100), 64, 100 - DECODE_PROMPT_TOKENS),
         (room(cache=64 * 40), 64, 0),
-        (room(cache=64 * 40), 8, DECODE_TOKENS),
+        (room(cache=64 * 40), 8, 256),
     ],
 )
 def test_responses_fit_into_slots_context_and_cache(given: ModelCapacity, streams: int, tokens: int) -> None:
@@ -39,7 +44,7 @@ def test_responses_fit_into_slots_context_and_cache(given: ModelCapacity, stream
 @pytest.mark.parametrize(
     ("given", "tokens_per_s", "tokens"),
     [
-        (room(), 100_000.0, PROMPT_TOKENS),
+        (room(), 100_000.0, 2048),
         (room(), 100.0, 400),
         (room(), 0.0, PROBE_TOKENS),
         (room(context=64), 100_000.0, 63),

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from pathlib import Path
@@ -15,7 +14,7 @@ from cortex.wire.errors import LoadFailed, ModelInUse, ModelUnsupported
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import ModelState
 
-from ..node_calls import load
+from ..node_calls import load, until
 
 
 def put(path: Path, *, age_s: float = 60) -> None:
@@ -85,17 +84,14 @@ async def test_node_serves_models_of_its_folders_and_forgets_those_that_are_gone
         assert node.models() == ()
 
 
-async def test_path_without_files_is_reported_until_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cortex.neuron.node.node._SCAN_S", 0.05)
+async def test_path_without_files_is_reported_until_they_come(tmp_path: Path) -> None:
     path = tmp_path / "late"
-    async with running_node(tmp_path, {"models": [{"id": "m", "source": str(path)}]}) as node:
-        while (reason := node.model("m").reason) is None:
-            await asyncio.sleep(0.02)
-        assert f"no complete model at {path}" in reason
+    async with running_node(tmp_path, {"models": [{"id": "m", "source": str(path)}]}, scan_s=0.05) as node:
+        await until(lambda: node.model("m").reason)
+        assert f"no complete model at {path}" in (node.model("m").reason or "")
         assert (node.model("m").state, node.model("m").reason_code) == (ModelState.COLD, "source_not_found")
         write_model(tmp_path / "copy").rename(path)
-        while node.model("m").estimate_bytes is None:
-            await asyncio.sleep(0.02)
+        await until(lambda: node.model("m").estimate_bytes is not None)
         assert node.model("m").reason is None
 
 
@@ -104,16 +100,16 @@ async def test_model_that_a_catalogue_names_by_path_is_sized_or_found_missing_wi
     roots.mkdir()
     write_model(tmp_path / "copy").rename(path)
     async with running_node(tmp_path, {"model_roots": [str(roots)]}) as node:
-        status = await node.survey(LoadRequest(model_id="m", source=str(path), context_tokens=64))
+        status = await node.inspect(LoadRequest(model_id="m", source=str(path), context_tokens=64))
         assert (status.state, status.reason) == (ModelState.COLD, None)
         assert status.estimate_bytes is not None
-        longer = await node.survey(LoadRequest(model_id="m", source=str(path), context_tokens=4096))
+        longer = await node.inspect(LoadRequest(model_id="m", source=str(path), context_tokens=4096))
         assert (longer.estimate_bytes or 0) > status.estimate_bytes, "the options of the catalogue count"
-        status = await node.survey(LoadRequest(model_id="m", source=str(roots / "typo")))
+        status = await node.inspect(LoadRequest(model_id="m", source=str(roots / "typo")))
         assert (status.reason_code, status.estimate_bytes) == ("source_not_found", None)
         assert f"no complete model at {roots / 'typo'}" in (status.reason or "")
         with pytest.raises(LoadFailed, match="outside the model roots"):
-            await node.survey(LoadRequest(model_id="other", source=str(tmp_path / "elsewhere")))
+            await node.inspect(LoadRequest(model_id="other", source=str(tmp_path / "elsewhere")))
         assert {each.id for each in node.models()} == {"m"}
         await node.unload(UnloadRequest(model_id="m", forget=True))
         assert node.models() == ()
@@ -123,39 +119,38 @@ async def test_options_that_a_catalogue_takes_back_hold_no_more(tmp_path: Path) 
     path = write_model(tmp_path / "m")
     plain = LoadRequest(model_id="m", source=str(path))
     async with running_node(tmp_path, {"model_roots": [str(tmp_path)]}) as node:
-        given = await node.survey(replace(plain, context_tokens=64))
-        plain_bytes = (await node.survey(plain)).estimate_bytes
+        given = await node.inspect(replace(plain, context_tokens=64))
+        plain_bytes = (await node.inspect(plain)).estimate_bytes
         assert (plain_bytes or 0) > (given.estimate_bytes or 0)
-        await node.survey(replace(plain, context_tokens=64))
+        await node.inspect(replace(plain, context_tokens=64))
         loaded = await node.load(plain, wait=True)
-        assert loaded.estimate_bytes == given.estimate_bytes, "a load that names none has those of the survey"
-        await node.survey(plain)
+        assert loaded.estimate_bytes == given.estimate_bytes, "a load that names none has those of the inspection"
+        await node.inspect(plain)
         await node.unload(UnloadRequest(model_id="m"))
         assert (await node.load(plain, wait=True)).estimate_bytes == plain_bytes, "also while it was in memory"
         await node.unload(UnloadRequest(model_id="m"))
-        described = await node.survey(replace(plain, context_tokens=64))
+        described = await node.inspect(replace(plain, context_tokens=64))
         assert described.estimate_bytes == given.estimate_bytes, "not those of the last load"
-        moved = await node.survey(replace(plain, source=str(write_model(tmp_path / "moved"))))
+        moved = await node.inspect(replace(plain, source=str(write_model(tmp_path / "moved"))))
         assert moved.source == str(tmp_path / "moved")
 
 
-async def test_survey_with_an_unknown_harness_is_rejected_and_not_kept(tmp_path: Path) -> None:
+async def test_inspection_with_an_unknown_harness_is_rejected_and_not_kept(tmp_path: Path) -> None:
     path = write_model(tmp_path / "m")
     async with running_node(tmp_path, {"model_roots": [str(tmp_path)]}) as node:
         with pytest.raises(ModelUnsupported, match="no harness 'other'"):
-            await node.survey(LoadRequest(model_id="m", source=str(path), harness="other"))
+            await node.inspect(LoadRequest(model_id="m", source=str(path), harness="other"))
         assert node.models() == ()
 
 
-async def test_files_that_are_being_deleted_are_not_surveyed(tmp_path: Path) -> None:
+async def test_files_that_are_being_deleted_are_not_inspected(tmp_path: Path) -> None:
     async with running_node(tmp_path) as node:
         node.files._deleting.add("org/m")  # noqa: SLF001 - a deletion takes no time that a test could use
         with pytest.raises(ModelInUse, match="being deleted"):
-            await node.survey(LoadRequest(model_id="org/m"))
+            await node.inspect(LoadRequest(model_id="org/m"))
 
 
-async def test_truncated_files_are_damaged_until_they_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cortex.neuron.node.node._SCAN_S", 0.05)
+async def test_truncated_files_are_damaged_until_they_change(tmp_path: Path) -> None:
     folder = tmp_path / "models"
     file = write_model(folder / "m") / "model.safetensors"
     whole = file.read_bytes()
@@ -163,31 +158,27 @@ async def test_truncated_files_are_damaged_until_they_change(tmp_path: Path, mon
     put(folder / "g.gguf")
     for each in file.parent.iterdir():
         put_back(each)
-    async with running_node(tmp_path, {"model_dirs": [str(folder)]}) as node:
+    async with running_node(tmp_path, {"model_dirs": [str(folder)]}, scan_s=0.05) as node:
+        await until(lambda: node.model("m").reason and node.model("g").reason)
         for name in ("m", "g"):
-            while (reason := node.model(name).reason) is None:
-                await asyncio.sleep(0.02)
             status = node.model(name)
             assert (status.state, status.reason_code) == (ModelState.COLD, "files_damaged")
-            assert str(folder / name) in reason
+            assert str(folder / name) in (status.reason or "")
         file.write_bytes(whole)
         put_back(file)
-        while node.model("m").estimate_bytes is None:
-            await asyncio.sleep(0.02)
+        await until(lambda: node.model("m").estimate_bytes is not None)
         assert node.model("m").reason is None
 
 
 async def test_changed_files_of_a_loaded_model_are_reported_once_and_read_by_the_next_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("cortex.neuron.node.node._SCAN_S", 0.05)
     path = write_model(tmp_path / "m")
-    async with running_node(tmp_path, {"models": [{"id": "m", "source": str(path)}]}) as node:
+    async with running_node(tmp_path, {"models": [{"id": "m", "source": str(path)}]}, scan_s=0.05) as node:
         loaded = await load(node, "m")
         assert not loaded.files_changed
         write_model(path, config={"max_position_embeddings": 2048})
-        while not node.model("m").files_changed:
-            await asyncio.sleep(0.02)
+        await until(lambda: node.model("m").files_changed)
         await node.scan_library()
         assert node.model("m").state is ModelState.READY
         assert caplog.text.count("has changed since it was loaded") == 1
@@ -197,15 +188,10 @@ async def test_changed_files_of_a_loaded_model_are_reported_once_and_read_by_the
         assert (again.full_context_tokens, loaded.full_context_tokens) == (2048, 4096)
 
 
-async def test_survey_follows_the_files_of_a_model_that_is_not_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("cortex.neuron.node.node._SCAN_S", 0.05)
+async def test_inspection_follows_the_files_of_a_model_that_is_not_in_memory(tmp_path: Path) -> None:
     path = write_model(tmp_path / "m")
-    async with running_node(tmp_path, {"models": [{"id": "m", "source": str(path)}]}) as node:
-        while node.model("m").estimate_bytes is None:
-            await asyncio.sleep(0.02)
+    async with running_node(tmp_path, {"models": [{"id": "m", "source": str(path)}]}, scan_s=0.05) as node:
+        await until(lambda: node.model("m").estimate_bytes is not None)
         (path / "model.safetensors").write_bytes(b"cut")
-        while node.model("m").reason_code != "files_damaged":
-            await asyncio.sleep(0.02)
+        await until(lambda: node.model("m").reason_code == "files_damaged")
         assert node.model("m").estimate_bytes is None

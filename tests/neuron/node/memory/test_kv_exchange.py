@@ -22,13 +22,13 @@ from cortex.neuron.engine.host_pages.store import BlockKind, ChosenBlocks
 from cortex.neuron.engine.kv.pages import ROOT, Digest, page_digests
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats
 from cortex.neuron.engine.roofline.step_work import StepWork
-from cortex.neuron.node.memory import kv_exchange
-from cortex.neuron.node.memory.kv_exchange import MAX_FETCHES, KvExchange
+from cortex.neuron.node.memory.kv_exchange import MAX_FETCHES, ExchangeRules, KvExchange
 from cortex.neuron.worker.protocol import Command, FindBlocks
 from cortex.wire.node.kv_blocks import PAGES, PATH, BlocksRequest
 from cortex.wire.node.neighbours import Neighbour
 
-from ....waiting import WAIT_S
+from ....waiting import NEVER_S, WAIT_S
+from ..node_calls import until
 
 MODEL = bytes(range(16))
 KIND = BlockKind(MODEL, 0, 4096)
@@ -181,26 +181,19 @@ async def test_takes_nothing_that_is_not_worth_it(tmp_path: Path, stats: EngineS
         assert await later.fetch("m", INFO, SLOW, REQUEST, source) > 0, "the node is not avoided"
 
 
-async def test_source_that_is_gone_or_slow_costs_no_more_than_computing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exchange = KvExchange(tmp_path / "b", 1 << 30, [])
+async def test_source_that_is_gone_or_slow_costs_no_more_than_computing(tmp_path: Path) -> None:
+    exchange = KvExchange(tmp_path / "b", 1 << 30, [], ExchangeRules(connect_s=0.05, save_s=0.05))
     async with node_with(b"", 0, []) as source:
         pass
     assert await exchange.fetch("m", INFO, SLOW, REQUEST, source) == 0
     fill(tmp_path / "a")
     body = stream(select(tmp_path / "a", DIGESTS))
-    monkeypatch.setattr(kv_exchange, "CONNECT_S", 0.05)
-    monkeypatch.setattr(kv_exchange, "SAVE_S", 0.05)
     async with node_with(body, 32, [], pause=True) as source:
         assert await exchange.fetch("m", INFO, SLOW, REQUEST, source) == 0
 
 
-async def test_source_that_says_nothing_is_given_up_when_computing_would_have_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kv_exchange, "SAVE_S", 10 * WAIT_S)
-    exchange = KvExchange(tmp_path / "b", 1 << 30, [])
+async def test_source_that_says_nothing_is_given_up_when_computing_would_have_ended(tmp_path: Path) -> None:
+    exchange = KvExchange(tmp_path / "b", 1 << 30, [], ExchangeRules(save_s=NEVER_S))
     with socket.create_server(("127.0.0.1", 0)) as silent:
         source = Neighbour(name="a", url=f"http://127.0.0.1:{silent.getsockname()[1]}")
         async with asyncio.timeout(WAIT_S):
@@ -217,10 +210,10 @@ async def test_address_or_authority_that_cannot_be_used_fails_no_request(
 
 @pytest.mark.parametrize("lost", ["digests", "checksums", "part"])
 async def test_header_without_a_field_fails_no_request(tmp_path: Path, lost: str) -> None:
-    facts = {"format": 1, "model": MODEL.hex(), "model_id": "m", "part": 0, "num_bytes": 1, "digests": [1]}
-    facts |= {"checksums": []}
-    del facts[lost]
-    rest = json.dumps(facts).encode()
+    metadata = {"format": 1, "model": MODEL.hex(), "model_id": "m", "part": 0, "num_bytes": 1, "digests": [1]}
+    metadata |= {"checksums": []}
+    del metadata[lost]
+    rest = json.dumps(metadata).encode()
     header = struct.pack("<8sII", b"cortexkv", len(rest), zlib.crc32(rest)) + rest
     async with node_with(header.ljust(4096, b"\0"), 32, []) as source:
         assert await KvExchange(tmp_path, 1 << 30, []).fetch("m", INFO, SLOW, REQUEST, source) == 0
@@ -246,8 +239,7 @@ async def test_cancelled_request_ends_its_fetch(tmp_path: Path) -> None:
     exchange = KvExchange(tmp_path / "b", 1 << 30, [])
     async with node_with(body, 32, seen, pause=True) as source:
         fetching = asyncio.create_task(exchange.fetch("m", INFO, SLOW, REQUEST, source))
-        while not seen:
-            await asyncio.sleep(0.01)
+        await until(lambda: seen)
         fetching.cancel()
         with pytest.raises(asyncio.CancelledError):
             await fetching
@@ -264,9 +256,7 @@ async def test_offers_what_is_on_disk_and_writes_the_rest_first(tmp_path: Path) 
     assert (await KvExchange(tmp_path, 0, [worker]).offered(MODEL, DIGESTS)).num_pages == 0
 
 
-async def test_node_that_cannot_be_reached_is_not_asked_again_soon(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_node_that_cannot_be_reached_is_not_asked_again_soon(tmp_path: Path) -> None:
     fill(tmp_path / "a")
     body, seen = stream(select(tmp_path / "a", DIGESTS)), list[BlocksRequest]()
     exchange = KvExchange(tmp_path / "b", 1 << 30, [])
@@ -274,18 +264,14 @@ async def test_node_that_cannot_be_reached_is_not_asked_again_soon(
         assert await exchange.fetch("m", INFO, SLOW, REQUEST, source) == 0
         assert await exchange.fetch("m", INFO, SLOW, REQUEST, source) == 0
         assert len(seen) == 1
-        monkeypatch.setattr(kv_exchange, "AVOID_S", 0.0)
-        later = KvExchange(tmp_path / "c", 1 << 30, [])
+        later = KvExchange(tmp_path / "c", 1 << 30, [], ExchangeRules(avoid_s=0.0))
         for number in (2, 3):
             assert await later.fetch("m", INFO, SLOW, REQUEST, source) == 0
             assert len(seen) == number
 
 
-async def test_more_fetches_than_run_at_once_wait_no_longer_than_computing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kv_exchange, "SAVE_S", 10 * WAIT_S)
-    exchange = KvExchange(tmp_path / "b", 1 << 30, [])
+async def test_more_fetches_than_run_at_once_wait_no_longer_than_computing(tmp_path: Path) -> None:
+    exchange = KvExchange(tmp_path / "b", 1 << 30, [], ExchangeRules(save_s=NEVER_S))
     stats = EngineStats(prompt_token_s=1e-4)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         source = Neighbour(name="a", url=f"http://127.0.0.1:{silent.getsockname()[1]}")

@@ -221,13 +221,10 @@ def _allowed(matcher: Matcher, grammar: str) -> list[int]:
         'start: %json {"type": "array", "items": {"type": "string", "pattern": "^[a-z0-9_]{3,40}$"}}',
     ],
 )
-def test_classes_of_tokens_make_no_difference_to_masks(
-    grammar: str, demo_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_classes_of_tokens_make_no_difference_to_masks(grammar: str, demo_model: Path) -> None:
     matcher = Matcher(demo_model, 49152)
     state = matcher.compile(grammar)
-    monkeypatch.setattr("cortex.neuron.text.grammar.matcher._SLICES", ())
-    plain = Matcher(demo_model, 49152).compile(grammar)
+    plain = Matcher(demo_model, 49152, slices=()).compile(grammar)
     row, expected = (numpy.zeros(matcher.mask_words, dtype=numpy.int32) for _ in range(2))
     for step in range(12):
         state.fill_mask(row)

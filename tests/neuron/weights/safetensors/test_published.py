@@ -20,11 +20,12 @@ from cortex.neuron.kernels.float8.layout import FLOAT8_ROWS
 from cortex.neuron.kernels.float8.matrix import Float8Matrix
 from cortex.neuron.kernels.quantised.matrix import PackedMatrix
 from cortex.neuron.models.packing import STORED_LAYOUTS
+from cortex.neuron.weights.checkpoint import Checkpoint
 from cortex.neuron.weights.decode import decode, decode_float8, mapped_bytes
 from cortex.neuron.weights.errors import CheckpointError, Malformed, Unsupported
 from cortex.neuron.weights.safetensors.checkpoint import SafetensorsCheckpoint
 from cortex.neuron.weights.sharded import ShardedCheckpoint, TensorSlice
-from cortex.neuron.weights.transfer import PackedPlacement, Placement, load_into
+from cortex.neuron.weights.transfer import PackedPlacement, PieceSizes, Placement, load_into
 
 OUTPUTS, INPUTS, GROUP = 64, 256, 128
 NAME = "model.layers.0.mlp.up_proj"
@@ -186,23 +187,25 @@ def test_stored_matrix_has_the_dense_name_and_shape_and_reads_as_its_values(tmp_
     torch.testing.assert_close(values, matrix.values, rtol=1e-6, atol=1e-6)
 
 
-def test_dense_destination_gets_the_numbers_in_pieces(
-    tmp_path: Path, matrix: Matrix, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("cortex.neuron.weights.placement.PIECE_BYTES", 1024)
+def load_in_pieces(checkpoint: Checkpoint, placement: Placement | PackedPlacement) -> None:
+    dense, packed = ([placement], []) if isinstance(placement, Placement) else ([], [placement])
+    sizes = PieceSizes(num_bytes=1024, cached_weights=1024)
+    load_into(checkpoint, dense, packed, progress=lambda *_: None, cancelled=lambda: False, sizes=sizes)
+
+
+def test_dense_destination_gets_the_numbers_in_pieces(tmp_path: Path, matrix: Matrix) -> None:
     destination = torch.full((OUTPUTS, INPUTS), torch.nan)
     placement = Placement(f"{NAME}.weight", destination)
-    load_into(opened(tmp_path, matrix), [placement], progress=lambda *_: None, cancelled=lambda: False)
+    load_in_pieces(opened(tmp_path, matrix), placement)
     torch.testing.assert_close(destination, matrix.values, rtol=1e-6, atol=1e-6)
 
 
-def test_packed_matrix_keeps_the_values(tmp_path: Path, matrix: Matrix, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cortex.neuron.weights.placement.PIECE_BYTES", 1024)
+def test_packed_matrix_keeps_the_values(tmp_path: Path, matrix: Matrix) -> None:
     checkpoint = opened(tmp_path, matrix)
     layout = STORED_LAYOUTS[checkpoint.tensors[f"{NAME}.weight"].dtype]
     packed = PackedMatrix(layout, OUTPUTS, INPUTS, torch.device("cpu"))
     placement = PackedPlacement(f"{NAME}.weight", packed, 0, OUTPUTS)
-    load_into(checkpoint, [], [placement], progress=lambda *_: None, cancelled=lambda: False)
+    load_in_pieces(checkpoint, placement)
     if layout.has_zeros or layout.codebook:
         torch.testing.assert_close(packed.values(), matrix.values, rtol=2**-16, atol=1e-6)
     else:
@@ -216,11 +219,8 @@ def test_mxfp4_is_exact(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("columns", [range(128), range(128, 256), range(64, 96), range(96, 256), range(256)], ids=str)
-def test_columns_of_a_matrix_are_those_of_the_whole_one(
-    tmp_path: Path, matrix: Matrix, columns: range, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_columns_of_a_matrix_are_those_of_the_whole_one(tmp_path: Path, matrix: Matrix, columns: range) -> None:
     """Dense, packed, and in pieces: a rank of a divided model reads a part of each row."""
-    monkeypatch.setattr("cortex.neuron.weights.placement.PIECE_BYTES", 1024)
     name = f"{NAME}.weight"
     checkpoint = opened(tmp_path, matrix)
     expected = checkpoint.read(name)[:, columns.start : columns.stop]
@@ -228,11 +228,10 @@ def test_columns_of_a_matrix_are_those_of_the_whole_one(
     assert part.tensors[name].shape == (OUTPUTS, len(columns))
     assert torch.equal(part.read(name), expected)
     destination = torch.full((OUTPUTS, len(columns)), torch.nan)
-    load_into(part, [Placement(name, destination)], progress=lambda *_: None, cancelled=lambda: False)
+    load_in_pieces(part, Placement(name, destination))
     assert torch.equal(destination, expected)
     packed = PackedMatrix(STORED_LAYOUTS[part.tensors[name].dtype], OUTPUTS, len(columns), torch.device("cpu"))
-    placement = PackedPlacement(name, packed, 0, OUTPUTS)
-    load_into(part, [], [placement], progress=lambda *_: None, cancelled=lambda: False)
+    load_in_pieces(part, PackedPlacement(name, packed, 0, OUTPUTS))
     assert (packed.values() - expected).norm() / expected.norm() < 0.006
     twice = part.stored(name).with_columns(range(0, 32))
     assert torch.equal(decode(twice, mapped_bytes(twice)), expected[:, :32])

@@ -1,4 +1,4 @@
-"""`cortex doctor`: check the usual problems and say how to fix them."""
+"""`cortex doctor`: checks for common problems and suggests fixes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MARKS = {Severity.FINE: ("✓", "green"), Severity.NOTE: ("!", "yellow"), Sever
 @gateway_options
 @json_option
 def doctor(config: Path | None, gateway: GatewayClient, as_json: bool) -> int:
-    """Check the usual problems and say how to fix them.
+    """Check for common problems and suggest fixes.
 
     Checks versions, libraries, configuration, databases, gateway, models, nodes, devices, ports, disk and cache. Exit
     code 1 when there is a problem.

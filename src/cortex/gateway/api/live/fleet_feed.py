@@ -28,8 +28,8 @@ class _Reader:
     view: FleetView
     has_missed: bool = False
     """Whether it was too slow for a change."""
-    facts: bytes = b""
-    """What it was last sent, without ages, if it sees no single nodes."""
+    encoded: bytes = b""
+    """What it was sent last, without ages, if it sees no individual nodes."""
 
 
 class _Frame:
@@ -51,15 +51,15 @@ class _Everything(_Frame):
 
     def __init__(self, nodes: list[dict[str, Any]], waiting: dict[str, int]) -> None:
         super().__init__("fleet", lambda view: {"nodes": view.nodes(nodes), "waiting": view.waiting(waiting)})
-        self._facts: dict[FleetView, bytes] = {}
+        self._encoded: dict[FleetView, bytes] = {}
 
-    def facts(self, view: FleetView) -> bytes:
-        """Equal where a view shows nothing new but the ages of models."""
-        if view not in self._facts:
+    def encoded(self, view: FleetView) -> bytes:
+        """Equal if only the ages of models differ."""
+        if view not in self._encoded:
             shown = self._shown_in(view)
             nodes = [node | {"models": [model | _NO_AGES for model in node["models"]]} for node in shown["nodes"]]
-            self._facts[view] = msgspec.json.encode(shown | {"nodes": nodes})
-        return self._facts[view]
+            self._encoded[view] = msgspec.json.encode(shown | {"nodes": nodes})
+        return self._encoded[view]
 
 
 class FleetFeed:
@@ -109,9 +109,9 @@ class FleetFeed:
     def _write(self, exchange: Exchange, reader: _Reader, everything: _Everything) -> None:
         reader.has_missed = False
         if reader.view.is_restricted:
-            if (facts := everything.facts(reader.view)) == reader.facts:
+            if (encoded := everything.encoded(reader.view)) == reader.encoded:
                 return
-            reader.facts = facts
+            reader.encoded = encoded
         exchange.write(everything.encoded(reader.view))
 
     def _changes(self) -> list[_Frame]:
@@ -190,13 +190,12 @@ def _node_status(node: Node, catalogue: Catalogue) -> dict[str, Any]:
 
 
 def _comparable(node: Node) -> object:
-    """What decides whether a node has changed: all of it but the ages of its models, of which those that are cold are
-    only listed."""
+    """What decides whether a node has changed: everything but the ages of its models; of cold models only the names."""
     models = [
         msgspec.structs.replace(held, status=msgspec.structs.replace(held.status, state_age_s=0.0, idle_s=0.0))
         for held in node.residencies.values()
         if held.state is not ModelState.COLD
     ]
     sizes = [(id, held.status.disk_bytes, held.is_absent, held.failure) for id, held in node.residencies.items()]
-    facts = [(held.status, held.in_flight, held.pinned) for held in models]
-    return msgspec.structs.replace(node, residencies={}), facts, sizes
+    encoded = [(held.status, held.in_flight, held.pinned) for held in models]
+    return msgspec.structs.replace(node, residencies={}), encoded, sizes

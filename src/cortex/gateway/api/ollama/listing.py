@@ -59,14 +59,14 @@ def described(fleet: Fleet, spec: ModelSpec, created: float, now: float, name: s
 
 
 def _expires_at(spec: ModelSpec, rules: EvictionRules, ready: list[tuple[Node, Residency]], now: float) -> float | None:
-    """Unix time at which the last replica leaves its device if no request comes; None: no time is set."""
+    """Unix time at which the last replica is unloaded if no request comes; None without such a time."""
     left = [ttl_left_s(held, node, spec, rules, now) for node, held in ready]
     known = [left_s for left_s in left if left_s is not None]
     return time.time() + max(0.0, *known) if known and len(known) == len(left) else None
 
 
 def _capabilities(spec: ModelSpec) -> Capabilities | None:
-    """As the catalogue says; None if it does not."""
+    """From the catalogue; None if it has none."""
     if not spec.capabilities:
         return None
     has = frozenset(spec.capabilities)

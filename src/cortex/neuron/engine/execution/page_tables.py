@@ -28,7 +28,7 @@ class PageTables:
         """The positions that the pages of each row reach in the first group."""
 
     def extend(self, new_pages: Sequence[NewPages]) -> None:
-        """Adds what a step adds to the tables. It does not wait for the device."""
+        """Applies a step's additions to the tables without waiting for the device."""
         for row, group, first, pages in new_pages:
             self.on_host[group][row, first : first + len(pages)] = pages
             if group == 0:

@@ -6,14 +6,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import inf
 
 from cortex.neuron.engine.roofline.step_costs import StepCosts, StepShape
 
 _NEWEST = 0.2
 """The weight of the newest measurement."""
 _RETURN = 0.05
-"""How far a rate moves back to the assumed one each time it causes a fetch to be rejected, so that a disk that was busy
-is tried again."""
+"""How far a rate returns to the assumed one each time it causes a rejected fetch, so that a disk that was busy is
+retried."""
 WORTH = 0.9
 """A fetch must take less than this share of the computing time: estimates err."""
 DISK_BYTES_PER_S = 1e9
@@ -47,15 +48,34 @@ class CopyRate:
             self.bytes_per_s += _RETURN * (self.assumed - self.bytes_per_s)
 
 
-def saves_time(parts: Iterable[tuple[int, float]], delay_s: float, compute_s: float) -> bool:
-    """Whether fetching is faster than computing. `parts`: bytes and their rate, one part after another. `delay_s`:
-    before the first byte."""
-    fetch_s = delay_s
+def fetch_s(parts: Iterable[tuple[int, float]], delay_s: float) -> float:
+    """Expected time of a fetch. `parts`: bytes and their rate, one part after another. `delay_s`: before the first
+    byte."""
+    total_s = delay_s
     for num_bytes, bytes_per_s in parts:
-        if num_bytes and bytes_per_s <= 0:
-            return False
-        fetch_s += num_bytes / bytes_per_s if num_bytes else 0.0
-    return fetch_s < WORTH * compute_s
+        if num_bytes:
+            total_s += num_bytes / bytes_per_s if bytes_per_s > 0 else inf
+    return total_s
+
+
+def saves_time(parts: Iterable[tuple[int, float]], delay_s: float, compute_s: float, *, worth: float = WORTH) -> bool:
+    """Whether fetching takes less than `worth` of the time that computing takes; see `fetch_s`."""
+    return fetch_s(parts, delay_s) < worth * compute_s
+
+
+def end_of_front(first: int, end: int, whole_s: float, compute_s: Callable[[int], float]) -> int:
+    """Up to which page to compute while the pages after it are fetched, so that both take the same time; `first` if
+    that is not much faster than either alone. `whole_s`: to fetch all pages from `first` to `end`; `compute_s`: to
+    compute those up to a page."""
+
+    def rest_s(page: int) -> float:
+        return whole_s * (end - page) / (end - first)
+
+    low, high = first, end
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if compute_s(middle) <= rest_s(middle) else (low, middle)
+    return low if rest_s(low) < WORTH * min(whole_s, compute_s(end)) else first
 
 
 def prompt_s(costs: StepCosts, step_tokens: int, start: int, end: int) -> float:

@@ -1,12 +1,12 @@
-"""The blocks of one model between its device memory and host memory: what is copied when, in either direction.
+"""Copies one model's blocks between device memory and host memory, in both directions.
 
-Out: while the model has no work, what later prompts are most likely to use; while it has, on a GPU, the pages that will
-be used for something else next; before it sleeps or is unloaded, the rest. A page is never waited for: one that is not
-copied when it is needed is lost.
+Out: while the model is idle, the blocks that later prompts are most likely to use; while it works, on a GPU, the pages
+that will be reused next; before it sleeps or is unloaded, the rest. Steps never wait for a page: one that is not copied
+when it is reused is lost.
 
-In: a waiting prompt whose prefix goes on in host memory gets those pages, and is admitted when they have arrived. Until
-then nothing knows of them, neither here nor there: a block is offered when its copy is complete. What is on disk comes
-the same way if that is expected to be faster than to compute it.
+In: a waiting prompt whose prefix continues in host memory gets those pages and is admitted when they have arrived. A
+block is offered only when its copy is complete. Blocks on disk are fetched in the same way if that is expected to be
+faster than computing, and the front of the prompt is computed meanwhile.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import torch
 
 from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors, RunningCopy
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
-from cortex.neuron.engine.host_pages.disk import DiskFetch
+from cortex.neuron.engine.host_pages.disk import DiskFetch, DiskPages
 from cortex.neuron.engine.host_pages.outgoing import OutgoingBlocks
-from cortex.neuron.engine.host_pages.rates import saves_time
+from cortex.neuron.engine.host_pages.rates import end_of_front, fetch_s, saves_time
 from cortex.neuron.engine.host_pages.store import BlockKind, BlockPlace
 from cortex.neuron.engine.kv.page_groups import IncomingPages, KVPages
 from cortex.neuron.engine.kv.pages import Digest
@@ -37,11 +37,12 @@ FETCHED_PAGES = {"cuda": 8, "cpu": 1}
 COPY_BYTES = 256 << 20
 """Most bytes of one copy to host memory: about 5 ms."""
 READ_DELAY_S = 0.002
-"""Before the first block of a fetch from disk arrives."""
+"""Delay before the first block of a fetch from disk."""
 TURN_S = 0.005
 """How long the engine waits for a disk before it looks for other work."""
+EndOfFront = Callable[[int, int, float, Callable[[int], float]], int]
+"""See `rates.end_of_front`."""
 STEPS_BETWEEN_SCANS = 16
-"""After a look at the oldest pages that found nothing to copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class _Fetch:
         return is_read and all(copy.is_complete for copy in self.copies)
 
     def advance(self, wait_s: float | None) -> None:
-        """`wait_s`: for some of it; None: for all of it."""
+        """`wait_s`: wait for a part of it; None: wait for all."""
         if self.from_disk is not None:
             self.from_disk.advance(wait_s)
         if wait_s is None or (wait_s > 0 and self.from_disk is None):
@@ -97,11 +98,15 @@ class HostTier:
         others: OtherRanks | None = None,
         compute_s: Callable[[int, int], float] = lambda start, end: 0.0,  # noqa: ARG005 - nothing is faster
         from_disk: BlockCopies | None = None,
+        end_of_front: EndOfFront = end_of_front,
+        steps_between_scans: int = STEPS_BETWEEN_SCANS,
     ) -> None:
-        """`blocks`: the pages of each KV group, then the slots of states. `new_kinds`: names them, when that is first
-        needed. `copies_ahead`: pages are copied before the model sleeps, too. `min_pages`: fewer are computed rather
-        than fetched. `others`: for a divided model. `compute_s`: how long a prompt takes from one position to another.
-        `from_disk`: copies from the buffers of the disk; None: nothing is read from there."""
+        """`blocks`: the pages of each KV group, then the slots of states. `new_kinds` names them on first use.
+        `copies_ahead`: pages are copied even before the model sleeps. `min_pages`: fewer are computed instead of
+        fetched. `others`: for a divided model. `compute_s`: time to compute a prompt from one position to another.
+        `from_disk`: copies from the disk's buffers; None without a disk. `end_of_front`: divides a prefix into pages to
+        compute and pages to read from disk meanwhile. `steps_between_scans`: pause after a scan of the oldest pages
+        found nothing to copy."""
         self._host = host
         self._store = host.store
         self._pages = pages
@@ -115,17 +120,19 @@ class HostTier:
         self._compute_s = compute_s
         self._disk = None if from_disk is None else host.disk
         self._from_disk = from_disk
+        self._end_of_front = end_of_front
+        self._steps_between_scans = steps_between_scans
         self._looks_on_disk = False
-        """Whether what is on disk counts as something that can be had."""
+        """Whether blocks on disk count as available."""
         self._agreed: set[tuple[int, Digest]] | None = None
-        """The blocks that all ranks have of the prefix that was asked for last; None: none was."""
+        """The blocks that all ranks have of the prefix requested last; None without such a request."""
         self._outgoing: OutgoingBlocks | None = None
         self._fetches: dict[str, _Fetch] = {}
-        """By the id of the request that waits for it."""
+        """By the id of the waiting request."""
         self._fetched: set[str] = set()
-        """Requests whose prefix was fetched, or was not worth it; until they end."""
+        """Requests whose prefix was fetched or not worth fetching, until they end."""
         self._remaining: list[tuple[int, list[tuple[int, Digest]]]] | None = None
-        """What is left to copy while the model has no work; None: not known yet."""
+        """Blocks left to copy while the model is idle; None if not known yet."""
         self._steps_to_scan = 0
         self.num_fetched_tokens = 0
 
@@ -134,7 +141,7 @@ class HostTier:
         return self._new_kinds()
 
     def ensure_named(self) -> None:
-        """Names the blocks and finds those on disk, with memory to read them, now rather than in the first request."""
+        """Names the blocks, finds those on disk and allocates read buffers ahead of the first request."""
         largest = max(kind.num_bytes for kind in self._kinds)
         if self._has_disk and self._disk is not None:
             self._disk.buffers_of(largest)
@@ -153,13 +160,13 @@ class HostTier:
         return self._checkpoints is not None and self._has_page(len(self._blocks) - 1, digest)
 
     def _verify(self, digests: Sequence[Digest]) -> None:
-        """Before the blocks of these prefixes are looked for: see `DeviceHostMemory.verifies`."""
+        """Call before these prefixes are looked up: see `DeviceHostMemory.verifies`."""
         if self._host.verifies:
             self._host.drop_damaged(self._kinds, digests)
 
     def _agree(self, digests: Sequence[Digest], cached: int, count: int) -> bool:
-        """Asks the other ranks of a divided model which blocks of the first `count` pages they have: until `fetch`,
-        only those count that all ranks have. False: there is nothing to ask."""
+        """Asks the other ranks of a divided model which blocks of the first `count` pages they have. Until `fetch`,
+        only blocks of all ranks count. False if there is nothing to ask."""
         if self._others is None or count - cached < self._min_pages:
             return False
         wanted = [
@@ -189,8 +196,8 @@ class HostTier:
         return self._disk is not None and any(self._disk.num_blocks(kind) for kind in self._kinds)
 
     def num_pages(self, digests: Sequence[Digest]) -> int:
-        """After how many of these leading pages a prompt could continue: with what is on the device, in host memory and
-        on disk."""
+        """Number of leading pages after which a prompt could continue, with pages on the device, in host memory and on
+        disk."""
         self._looks_on_disk = True
         counts, checkpoints = self._pages.match(digests, self._has_page), self._checkpoints
         if checkpoints is not None:
@@ -201,6 +208,11 @@ class HostTier:
 
     def is_fetching(self, request_id: str) -> bool:
         return request_id in self._fetches
+
+    @property
+    def incoming(self) -> list[IncomingPages]:
+        """The pages that are being fetched."""
+        return [each for fetch in self._fetches.values() for each in fetch.pages]
 
     def ended(self, request_id: str) -> None:
         self._fetched.discard(request_id)
@@ -214,52 +226,97 @@ class HostTier:
         cached: int,
         last: int,
         usable: Callable[[HasPage, HasState], int],
-    ) -> bool:
+    ) -> int | None:
         self._verify(digests)
         count = usable(self._has_page, self._has_state)
         if self._agree(digests, cached, count):
             count = usable(self._has_page, self._has_state)
-        count = max(count, self._worth_reading(digests, max(cached, count), usable))
-        return self._fetch(request_id, digests, cached, count, min(count * self._pages.page_tokens, last))
+        front, further = self._worth_reading(digests, cached, count, usable)
+        count = max(count, further)
+        if not self._fetch(request_id, digests, cached, front, count, min(count * self._pages.page_tokens, last)):
+            return None
+        return max(cached, front) if request_id in self._fetches else cached
 
-    def _worth_reading(self, digests: Sequence[Digest], count: int, usable: Callable[[HasPage, HasState], int]) -> int:
-        """After how many pages a request can continue with what is on disk; 0 if to compute them after `count`, which
-        are nearer, is expected to be faster."""
+    def _worth_reading(
+        self, digests: Sequence[Digest], cached: int, count: int, usable: Callable[[HasPage, HasState], int]
+    ) -> tuple[int, int]:
+        """The page up to which a request computes its prefix meanwhile, 0 if it only waits, and the number of pages
+        after which it can continue with those on disk. Both are 0 if computing the pages after `cached` and `count`,
+        which are nearer, is expected to be faster."""
         disk = self._disk
         if disk is None or not self._has_disk:
-            return 0
+            return 0, 0
         self._looks_on_disk = True
         further = usable(self._has_page, self._has_state)
         self._looks_on_disk = False
-        if further <= count:
-            return 0
+        nearer = max(cached, count)
+        if further <= nearer:
+            return 0, 0
+        # Copies from host memory are short, and little of what windows and states need is at the front.
+        divides = count <= cached and self._checkpoints is None and not self._pages.has_windows
+        front = self._front(disk, digests[:further], nearer, divides=divides)
+        if front is None:
+            return 0, 0
+        return front if front > nearer else 0, further
+
+    def _front(self, disk: DiskPages, digests: Sequence[Digest], first: int, *, divides: bool = True) -> int | None:
+        """Up to which page to compute the pages from `first` on while what is on disk of the rest is read; None: to
+        compute all of them is expected to be faster. `divides`: it may be a page after `first`."""
+        end, page_tokens = len(digests), self._pages.page_tokens
         read = [
             (kind, digest)
             for part, kind in enumerate(self._kinds)
-            for digest in (digests[:further] if part < len(self._pages.groups) else digests[further - 1 : further])
+            for digest in (digests if part < len(self._pages.groups) else digests[-1:])
             if self._blocks[part].num_bytes and not self._store.has(kind, digest) and disk.has(kind, digest)
+            if self._id_of(part, digest) is None
         ]
-        page_tokens = self._pages.page_tokens
-        compute_s = self._compute_s(count * page_tokens, further * page_tokens)
-        if not saves_time(disk.parts(read), READ_DELAY_S, compute_s):
-            disk.rate.was_too_slow()
-            return 0
-        largest = max(kind.num_bytes for kind in self._kinds)
-        return further if disk.buffers_of(largest) else 0
+        parts = disk.parts(read)
 
-    def _fetch(self, request_id: str, digests: Sequence[Digest], cached: int, count: int, start: int) -> bool:
+        def compute_s(page: int) -> float:
+            return self._compute_s(first * page_tokens, page * page_tokens)
+
+        front = self._end_of_front(first, end, fetch_s(parts, READ_DELAY_S), compute_s) if divides else first
+        if front == first and not saves_time(parts, READ_DELAY_S, compute_s(end), worth=disk.worth):
+            disk.rate.was_too_slow()
+            return None
+        return front if disk.buffers_of(max(kind.num_bytes for kind in self._kinds)) else None
+
+    def front_end(self, request_id: str, digests: Sequence[Digest], num_computed: int, front: int) -> int:
+        disk = self._disk
+        if disk is None or request_id in self._fetches or num_computed >= front:
+            return front
+        self._looks_on_disk = True
+        is_there = all(
+            self._id_of(part, digest) is not None or self._has_page(part, digest)
+            for part in range(len(self._pages.groups))
+            for digest in digests[num_computed:front]
+        )
+        self._looks_on_disk = False
+        earlier = self._front(disk, digests[:front], num_computed) if is_there else None
+        if earlier is None:
+            return front
+        start = front * self._pages.page_tokens
+        self._fetch(request_id, digests, num_computed, earlier, front, start)
+        return earlier if request_id in self._fetches else front
+
+    def _fetch(
+        self, request_id: str, digests: Sequence[Digest], cached: int, front: int, count: int, start: int
+    ) -> bool:
         """Starts to copy what the device lacks of the first `count` pages, `cached` of which are usable there, and the
-        state after them. False: it is not worth it, or not possible now; nothing has changed then. True: the request
-        waits until they have arrived, or, if the device of a rank has no memory for the copy, until the next step."""
+        state after them; not of the first `front`. False: it is not worth it, or not possible now; nothing has changed
+        then. True: the request waits until they have arrived, or, if the device of a rank has no memory for the copy,
+        until the next step."""
         self._fetched.add(request_id)
         self._agreed = None
-        if count - cached < self._min_pages:
+        first = max(cached, front)
+        if count - first < self._min_pages:
             return False
+        num_new = sum(self._id_of(0, digest) is None for digest in digests[first:count])
         checkpoints = self._checkpoints
         lacks_state = checkpoints is not None and not checkpoints.knows(digests[count - 1])
         if lacks_state and checkpoints is not None and not checkpoints.can_lend:
             return False
-        incoming = self._pages.expect(digests, count, start)
+        incoming = self._pages.expect(digests, count, start, front)
         if incoming is None:
             return False
         slot = checkpoints.lend() if lacks_state and checkpoints is not None else None
@@ -293,7 +350,7 @@ class HostTier:
             self._give_up(copies, places, incoming, slot)
             return True
         state = None if slot is None else (slot, digests[count - 1])
-        num_tokens = (count - cached) * self._pages.page_tokens
+        num_tokens = num_new * self._pages.page_tokens
         from_disk = None
         if on_disk and self._disk is not None and self._from_disk is not None:
             from_disk = DiskFetch(self._disk, self._from_disk, on_disk)
@@ -311,7 +368,7 @@ class HostTier:
         incoming: Sequence[IncomingPages],
         slot: int | None,
     ) -> None:
-        """Ends a fetch for which the device has no memory, or a disk no block: the prompt is computed."""
+        """Ends a fetch that failed for lack of device memory or blocks; the prompt is computed."""
         for copy in copies:
             copy.wait()  # its pages are free for others next
         self._store.end(places)
@@ -320,7 +377,7 @@ class HostTier:
             self._checkpoints.take_back(slot, None)
 
     def collect(self, *, wait: bool = False, wait_s: float = 0.0) -> None:
-        """Offers the blocks whose copies are complete. `wait`: for all of them. `wait_s`: for some of what is on
+        """Offers the blocks whose copies are complete. `wait`: wait for all copies. `wait_s`: wait for some from
         disk."""
         for request_id, fetch in list(self._fetches.items()):
             fetch.advance(None if wait else wait_s)
@@ -352,8 +409,8 @@ class HostTier:
             self._outgoing = None
 
     def await_fetches(self) -> None:
-        """Waits for copies, as nothing else is left to do. A disk may take seconds: it is waited for in turns, between
-        which requests are received."""
+        """Waits for copies when nothing else is left to do. Waits for a disk, which may take seconds, in intervals, so
+        that requests are received in between."""
         if self._fetches:
             reads = any(fetch.from_disk is not None for fetch in self._fetches.values())
             self.collect(wait=not reads, wait_s=TURN_S)
@@ -361,19 +418,19 @@ class HostTier:
     # -- to the host -----------------------------------------------------------------------------------------------
 
     def before_launch(self, plan: StepPlan) -> None:
-        """The step may write what is being copied to host memory: it begins after the copy then."""
+        """Makes the step begin after copies to host memory of blocks that it may overwrite."""
         self._remaining = None
         if self._outgoing is not None:
             self._outgoing.precede(plan)
 
     def after_launch(self) -> None:
-        """Copies what is the next to be used for something else, if little is blank."""
+        """Copies the pages to be reused next, if few are blank."""
         if not self._copies_ahead or self._outgoing is not None or not self._store.budget_bytes:
             return
         self._steps_to_scan -= 1
         if self._steps_to_scan > 0:
             return
-        self._steps_to_scan = STEPS_BETWEEN_SCANS
+        self._steps_to_scan = self._steps_between_scans
         self._host.slabs.may_wait = False
         for part, blocks in enumerate(self._blocks):
             if not blocks.num_bytes:
@@ -389,12 +446,13 @@ class HostTier:
                 return
 
     def copy_while_idle(self) -> bool:
-        """Copies a part of what later prompts are most likely to use; false: all of it is in host memory."""
+        """Copies some of the blocks that later prompts are most likely to use; false if all of them are in host
+        memory."""
         return self._copies_ahead and self._copy_some()
 
     def copy_these(self, digests: Sequence[Digest], until_s: float) -> bool:
-        """Copies blocks to host memory, also while the model has work. False: a time of the monotonic clock has come
-        before all that there is room for were copied."""
+        """Copies blocks to host memory, even while the model has work. False if the deadline on the monotonic clock
+        passed before all that fit were copied."""
         self._end_outgoing(wait=True)
         self._host.slabs.may_wait = True
         for part, blocks in enumerate(self._blocks):
@@ -420,7 +478,8 @@ class HostTier:
         return None if self._checkpoints is None else self._checkpoints.slot_of(digest)
 
     def save(self) -> None:
-        """Copies what the budget permits, the latest used in any case, and waits: the device memory is given up."""
+        """Copies what the budget permits, the most recently used first, and waits, because the device memory is about
+        to be freed."""
         self._remaining = None
         while self._copy_some():
             pass
@@ -448,14 +507,14 @@ class HostTier:
         return False
 
     def _latest(self, part: int) -> list[tuple[int, Digest]]:
-        """What is not in host memory of the latest used blocks that fit in the part's share of the budget, the least
+        """The most recently used blocks that fit in the part's share of the budget and are not in host memory, least
         recently used first."""
         most = self._store.budget_bytes // len(self._blocks) // max(1, self._blocks[part].num_bytes)
         latest = list(self._known(part))[-most:] if most else []
         return [each for each in latest if not self._store.has(self._kinds[part], each[1])]
 
     def _is_used(self, part: int) -> bool:
-        """Whether this rank, or perhaps another one, has layers with blocks of this part."""
+        """Whether this rank, or possibly another, has layers with blocks of this part."""
         return self._blocks[part].num_bytes > 0 or self._others is not None
 
     def _send(self, part: int, blocks: Sequence[tuple[int, Digest]]) -> bool:
@@ -492,13 +551,13 @@ class HostTier:
             self._store.forget(kind, digests)
 
     def _known(self, part: int) -> Iterator[tuple[int, Digest]]:
-        """The blocks on the device that nothing uses, the least recently used first."""
+        """The unused known blocks on the device, least recently used first."""
         if part < len(self._pages.groups):
             return self._pages.groups[part].pool.idle()
         return iter(()) if self._checkpoints is None else self._checkpoints.known()
 
     def _fill_of(self, part: int) -> tuple[int, int]:
-        """How many blocks are blank, of how many."""
+        """The number of blank blocks, and of all."""
         if part < len(self._pages.groups):
             pool = self._pages.groups[part].pool
             return pool.num_free - pool.num_idle, pool.num_pages

@@ -83,7 +83,7 @@ def _check_tokenizers(draft: Path, model: Path) -> None:
     try:
         own, other = (LibraryTokenizer.load(path).backend.get_vocab(with_added_tokens=True) for path in (draft, model))
     except (TextModelError, CheckpointError) as error:
-        raise LoadError(f"whether the draft model has the same tokenizer cannot be read: {error}") from error
+        raise LoadError(f"the tokenizers of the model and its draft model cannot be compared: {error}") from error
     different = [token for token, number in own.items() if other.get(token) != number]
     if different or len(other) > 1.01 * len(own):
         example = f", such as {different[0][:40]!r}" if different else ""

@@ -7,14 +7,18 @@ from collections.abc import Callable
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.weights.adapter import with_adapter
 from cortex.neuron.weights.checkpoint import Checkpoint
-from cortex.neuron.weights.transfer import PackedPlacement, Placement, load_into
+from cortex.neuron.weights.transfer import PackedPlacement, PieceSizes, Placement, load_into
 
 Progress = Callable[[str, int, int], None]
 """Called with (stage, bytes done, bytes in total)."""
 
 
 def fill_from(
-    checkpoint: Checkpoint, parameters: Parameters, progress: Progress, cancelled: Callable[[], bool]
+    checkpoint: Checkpoint,
+    parameters: Parameters,
+    progress: Progress,
+    cancelled: Callable[[], bool],
+    sizes: PieceSizes | None = None,
 ) -> None:
     """Raises CheckpointError or Cancelled."""
     placements = [
@@ -36,5 +40,6 @@ def fill_from(
         packed,
         progress=lambda done, total: progress("read", done, total),
         cancelled=cancelled,
+        sizes=sizes,
     )
     progress("place", 0, 0)

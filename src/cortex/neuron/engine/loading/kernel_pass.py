@@ -26,7 +26,7 @@ from cortex.neuron.engine.memory.plan import PAGE_TOKENS, STEP_TOKENS, StateSlot
 from cortex.neuron.engine.memory.sequences import SequenceMemory
 from cortex.neuron.kernels import jit
 from cortex.neuron.kernels.compilation import POLL_S, KernelCompiler, Report
-from cortex.neuron.kernels.device_facts import DeviceFacts, facts_of, pretend
+from cortex.neuron.kernels.device_properties import DeviceProperties, pretend, properties_of
 from cortex.neuron.kernels.jit import TRITON, triton
 from cortex.neuron.kernels.layouts import MatrixLayout
 from cortex.neuron.layers.configs import Shard
@@ -58,7 +58,7 @@ class ModelToCompile:
     deterministic: bool = False
     checks_drafts: bool = True
 
-    def digest(self, facts: DeviceFacts) -> str:
+    def digest(self, properties: DeviceProperties) -> str:
         """Differs where kernels may."""
         layouts = sorted((name, repr(self.packing[name])) for name in self.packing) or repr(self.packing)
         parts = (
@@ -67,7 +67,7 @@ class ModelToCompile:
             layouts,
             (self.dtype, self.kv_dtype, self.shard, self.max_rows, self.context_tokens),
             (self.deterministic, self.checks_drafts),
-            (facts, triton.__version__, torch.__version__, _sources()),
+            (properties, triton.__version__, torch.__version__, _sources()),
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
@@ -141,11 +141,11 @@ class KernelPass:
     """Compiles the kernels of one model in threads of its own. `ready` returns when those of a short response are
     compiled; the others follow."""
 
-    def __init__(self, model: ModelToCompile, facts: DeviceFacts) -> None:
-        """`facts`: of the card, the only one of this process that kernels are compiled for."""
-        pretend(facts)
+    def __init__(self, model: ModelToCompile, properties: DeviceProperties) -> None:
+        """`properties`: of the card, the only one of this process that kernels are compiled for."""
+        pretend(properties)
         self._model = model
-        self._note = cache_folder() / "models" / model.digest(facts)
+        self._note = cache_folder() / "models" / model.digest(properties)
         self._compiler = KernelCompiler()
         self._first: list[BaseException | None] = []
         self._num_first = 0
@@ -231,7 +231,7 @@ def kernel_pass(model: ModelToCompile, device: torch.device) -> KernelPass | Non
     is_known = architecture.backend == "native" and architecture.stage is None and architecture.pooling is None
     if device.type != "cuda" or not TRITON or not is_known or not COLLECTED_LAUNCHES.is_usable:
         return None
-    begun = KernelPass(model, facts_of(device))
+    begun = KernelPass(model, properties_of(device))
     begun.start()
     return begun
 

@@ -35,7 +35,7 @@ from cortex.neuron.engine.memory.sequences import NoSequences, SequenceMemory
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.families.registry import family_of
 from cortex.neuron.kernels.cpu.native import multiplies_codes
-from cortex.neuron.kernels.device_facts import facts_of
+from cortex.neuron.kernels.device_properties import properties_of
 from cortex.neuron.kernels.layouts import MatrixLayout
 from cortex.neuron.kernels.moe.host_memory import processors_of_one_node
 from cortex.neuron.kernels.moe.host_team import HostTeam
@@ -223,8 +223,8 @@ def matrix_layouts(
         layouts = choose_layouts(place, tensors, recipe)
     if recipe is not None and not place.quantises(recipe):
         raise LoadError(
-            f"weights cannot be quantised as {recipe.name} at load here: that takes a GPU that computes in bfloat16, "
-            "or for formats of GGUF files the dtype auto on a CPU whose products with codes are faster than dense ones"
+            f"weights cannot be quantised as {recipe.name} at load here: that takes a GPU with bfloat16, or, "
+            "for the formats of GGUF files, the dtype auto on a CPU whose quantised kernels are faster than dense ones"
         )
     return with_draft_output(place, layouts) if spec.speculation == "mtp" else layouts
 
@@ -277,7 +277,7 @@ def build_model(
     own_bytes = None if limit_bytes is None else limit_bytes - (0 if group is None else group.num_bytes)
     within_layers = group if group is not None and spec.stage is None else SINGLE_RANK
     may_capture = spec.stage is None and not spec.deterministic and within_layers.max_captured_bytes > 0
-    most = max_graph_tokens(facts_of(device).total_bytes) if may_capture else 0
+    most = max_graph_tokens(properties_of(device).total_bytes) if may_capture else 0
     rows, kind, wanted = spec.max_num_seqs, device.type, spec.wanted_tokens
     plan = plan_with_graphs(sizes, have_bytes, own_bytes, most, max_rows=rows, device_kind=kind, wanted_tokens=wanted)
     allowed_bytes = have_bytes if own_bytes is None else min(have_bytes, own_bytes)
@@ -322,9 +322,7 @@ def build_model(
         if isinstance(model, Decoder) and architecture.held_tower is not None:
             pictures = pictures or read_picture_spec(family_of(config).pictures, config, {})
             if pictures is None:
-                raise UnsupportedModel(
-                    "the model has a vision tower, and its config does not say how it takes pictures"
-                )
+                raise UnsupportedModel("the model has a vision tower, but its config does not describe its input")
             place = device if spec.vision == "device" else torch.device("cpu")
             tower_parameters = Parameters(place, dtype if spec.vision == "device" else compute_dtype("auto", place))
             model.tower = build_tower(architecture.held_tower, tower_parameters, pictures)

@@ -100,7 +100,7 @@ class HostBuffer:
         try:
             memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
-            raise SleepError(f"the host has no {gib(num_bytes)} for the weights: {error}") from error
+            raise SleepError(f"the host cannot allocate {gib(num_bytes)} for the weights: {error}") from error
         with contextlib.suppress(OSError):  # a kernel without huge pages uses small ones
             memory.madvise(mmap.MADV_HUGEPAGE)
         self.bytes = torch.frombuffer(memory, dtype=torch.uint8)

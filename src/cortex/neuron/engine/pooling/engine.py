@@ -157,18 +157,18 @@ def _segments_of(lengths: NDArray[np.int64], first_segments: Sequence[int], batc
 
 
 SLICE_S = 0.008
-"""A step takes about this long, at least one layer: other models of the device wait no longer for their tokens."""
+"""Other models of the device wait no longer than this for their tokens."""
 _MIN_BATCH_TOKENS = 128
 """Fewer do not fill the cores of a CPU."""
 _SELF_TEST_TOKENS = 4
 
 
-def batch_tokens(most: int, layer_token_s: float | None) -> int:
+def batch_tokens(most: int, layer_token_s: float | None, slice_s: float) -> int:
     """The tokens of the next batch: so few that one layer takes no longer than a slice, where the device is slow.
     `layer_token_s`: None if nobody waits."""
     if layer_token_s is None:
         return most
-    return min(most, max(_MIN_BATCH_TOKENS, int(SLICE_S / max(layer_token_s, 1e-12))))
+    return min(most, max(_MIN_BATCH_TOKENS, int(slice_s / max(layer_token_s, 1e-12))))
 
 
 @dataclass(slots=True, eq=False)
@@ -220,12 +220,15 @@ class PoolingLoop:
         context_tokens: int,
         counters: Counters,
         shares_device: Callable[[], bool],
+        slice_s: float,
     ) -> None:
         """`batch_tokens`: the most tokens of a batch, except that of a single text, which may have `context_tokens`.
-        `shares_device`: whether other models compute on the device now."""
+        `shares_device`: whether other models compute on the device now. `slice_s`: about the time of a step, which has
+        at least one layer."""
         self._model = model
         self._shares_device = shares_device
         self._batch_tokens = batch_tokens
+        self._slice_s = slice_s
         self._context_tokens = context_tokens
         self.counters = counters
         self._requests: dict[str, _Request] = {}
@@ -299,7 +302,7 @@ class PoolingLoop:
             self._suspects.popleft()
         only = self._suspects[0] if self._suspects else None
         layer_token_s = self._layer_token_s if self._shares_device() else None
-        return tuple(self._queue.take(batch_tokens(self._batch_tokens, layer_token_s), only))
+        return tuple(self._queue.take(batch_tokens(self._batch_tokens, layer_token_s, self._slice_s), only))
 
     def _pass_of(self, texts: tuple[QueuedText, ...]) -> TextPass:
         owners = [self._requests[text.request_id] for text in texts]
@@ -311,7 +314,7 @@ class PoolingLoop:
         batch, began_s = running.batch, time.monotonic()
         num_layers = 1
         if self._layer_token_s is not None:
-            num_layers = max(1, int(SLICE_S / max(self._layer_token_s * batch.num_tokens, 1e-9)))
+            num_layers = max(1, int(self._slice_s / max(self._layer_token_s * batch.num_tokens, 1e-9)))
         num_run = batch.advance(num_layers)
         vectors = None
         if batch.done:
@@ -407,9 +410,11 @@ BATCH_TOKENS: Final = {"cuda": 16_384, "cpu": 1_024}
 class PoolingEngine(Engine):
     """Belongs to the engine thread of its device's worker."""
 
-    def __init__(self, loaded: LoadedModel, spec: LoadSpec) -> None:
+    def __init__(self, loaded: LoadedModel, spec: LoadSpec, *, slice_s: float = SLICE_S) -> None:
+        """`slice_s`: see `PoolingLoop`."""
         assert isinstance(loaded.body, PooledModel)
         self.pooled = loaded.body
+        self._slice_s = slice_s
         super().__init__(loaded, spec)
         self.info = replace(self.info, vector_width=self.pooled.width)
 
@@ -417,7 +422,9 @@ class PoolingEngine(Engine):
         batch_tokens = self._spec.prefill_chunk_tokens or BATCH_TOKENS[self._device.type]
         context_tokens = self._limits.context_tokens
         return PoolingLoop(
-            self.pooled, batch_tokens, context_tokens, self._counters, shares_device=lambda: self.shares_device
+            *(self.pooled, batch_tokens, context_tokens, self._counters),
+            shares_device=lambda: self.shares_device,
+            slice_s=self._slice_s,
         )
 
     def close(self) -> None:

@@ -38,13 +38,19 @@ class OffloadedPages(Protocol):
         cached: int,
         last: int,
         usable: Callable[[HasPage, HasState], int],
-    ) -> bool:
+    ) -> int | None:
         """Starts to copy the prefix of a request to the device, as far as the request can continue after it. `cached`:
         its pages that are on the device; `last`: its last position, which is computed in any case; `usable`: how many
-        pages it could continue after. True: the request waits until they have arrived (`is_fetching`)."""
+        pages it could continue after. None: it does not wait. Otherwise it waits until they have arrived
+        (`is_fetching`), and computes its pages up to the returned number meanwhile, if these are more than `cached`."""
         ...
 
     def is_fetching(self, request_id: str) -> bool: ...
+
+    def front_end(self, request_id: str, digests: Ordered[Digest], num_computed: int, front: int) -> int:
+        """Up to which page a request computes now that has computed its first `num_computed` pages and was to compute
+        those up to `front`. It is less if what was fetched has arrived before that: further pages are fetched then."""
+        ...
 
     def ended(self, request_id: str) -> None:
         """The request needs nothing more."""
@@ -85,7 +91,10 @@ class Reservations:
         return self._pages.fits(sequence.digests, cached, start, self._length_ahead(sequence), self._lacking)
 
     def _length_ahead(self, sequence: Sequence) -> int:
-        """The positions that are counted for a sequence: its tokens and the reserved part of its response."""
+        """The positions that are counted for a sequence: its tokens and the reserved part of its response, or what it
+        computes before it waits for others."""
+        if sequence.front_end:
+            return sequence.front_end
         allowed = sequence.request.max_tokens - sequence.num_drawn
         return sequence.length + max(1, min(self._reserved_tokens, allowed))
 
@@ -199,14 +208,14 @@ class SequenceAdmission:
         """Whether the pages that the sequence lacks are free, and are not those that running ones may still need."""
         return self._reservations.admit(sequence, cached, self.start(sequence, cached), self._running)
 
-    def fetch(self, sequence: Sequence, cached: int, offloaded: OffloadedPages) -> bool:
-        """Whether the sequence waits for pages from host memory, on which it can continue further. They are looked for
-        once, when the sequence has room."""
+    def fetch(self, sequence: Sequence, cached: int, offloaded: OffloadedPages) -> int | None:
+        """Looks for pages after which the sequence can continue further, once, when the sequence has room. Returns what
+        `OffloadedPages.fetch` does."""
         digests, request_id = sequence.digests, sequence.request.id
         if sequence.scores_prompt or not offloaded.may_have(request_id, len(digests) - cached):
-            return False
+            return None
         if not self.fits(sequence, cached):
-            return False
+            return None
 
         def usable(has_page: HasPage, has_state: HasState) -> int:
             return self._states.usable(sequence, self._pages.match(digests, has_page), has_state)
@@ -228,4 +237,4 @@ class SequenceAdmission:
         resumes_tail = self._tails.resume(sequence, draft)
         self._states.admit(sequence, draft, resumes_tail=resumes_tail)
         if sequence.cached is None:
-            sequence.cached = sequence.computed
+            sequence.cached = max(0, sequence.computed - sequence.front_tokens)

@@ -19,7 +19,7 @@ from itertools import islice
 from math import ceil
 
 from cortex.neuron.engine.errors import RequestError
-from cortex.neuron.engine.kv.page_groups import KVPages
+from cortex.neuron.engine.kv.page_groups import IncomingPages, KVPages
 from cortex.neuron.engine.kv.pages import Digest
 from cortex.neuron.engine.kv.recurrent_checkpoints import RecurrentCheckpoints
 from cortex.neuron.engine.request import EngineRequest
@@ -163,7 +163,7 @@ class Scheduler:
         self._states.release(sequence)
         self.pages.release(sequence.pages)
         sequence.pages = ()
-        sequence.computed = sequence.committed = 0
+        sequence.computed = sequence.committed = sequence.front_end = 0
         sequence.drew_in_row = sequence.is_token_on_device = False
         self._free_rows.append(sequence.row)
         sequence.row = NO_ROW
@@ -185,6 +185,7 @@ class Scheduler:
         """The next step, or None if nothing can be computed now. `drafted`: draft tokens that the rows of `decoding`
         check, by the id of their request; only if no step is in flight."""
         draft = self._new_draft()
+        self._end_fronts()
         self._preempt_lower_classes(draft)
         if drafted:
             for sequence in self.decoding:  # the host gives all tokens of a step that checks drafts
@@ -237,9 +238,24 @@ class Scheduler:
                 return
             self._preempt(self.running[-1])
 
+    def _end_fronts(self) -> None:
+        """Sequences that have computed all pages before those that are fetched wait for these without a row. Their
+        pages are known and idle meanwhile, and they are admitted again with all of their prefix."""
+        page_tokens = self.pages.page_tokens
+        for sequence in [each for each in self.running if each.front_end]:
+            if self._offloaded is not None and sequence.scheduled < sequence.front_end:
+                progress = -(-sequence.scheduled // page_tokens), sequence.front_end // page_tokens
+                front = self._offloaded.front_end(sequence.request.id, sequence.digests, *progress)
+                sequence.front_end = front * page_tokens
+            if sequence.scheduled >= sequence.front_end:
+                sequence.front_tokens = sequence.scheduled - (sequence.cached or 0)
+                sequence.cached = None
+                self._requeue(sequence)
+
     def plan_alone(self, sequence: Sequence) -> StepPlan | None:
         """A step that prefills this sequence and nothing else, or None if it cannot be computed now."""
         draft = self._new_draft()
+        sequence.front_end = 0
         if sequence.row == NO_ROW:
             cached = self._admission.cached_pages(sequence, draft) if self._free_rows else None
             if cached is None or not self._try_admit(sequence, cached, draft):
@@ -329,7 +345,9 @@ class Scheduler:
         if not sequences:
             return bool(waiting)
         streams = self._shape(draft)
-        budget = self.limits.prompt_budget(self.costs, streams, len(sequences)) if idle_budget is None else idle_budget
+        # What is fetched goes to the device between steps: they are as short as if another prompt waited.
+        num_prompts = len(sequences) + sum([each.front_end > 0 for each in sequences])
+        budget = self.limits.prompt_budget(self.costs, streams, num_prompts) if idle_budget is None else idle_budget
         work = _COUNT if budget is None else self.costs.work
         prompts = self._prompts(sequences, draft, work)
         needed: dict[Sharer, int] = {}
@@ -377,9 +395,13 @@ class Scheduler:
         cached = self._admission.cached_pages(sequence, draft)
         if cached is None or not self._has_room(sequence, self._admission.start(sequence, cached), draft, shares):
             return False
-        if self._offloaded is not None and self._admission.fetch(sequence, cached, self._offloaded):
-            return True
+        if self._offloaded is not None:
+            front = self._admission.fetch(sequence, cached, self._offloaded)
+            if front == cached:
+                return True
+            sequence.front_end = (front or 0) * self.pages.page_tokens
         if not self._try_admit(sequence, cached, draft):
+            sequence.front_end = 0
             if is_next:
                 self._is_blocked, self._starved = True, sequence
             return False
@@ -503,9 +525,13 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self.preemptions += 1
+        sequence.preemptions += 1
+        self._requeue(sequence)
+
+    def _requeue(self, sequence: Sequence) -> None:
+        """Takes the row of a running sequence, which becomes the first of its class that waits."""
         self.running.remove(sequence)
         self._release(sequence)
-        sequence.preemptions += 1
         place = 0
         while place < len(self.waiting) and self.waiting[place].level > sequence.level:
             place += 1
@@ -524,9 +550,9 @@ class Scheduler:
             if num_accepted:
                 self._commit(sequence)
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError unless rows and pages are accounted for exactly once."""
-        self.pages.check_integrity([sequence.pages for sequence in self.running])
+    def check_integrity(self, incoming: Ordered[IncomingPages] = ()) -> None:
+        """Raises AssertionError unless rows and pages are accounted for exactly once. `incoming`: what is fetched."""
+        self.pages.check_integrity([sequence.pages for sequence in self.running], incoming)
         rows = [sequence.row for sequence in self.running] + self._free_rows
         assert sorted(rows) == list(range(self.limits.max_rows)), "a row is lost or used twice"
         for sequence in self.running:

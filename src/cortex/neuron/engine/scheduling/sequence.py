@@ -63,6 +63,10 @@ class Sequence:
     """Where its first chunk was expected to begin when it was first considered for a step."""
     cached: int | None = None
     """Prompt tokens that came from the prefix cache at first admission."""
+    front_end: int = 0
+    """Where it leaves its row, because the rest of a known prefix is being fetched; 0: it is not."""
+    front_tokens: int = 0
+    """Those of its prompt that it has computed before it left its row there."""
     shared: int = 0
     """Pages at the start of a model with recurrent layers that an earlier prompt had, too: more than `committed` where
     no state was saved at their end."""
@@ -98,8 +102,8 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Positions that must be scheduled before the next token can be drawn."""
-        return self.length - self.scheduled
+        """Positions that must be scheduled before the next token can be drawn, or before it leaves its row."""
+        return (self.front_end or self.length) - self.scheduled
 
     @property
     def wants_more(self) -> bool:

@@ -161,5 +161,5 @@ def side_of(num_positions: int) -> int:
     """The side of a square table of positions. Raises ValueError."""
     side = math.isqrt(num_positions)
     if side * side != num_positions:
-        raise ValueError(f"{num_positions} positions are no square")
+        raise ValueError(f"{num_positions} positions are not a square number")
     return side

@@ -1,5 +1,4 @@
-"""One measurement of a model on this node: its streams, its prompts, its wake and its load, next to what the devices
-could do."""
+"""One measurement of a model on this node: streams, prompts, wake and load, compared with the limits of the devices."""
 
 from __future__ import annotations
 
@@ -16,9 +15,9 @@ from cortex.neuron.engine.request import EngineRequest, SamplingParams, StepOutp
 from cortex.neuron.node.bench.workload import (
     DECODE_PROMPT_TOKENS,
     PROBE_TOKENS,
-    STREAMS,
     ModelCapacity,
     ReplicaLimits,
+    Workload,
     mean_tokens,
     steady_rate,
 )
@@ -36,10 +35,10 @@ _GREEDY = SamplingParams(temperature=0.0)
 
 
 class StreamSet:
-    """Requests that start together. Prompts are random, so that nothing of them is cached; nothing ends a response
-    early, and no token is drafted: the work depends on the sizes alone. Nothing of them is kept: it would push
-    conversations out of the cache. They are therefore computed like other requests, except that no recurrent states are
-    saved and that no chunk of a prompt ends at a checkpoint."""
+    """Requests that start together. Prompts are random and so never cached, responses never end early, and no tokens
+    are drafted, so that the work depends on the sizes alone. Their KV is not kept, because it would evict conversations
+    from the cache. They are therefore computed like other requests, except that no recurrent states are saved and that
+    no chunk of a prompt ends at a checkpoint."""
 
     def __init__(self, instance: Instance, num_streams: int, prompt_tokens: int, max_tokens: int) -> None:
         """Raises CortexError, and then nothing runs."""
@@ -100,11 +99,6 @@ class StreamSet:
 
 
 WARM_UP_TOKENS = 4
-WARM_UP_S = 8.0
-STREAMS_S = 8.0
-"""The most that a number of streams is measured for; slower ones have fewer tokens by then."""
-PROMPT_REPEATS = 3
-PROMPT_TIMEOUT_S = 15.0
 
 
 class Measurement:
@@ -115,6 +109,7 @@ class Measurement:
         controller: ModelController,
         devices: NodeDevices,
         config: NeuronConfig,
+        workload: Workload,
         *,
         can_sleep: bool,
         on_stage: Callable[[str], None],
@@ -122,6 +117,7 @@ class Measurement:
         self._controller = controller
         self._devices = devices
         self._config = config
+        self._workload = workload
         self._can_sleep = can_sleep
         self._on_stage = on_stage
         self._notes: list[str] = []
@@ -130,7 +126,8 @@ class Measurement:
         """Raises CortexError. The model is ready at the end, or a note says why it could not be loaded again.
         A cancelled run may leave it out of memory."""
         before = await self._limits()
-        rates = [(count, *rate) for count in STREAMS if (rate := await self._streams(count)) is not None]
+        counts = self._workload.streams
+        rates = [(count, *rate) for count in counts if (rate := await self._streams(count)) is not None]
         prompt_tokens, prompt_rate = await self._prompt()
         after = await self._limits() if before is not None else None
         # Other programs may have slowed down one of the two.
@@ -163,7 +160,7 @@ class Measurement:
         return self._controller.serving_instance()
 
     async def _limits(self) -> ReplicaLimits | None:
-        """None where shares of a limit cannot be said; a note says why."""
+        """None, with a note, if shares of the limits are unknown."""
         self._on_stage("limits of the device")
         instance = self._instance()
         model, work = self._controller.model, instance.resident.info.work
@@ -193,32 +190,33 @@ class Measurement:
         if not tokens:
             self._notes.append(f"{named}: they do not fit into its slots and its KV cache together")
             return None
-        await self._ran(StreamSet(instance, count, DECODE_PROMPT_TOKENS, WARM_UP_TOKENS), WARM_UP_S, count)
-        measured = await self._ran(StreamSet(instance, count, DECODE_PROMPT_TOKENS, tokens), STREAMS_S, count)
+        workload = self._workload
+        await self._ran(StreamSet(instance, count, DECODE_PROMPT_TOKENS, WARM_UP_TOKENS), workload.warm_up_s, count)
+        measured = await self._ran(StreamSet(instance, count, DECODE_PROMPT_TOKENS, tokens), workload.streams_s, count)
         rate = steady_rate(measured.arrivals)
         if rate is None:
-            self._notes.append(f"{named}: not all of them had begun after {STREAMS_S:.0f} s")
+            self._notes.append(f"{named}: not all of them had begun after {workload.streams_s:.0f} s")
             return None
         return rate, mean_tokens(measured.arrivals)
 
     async def _prompt(self) -> tuple[int, float]:
-        """The length of the longest prompt that was measured, and its tokens per second; 0 if none ended in time."""
+        """The length of the longest measured prompt, and its tokens per second; 0 if none ended in time."""
         self._on_stage("prompt")
         room = self._room(self._instance())
         tokens = room.prompt_tokens(0.0)
         await self._prompt_s(tokens)  # the first one may compile
         probe_s = await self._prompt_s(tokens)
         if probe_s is None:
-            self._notes.append(f"prompt: {PROBE_TOKENS} tokens take more than {PROMPT_TIMEOUT_S:.0f} s")
+            self._notes.append(f"prompt: {PROBE_TOKENS} tokens take more than {self._workload.prompt_s:.0f} s")
             return 0, 0.0
         longer = room.prompt_tokens(tokens / probe_s)
-        times = [await self._prompt_s(longer) for _ in range(PROMPT_REPEATS)]
+        times = [await self._prompt_s(longer) for _ in range(self._workload.prompt_repeats)]
         known = [seconds for seconds in times if seconds is not None]
         return (longer, longer / min(known)) if known else (tokens, tokens / probe_s)
 
     async def _prompt_s(self, tokens: int) -> float | None:
         """Seconds to the first token."""
-        streams = await self._ran(StreamSet(self._instance(), 1, tokens, 1), PROMPT_TIMEOUT_S, 1)
+        streams = await self._ran(StreamSet(self._instance(), 1, tokens, 1), self._workload.prompt_s, 1)
         return streams.arrivals[0][0][0] - streams.begun_s if streams.arrivals[0] else None
 
     async def _ran(self, streams: StreamSet, within_s: float, count: int) -> StreamSet:
@@ -265,6 +263,7 @@ class Measurement:
         info, limits = instance.resident.info, self._config.limits
         used = instance.stats.used_pages * info.page_tokens if self._num_requests() else 0
         return ModelCapacity(
+            self._workload,
             context_tokens=info.context_tokens,
             max_prompt_tokens=limits.max_prompt_tokens,
             slots=limits.max_num_seqs * len(instance.host.replica_devices),

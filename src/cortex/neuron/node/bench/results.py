@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 _Hardware = tuple[str, str, int]
-"""A device's kind, name and GiB: equal devices are equally fast."""
+"""A device's kind, name and GiB; equal devices are assumed equally fast."""
 
 
 _NO_MATTER = frozenset(
@@ -73,7 +73,7 @@ class BenchResults:
         return kept.result if is_same else None
 
     def rates(self) -> Rates | None:
-        """The memory rates of hardware like this, by the latest measurement of any model; None: there was none."""
+        """The memory rates of such hardware, from the latest measurement of any model; None if there was none."""
         here: Counter[_Hardware] = Counter(self._hardware.values())
         known = [kept.result for kept in self._kept.values() if not Counter(kept.devices) - here]
         whole = [each for each in known if each.bytes_per_s and each.host_bytes_per_s and each.bus_bytes_per_s]

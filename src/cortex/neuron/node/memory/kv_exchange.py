@@ -1,7 +1,7 @@
 """Exchange of KV blocks between nodes: this node offers what it has, and fetches before it computes a prompt.
 
-Blocks travel from disk to disk, in the format of their files. A node fetches what the gateway says another node has, if
-that is expected to be faster than computing it, and gives up when it is not. Failures here never fail a request.
+Blocks travel from disk to disk, in the format of their files. A node fetches blocks that the gateway reports at another
+node if that is expected to be faster than computing, and gives up when it is not. Failures here never fail a request.
 """
 
 from __future__ import annotations
@@ -33,19 +33,26 @@ from cortex.wire.node.neighbours import Neighbour
 
 log = logging.getLogger(__name__)
 
-MIN_TOKENS = 512
-"""Shorter prefixes are computed."""
-SAVE_S = 4.0
-"""Time for blocks to be written from device or host memory to disk; after it, what is on disk is sent."""
 ASK_AGAIN_S = 0.02
-"""Interval at which a worker is asked whether it has written the blocks."""
-CONNECT_S = 2.0
+"""Interval of checks whether a worker has written the blocks."""
 LINK_DELAY_S = 0.02
-"""Before the first byte arrives."""
+"""Delay before the first byte arrives."""
 MAX_FETCHES = 4
 """Concurrent fetches; others wait, at most for as long as computing would take."""
-AVOID_S = 30.0
-"""An unreachable node is not asked again for this long."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeRules:
+    """What is fetched, and for how long a node waits."""
+
+    min_tokens: int = 512
+    """Shorter prefixes are computed, not fetched."""
+    worth: float = WORTH
+    save_s: float = 4.0
+    """Time limit for writing blocks from device or host memory to disk; then those on disk are sent."""
+    connect_s: float = 2.0
+    avoid_s: float = 30.0
+    """A node that failed is not used for this long."""
 
 
 class BlockWorker(Protocol):
@@ -85,10 +92,13 @@ class _Prompt:
 class KvExchange:
     """One for the node, on the daemon's loop. Files are read and written on threads."""
 
-    def __init__(self, folder: Path, budget_bytes: int, workers: Collection[BlockWorker]) -> None:
+    def __init__(
+        self, folder: Path, budget_bytes: int, workers: Collection[BlockWorker], rules: ExchangeRules | None = None
+    ) -> None:
         self._folder = folder
         self._budget_bytes = budget_bytes
         self._workers = workers
+        self._rules = rules or ExchangeRules()
         self._files: dict[bytes, dict[Path, BlockFile]] = {}
         """Model → its files, as of the last scan."""
         self._rates: dict[str, CopyRate] = {}
@@ -108,7 +118,7 @@ class KvExchange:
         if found.num_pages == len(digests):
             return found
         with contextlib.suppress(WorkerLost, TimeoutError):
-            async with asyncio.timeout(SAVE_S):
+            async with asyncio.timeout(self._rules.save_s):
                 while not all(await asyncio.gather(*(each.save_blocks(model, digests) for each in self._workers))):
                     await asyncio.sleep(ASK_AGAIN_S)
         return await self._found(model, digests)
@@ -143,28 +153,39 @@ class KvExchange:
             return 0
         digests = tuple(page_digests(request.tenant or ROOT, request.prompt, info.page_tokens))
         prompt, count = _Prompt(model_id, info, stats, digests), len(digests)
-        most_s, is_asked = WORTH * prompt.compute_s(0, count), False
-        if prompt.num_tokens(0, count) < MIN_TOKENS or most_s <= LINK_DELAY_S:
+        if not self._is_worth_asking(prompt, 0):
             return 0
+        is_asked = False
         try:
-            async with asyncio.timeout(most_s):
+            async with asyncio.timeout(self._most_s(prompt, 0, count)):
                 own = await self._own_pages(prompt)
-                if prompt.num_tokens(own, count) < MIN_TOKENS or WORTH * prompt.compute_s(own, count) <= LINK_DELAY_S:
+                if not self._is_worth_asking(prompt, own):
                     return 0
                 async with self._turns:
                     is_asked = True
                     num_bytes = await self._receive(prompt, own, source)
         except TimeoutError:
             if is_asked:
-                self._avoid(source, "it did not send them before the prompt would have been computed")
+                self._avoid(source, "computing the prompt would have been faster")
             return 0
         if num_bytes:
             for worker in self._workers:
                 worker.send(FindBlocks(prompt.model))
         return num_bytes
 
+    def _most_s(self, prompt: _Prompt, first: int, end: int) -> float:
+        """How long a fetch of the pages from `first` to `end` may take."""
+        return self._rules.worth * prompt.compute_s(first, end)
+
+    def _is_worth_asking(self, prompt: _Prompt, first: int) -> bool:
+        """Whether to ask for the pages from `first` on."""
+        end = len(prompt.digests)
+        return (
+            prompt.num_tokens(first, end) >= self._rules.min_tokens and self._most_s(prompt, first, end) > LINK_DELAY_S
+        )
+
     async def _own_pages(self, prompt: _Prompt) -> int:
-        """How many leading pages this node need not compute."""
+        """Number of leading pages that this node has already."""
         calls = (each.count_pages(prompt.model, prompt.digests) for each in self._workers)
         counts = await asyncio.gather(*calls, return_exceptions=True)  # WorkerLost
         return max((count for count in counts if isinstance(count, int)), default=0)
@@ -186,23 +207,23 @@ class KvExchange:
     def _receive_on_thread(
         self, prompt: _Prompt, own: int, source: Neighbour, transfer: Transfer, rate: CopyRate
     ) -> int:
-        wanted, most_s = prompt.digests[own:], WORTH * prompt.compute_s(own, len(prompt.digests))
+        rules, wanted = self._rules, prompt.digests[own:]
+        most_s = self._most_s(prompt, own, len(prompt.digests))
         body = msgspec.json.encode(BlocksRequest(model=prompt.model, digests=wanted))
         try:
             with transfer:
-                timeouts = {"connect_s": min(CONNECT_S, most_s), "silence_s": min(CONNECT_S + SAVE_S, most_s)}
-                transfer.open("POST", PATH, body, **timeouts)
+                connect_s, silence_s = min(rules.connect_s, most_s), min(rules.connect_s + rules.save_s, most_s)
+                transfer.open("POST", PATH, body, connect_s=connect_s, silence_s=silence_s)
                 num_pages, num_bytes = int(transfer.header(PAGES) or 0), transfer.num_bytes
                 if num_bytes <= 0 or num_pages <= 0:
                     return 0
-                compute_s = prompt.compute_s(own, own + num_pages)
-                if num_bytes > self._budget_bytes or not saves_time(
-                    [(num_bytes, rate.expected)], LINK_DELAY_S, compute_s
-                ):
+                parts, compute_s = [(num_bytes, rate.expected)], prompt.compute_s(own, own + num_pages)
+                is_faster = saves_time(parts, LINK_DELAY_S, compute_s, worth=rules.worth)
+                if num_bytes > self._budget_bytes or not is_faster:
                     rate.was_too_slow()
                     return 0
                 block_files.make_room(self._folder, num_bytes, self._budget_bytes)
-                read_into = _TimedReading(transfer, rate, WORTH * compute_s)
+                read_into = _TimedReading(transfer, rate, rules.worth * compute_s)
                 try:
                     return block_files.receive(
                         read_into, self._folder, prompt.model, prompt.model_id, frozenset(wanted)
@@ -216,8 +237,9 @@ class KvExchange:
 
     def _avoid(self, source: Neighbour, reason: str) -> None:
         """Also called on threads."""
-        log.warning("no KV blocks from %s, which is not asked again for %.0f s: %s", source.name, AVOID_S, reason)
-        self._avoided_until_s[source.url] = time.monotonic() + AVOID_S
+        avoid_s = self._rules.avoid_s
+        log.warning("no KV blocks from %s, which is not asked again for %.0f s: %s", source.name, avoid_s, reason)
+        self._avoided_until_s[source.url] = time.monotonic() + avoid_s
 
 
 class _TimedReading:

@@ -33,12 +33,14 @@ ACCEPT_S = 60.0
 class LeaderLink:
     """The leader's end (an engine's `StepLink`). Belongs to the engine thread."""
 
-    def __init__(self, rank: RankSpec, follow_others: Callable[[], None]) -> None:
+    def __init__(self, rank: RankSpec, follow_others: Callable[[], None], *, accept_s: float = ACCEPT_S) -> None:
         """Listens from now on. `follow_others`: runs the steps that other leaders have announced to this worker.
+        `accept_s`: how long the first plan waits for the other ranks.
 
         Raises OSError.
         """
         self.follow_others = follow_others
+        self._accept_s = accept_s
         self._followers: list[socket.socket] = []
         self._arrivals = _Arrivals(rank)  # first: where the port is taken, nothing is open yet
         self._locks: list[int] = []
@@ -67,7 +69,7 @@ class LeaderLink:
         frame = encode_frame([AnnouncedStep(plan)])
         try:
             if not self._followers:
-                self._followers = self._arrivals.followers(ACCEPT_S)
+                self._followers = self._arrivals.followers(self._accept_s)
             for follower in self._followers:
                 follower.sendall(frame)
         except OSError as error:

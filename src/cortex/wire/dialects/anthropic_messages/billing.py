@@ -14,10 +14,8 @@ from typing import Final
 import msgspec
 from msgspec import Raw
 
-from cortex.wire.node.protocol import Dialect
-
 BILLING_HEADER = "x-anthropic-billing-header"
-BILLED: Final[frozenset[Dialect]] = frozenset({"anthropic_messages", "openai_chat"})
+BILLED: Final[frozenset[str]] = frozenset({"anthropic_messages", "openai_chat"})
 """The dialects whose bodies may have the line."""
 
 _MARK = BILLING_HEADER.encode()

@@ -141,7 +141,7 @@ _ROLES: dict[str, Role] = {"user": "user", "assistant": "assistant", "system": "
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
 
-def read_facts(fields: Fields) -> RequestSummary:
+def read_summary(fields: Fields) -> RequestSummary:
     """Raises `MissingModel` or `InvalidValue`."""
     limit = fields.integer("max_tokens", low=0, high=LARGEST_COUNT)
     return RequestSummary(fields.model(), fields.flag("stream") or False, limit, 1)
@@ -160,8 +160,8 @@ def parse(body: bytes, *, generates: bool = True) -> GenerateRequest:
     Raises `MalformedJSON`, `MissingModel`, `InvalidValue` or `UnsupportedModality`.
     """
     fields = FIELDS.read(body)
-    facts = read_facts(fields)
-    max_tokens = facts.completion_limit
+    summary = read_summary(fields)
+    max_tokens = summary.completion_limit
     if generates and max_tokens is None:
         raise fields.invalid("max_tokens", "it is required: the most tokens of the response")
     if not fields.array("messages"):
@@ -181,7 +181,7 @@ def parse(body: bytes, *, generates: bool = True) -> GenerateRequest:
         raise fields.invalid("thinking.budget_tokens", f"{budget} is not below 'max_tokens', which is {max_tokens}")
     metadata = fields.object("metadata")
     return GenerateRequest(
-        model=facts.model,
+        model=summary.model,
         messages=tuple(messages),
         tools=tuple(found.tools),
         tool_choice=_read_tool_choice(fields, found),
@@ -195,14 +195,14 @@ def parse(body: bytes, *, generates: bool = True) -> GenerateRequest:
             stop=read_stops(fields, "stop_sequences"),
             speculation=read_speculation(fields),
         ),
-        stream=facts.stream,
+        stream=summary.stream,
         include_usage=True,
         template_args={CONTINUE: True} if _is_prefilled(messages) else {},
         user=metadata.text("user_id") if metadata else None,
         dropped_tools=tuple(found.dropped),
         ignored_fields=fields.unknown,
         tenant=read_tenant(fields),
-        request_class=asked_class(fields, FIELDS.facts),
+        request_class=asked_class(fields, FIELDS.envelope),
         echoes_tier=TIER in fields,
     )
 

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from cortex.wire import error_encoding
+from cortex.wire.dialects.ollama.errors import OLLAMA
 from cortex.wire.error_encoding import from_code
-from cortex.wire.errors import CortexError, Family
+from cortex.wire.errors import CortexError
 from cortex.wire.events import (
     AnyEvent,
     Failure,
@@ -44,7 +44,13 @@ class Shape(Protocol):
 
 def stream_error(error: CortexError) -> bytes:
     """The last line of a stream that failed."""
-    return msgspec.json.encode(error_encoding.envelope(error, Family.OLLAMA)) + b"\n"
+    return msgspec.json.encode(OLLAMA.envelope(error)) + b"\n"
+
+
+def loading_line(shape: Shape, model: str, text: str, created: float) -> bytes:
+    """A line of reasoning before the first of the response."""
+    line = {"model": model, "created_at": timestamp(created), "done": False, **shape(thinking=f"{text}\n")}
+    return msgspec.json.encode(line) + b"\n"
 
 
 class LineEncoder:

@@ -56,7 +56,7 @@ _ROLES: dict[str, Role] = {
 }
 
 
-def read_facts(fields: Fields) -> RequestSummary:
+def read_summary(fields: Fields) -> RequestSummary:
     """Raises `MissingModel` or `InvalidValue`."""
     max_tokens, n = read_limits(fields)
     newer = fields.integer("max_completion_tokens", low=1, high=LARGEST_COUNT)
@@ -73,7 +73,7 @@ def pictures(fields: Fields) -> Iterator[str]:
 def parse(body: bytes) -> GenerateRequest:
     """Raises `MalformedJSON`, `MissingModel`, `InvalidValue` or `UnsupportedModality`."""
     fields = FIELDS.read(body)
-    facts = read_facts(fields)
+    summary = read_summary(fields)
     if not fields.array("messages"):
         raise fields.invalid("messages", "it is required and must hold at least one message")
     found = _read_tools(fields)
@@ -81,7 +81,7 @@ def parse(body: bytes) -> GenerateRequest:
     stream_options = read_stream_options(fields)
     template_args = _read_template_args(fields)
     return GenerateRequest(
-        model=facts.model,
+        model=summary.model,
         messages=tuple(_read_message(message) for message in fields.objects("messages")),
         truncate_prompt_tokens=read_truncation(fields),
         tools=tuple(found.tools),
@@ -90,8 +90,8 @@ def parse(body: bytes) -> GenerateRequest:
         output=read_output_format(fields, fields.object("response_format")),
         prediction=read_prediction(fields),
         thinking=_read_thinking(fields, template_args),
-        sampling=_read_chat_sampling(fields, facts),
-        stream=facts.stream,
+        sampling=_read_chat_sampling(fields, summary),
+        stream=summary.stream,
         include_usage=(stream_options.flag("include_usage") or False) if stream_options else False,
         continuous_usage=(stream_options.flag("continuous_usage_stats") or False) if stream_options else False,
         return_token_ids=fields.flag("return_token_ids") or False,
@@ -99,7 +99,7 @@ def parse(body: bytes) -> GenerateRequest:
         template_args=template_args,
         user=fields.text("user"),
         tenant=read_tenant(fields),
-        request_class=asked_class(fields, FIELDS.facts),
+        request_class=asked_class(fields, FIELDS.envelope),
         echoes_tier=TIER in fields,
         dropped_tools=tuple(found.dropped),
         unenforced=tuple(found.unenforced),
@@ -107,15 +107,15 @@ def parse(body: bytes) -> GenerateRequest:
     )
 
 
-def _read_chat_sampling(fields: Fields, facts: RequestSummary) -> Sampling:
+def _read_chat_sampling(fields: Fields, summary: RequestSummary) -> Sampling:
     wanted = fields.flag("logprobs") or False
     top_logprobs = fields.integer("top_logprobs", low=0, high=MAX_TOP_LOGPROBS) or 0
     if top_logprobs and not wanted:
         raise fields.invalid("top_logprobs", "set 'logprobs' to true to get them")
     return msgspec.structs.replace(
         read_sampling(fields),
-        max_tokens=facts.completion_limit,
-        n=facts.num_choices,
+        max_tokens=summary.completion_limit,
+        n=summary.num_choices,
         logprobs=wanted,
         top_logprobs=top_logprobs,
         prompt_logprobs=read_prompt_logprobs(fields),

@@ -13,8 +13,13 @@ import pytest_asyncio
 
 from cortex.http.ticker import Ticker
 from cortex.neuron.config import NeuronConfig
-from cortex.neuron.node.harness.command import group as group_module
-from cortex.neuron.node.harness.command.group import MemberLink, MemberPorts, check_reachable, interface_of
+from cortex.neuron.node.harness.command.group import (
+    GroupTimes,
+    MemberLink,
+    MemberPorts,
+    check_reachable,
+    interface_of,
+)
 from cortex.neuron.node.harness.command.host import CommandHost, ServerCommand, free_port, server_info
 from cortex.neuron.node.harness.command.server_memory import ServerMemory
 from cortex.neuron.servers.entry import HarnessEntry
@@ -22,7 +27,7 @@ from cortex.neuron.worker.model_host import LoadRejected
 from cortex.wire.errors import GroupClaimed, LoadFailed
 from cortex.wire.node.groups import GroupMember, MemberAddress
 
-from .....waiting import WAIT_S
+from .....waiting import NEVER_S, WAIT_S
 from .commands import START, NotedSizes, servers
 
 SECRET = "ab" * 16
@@ -31,8 +36,8 @@ SECRET = "ab" * 16
 class Members:
     """Three members of one group: `first` leads."""
 
-    def __init__(self) -> None:
-        ports = [MemberPorts(f"127.0.0.{number}") for number in (1, 2, 3)]
+    def __init__(self, times: GroupTimes) -> None:
+        ports = [MemberPorts(f"127.0.0.{number}", times) for number in (1, 2, 3)]
         held = [each.hold(SECRET, "m") for each in ports]
         names = ("first", "second", "third")
         addresses = tuple(
@@ -58,8 +63,8 @@ class Members:
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def members() -> AsyncIterator[Members]:
-    made = Members()
+async def members(request: pytest.FixtureRequest) -> AsyncIterator[Members]:
+    made = Members(getattr(request, "param", GroupTimes()))
     yield made
     for link in made.links:
         link.end("the test is over")
@@ -82,9 +87,8 @@ async def test_member_that_has_ended_tells_a_leader_that_comes_later(members: Me
         await members.open(0)
 
 
-async def test_silent_node_ends_the_group(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_module, "PULSE_S", 600.0)
-    monkeypatch.setattr(group_module, "SILENCE_S", 0.2)
+@pytest.mark.parametrize("members", [GroupTimes(pulse_s=NEVER_S, silence_s=0.2)], indirect=True)
+async def test_silent_node_ends_the_group(members: Members) -> None:
     await members.open(1, 2, 0)
     assert "has sent nothing for" in " ".join((await members.losses(3)).values())
 
@@ -100,8 +104,8 @@ async def test_member_that_leaves_lets_the_leader_end_first(members: Members) ->
         await leaving
 
 
-async def test_member_whose_leader_never_comes_ends(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_module, "LEADER_S", 0.01)
+@pytest.mark.parametrize("members", [GroupTimes(leader_s=0.01)], indirect=True)
+async def test_member_whose_leader_never_comes_ends(members: Members) -> None:
     await members.open(1)
     assert "the leader on first has not connected" in (await members.losses(1))[1]
 
@@ -152,9 +156,8 @@ async def test_ports_of_a_load_that_fails_before_it_takes_them_are_free() -> Non
     ports.close()
 
 
-async def test_ports_are_held_for_one_load_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_module, "HOLD_S", 0.01)
-    ports = MemberPorts("127.0.0.1")
+async def test_ports_are_held_for_one_load_and_not_for_ever() -> None:
+    ports = MemberPorts("127.0.0.1", GroupTimes(hold_s=0.01))
     host, port, pulse_port = held = ports.hold(SECRET, "m")
     assert ports.hold(SECRET, "m") == held
     with pytest.raises(OSError, match="in use"):
@@ -166,9 +169,8 @@ async def test_ports_are_held_for_one_load_and_not_for_ever(monkeypatch: pytest.
     socket.create_server((host, port)).close()
 
 
-async def test_ports_are_held_while_a_version_is_read_and_while_a_load_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_module, "HOLD_S", 0.01)
-    ports, num_reads = MemberPorts("127.0.0.1"), 0
+async def test_ports_are_held_while_a_version_is_read_and_while_a_load_waits() -> None:
+    ports, num_reads = MemberPorts("127.0.0.1", GroupTimes(hold_s=0.01)), 0
 
     async def read() -> str:
         nonlocal num_reads

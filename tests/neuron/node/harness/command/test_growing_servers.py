@@ -12,7 +12,6 @@ import pytest
 from faulty_models import running_node
 
 from cortex.neuron.config import NeuronConfig
-from cortex.neuron.node.harness.command import server_memory
 from cortex.neuron.node.harness.command.estimates import (
     MAX_AGE_S,
     CommandEstimates,
@@ -21,6 +20,7 @@ from cortex.neuron.node.harness.command.estimates import (
     SizeOfModel,
     quantile,
 )
+from cortex.neuron.node.harness.command.host import ServerTimes
 from cortex.neuron.node.library import KnownModel
 from cortex.neuron.node.node import Node
 from cortex.neuron.servers.entry import HarnessEntry
@@ -33,6 +33,7 @@ from ...node_calls import until
 from .commands import START, config
 
 MIB = 1 << 20
+OFTEN = ServerTimes(watch_s=0.02)
 MODEL = KnownModel(id="m", source="m")
 FACTS = ServedFiles(Path(), "fake", "", 0, 0, 1)
 
@@ -40,11 +41,6 @@ FACTS = ServedFiles(Path(), "fake", "", 0, 0, 1)
 def estimates(clock: Any = None, **entry: Any) -> CommandEstimates:
     sizes = ServerSizes() if clock is None else ServerSizes(clock)
     return CommandEstimates(NeuronConfig(), HarnessEntry(name="fake", cmd=START, **entry), sizes)
-
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_memory, "_WATCH_S", 0.02)
 
 
 def held_mb(node: Node) -> float:
@@ -68,7 +64,7 @@ async def test_growth_is_counted_reported_and_does_not_lock_the_model_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = config() | {"limits": {"memory_mb": 100}}
-    async with running_node(tmp_path, settings) as node:
+    async with running_node(tmp_path, settings, server_times=OFTEN) as node:
         await node.load(LoadRequest(model_id="m"), wait=True)
         assert held_mb(node) < 100
         with caplog.at_level(logging.WARNING):
@@ -84,7 +80,7 @@ async def test_growth_is_counted_reported_and_does_not_lock_the_model_out(
 
 
 async def test_memory_that_a_server_gives_back_is_not_counted_any_more(tmp_path: Path) -> None:
-    async with running_node(tmp_path, config()) as node:
+    async with running_node(tmp_path, config(), server_times=OFTEN) as node:
         await node.load(LoadRequest(model_id="m"), wait=True)
         await grow(node, 100)
         await until(lambda: held_mb(node) > 100)

@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 from faulty_models import running_node
 
+from cortex.neuron.node.harness.command.host import ServerTimes
 from cortex.neuron.node.node import Node
 from cortex.wire.node import headers, usage_report
 from cortex.wire.node.orders import UnloadRequest
@@ -52,12 +53,13 @@ async def caller(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterato
         "set_params": {"top_k": 3, "nested": {"a": 1}},
         "strip_params": ["seed"],
     }
-    given = getattr(request, "param", {})
+    given = dict(getattr(request, "param", {}))
+    times = given.pop("times", ServerTimes())
     entry |= {**given, "set_params": entry["set_params"] | given.get("set_params", {})}
     settings = config("--log", str(tmp_path / "log"), max_concurrent=1, **entry)
     timeout = aiohttp.ClientTimeout(total=WAIT_S)
     async with (
-        running_node(tmp_path, settings) as node,
+        running_node(tmp_path, settings, server_times=times) as node,
         served(node, keepalive_s=0.2) as (host, port),
         aiohttp.ClientSession(timeout=timeout) as session,
     ):
@@ -245,10 +247,8 @@ async def test_a_crash_within_a_stream_is_reported_as_the_end_of_the_server(call
     assert "of m has ended" in error["message"]
 
 
-async def test_a_closed_connection_frees_its_slot_before_the_server_is_known_to_live(
-    caller: Caller, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("cortex.neuron.node.harness.command.host._LOSS_S", NEVER_S)
+@pytest.mark.parametrize("caller", [{"times": ServerTimes(loss_s=NEVER_S)}], indirect=True)
+async def test_a_closed_connection_frees_its_slot_before_the_server_is_known_to_live(caller: Caller) -> None:
     async with caller.post(text="forever", stream=True) as response:
         await _first_piece(response)
         failing = asyncio.create_task(_status(caller, "close"))
@@ -268,14 +268,9 @@ async def test_a_long_response_that_is_no_stream_is_awaited_while_the_server_is_
         assert response.status == 200, await response.text()
 
 
-@pytest.fixture
-def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cortex.neuron.node.harness.command.host._BEGIN_S", 3.0)
-    monkeypatch.setattr("cortex.neuron.node.harness.command.host._LOSS_S", 0.1)
-
-
-@pytest.mark.usefixtures("short_wait")
-@pytest.mark.parametrize("caller", [{"silence_timeout_s": 3.0}], indirect=True)
+@pytest.mark.parametrize(
+    "caller", [{"silence_timeout_s": 3.0, "times": ServerTimes(begin_s=3.0, loss_s=0.1)}], indirect=True
+)
 async def test_a_response_that_hangs_fails_alone_while_the_server_is_healthy(caller: Caller) -> None:
     assert await _status(caller) == 200
     before = servers()
@@ -285,13 +280,11 @@ async def test_a_response_that_hangs_fails_alone_while_the_server_is_healthy(cal
     assert servers() == before
 
 
-@pytest.mark.parametrize("caller", [{"silence_timeout_s": 3.0}], indirect=True)
-async def test_a_server_that_hangs_is_killed_and_started_again(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("caller", [{"silence_timeout_s": 3.0, "times": ServerTimes(health_s=2.0)}], indirect=True)
+async def test_a_server_that_hangs_is_killed_and_started_again(caller: Caller) -> None:
     assert await _status(caller) == 200
-    monkeypatch.setattr("cortex.neuron.node.harness.command.host._HEALTH_S", 0.5)
     async with caller.post(text="freeze") as response:
         assert response.status == 503, await response.text()
-    monkeypatch.undo()
     await until(lambda: caller.node.model("m").state is ModelState.READY)
     async with caller.post() as response:
         assert response.status == 200, await response.text()

@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 
 from cortex.http.ticker import Ticker
-from cortex.neuron.node.harness.command import server_memory
-from cortex.neuron.node.harness.command.host import CommandHost, ServerCommand, free_port, server_info
+from cortex.neuron.node.harness.command.host import (
+    CommandHost,
+    ServerCommand,
+    ServerTimes,
+    free_port,
+    server_info,
+)
 from cortex.neuron.node.harness.command.server_memory import ServerMemory
 from cortex.neuron.servers.entry import HarnessEntry, StateRequest
-from cortex.neuron.worker.model_host import Damaged, Resident, SleepRejected
+from cortex.neuron.worker.model_host import Damaged, SleepRejected
 
 from .....waiting import WAIT_S
 from .commands import START, NotedSizes, servers
 
 GIB = 1 << 30
-
-
-@pytest.fixture(autouse=True)
-def short_wait_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_memory, "_RECLAIM_S", 0.5)
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Sink:
     def on_progress(self, *_: Any) -> None: ...
 
 
-def host_on(card: Card, measured: list[int], **entry: Any) -> CommandHost:
+def host_on(card: Card, measured: list[int], reclaim_s: float = WAIT_S, **entry: Any) -> CommandHost:
     fake = HarnessEntry(name="fake", cmd=START, **entry)
     start = list(START[:-1])
 
@@ -57,14 +57,8 @@ def host_on(card: Card, measured: list[int], **entry: Any) -> CommandHost:
         Ticker(asyncio.get_running_loop()),
         free_port,
         NotedSizes(measured, 2 * GIB),
+        times=ServerTimes(reclaim_s=reclaim_s),
     )
-
-
-async def put_to_sleep(host: CommandHost, monkeypatch: pytest.MonkeyPatch) -> Resident:
-    """However slow the machine is, the node waits until the memory is free."""
-    with monkeypatch.context() as patient:
-        patient.setattr(server_memory, "_RECLAIM_S", WAIT_S)
-        return await host.sleep()
 
 
 async def state_of(host: CommandHost) -> str:
@@ -73,24 +67,24 @@ async def state_of(host: CommandHost) -> str:
     return str(json.loads(response.body)["state"])
 
 
-STATES = {"sleep": StateRequest("/sleep?level=1"), "wake": StateRequest("/wake_up")}
+STATES: dict[str, Any] = {"sleep": StateRequest("/sleep?level=1"), "wake": StateRequest("/wake_up")}
 
 
-async def test_sleeps_and_wakes_by_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sleeps_and_wakes_by_requests() -> None:
     card, measured = Card(process_bytes=20 * GIB), list[int]()
     host = host_on(card, measured, **STATES)
     sink: Any = Sink()
     resident = await host.load(sink)
     assert (resident.measured_bytes, measured) == (20 * GIB, [20 * GIB])
     card.earlier, card.free_bytes = [60 * GIB] * 3, 79 * GIB  # the driver frees it a moment later
-    asleep = await put_to_sleep(host, monkeypatch)
+    asleep = await host.sleep()
     assert await state_of(host) == "sleep?level=1"
     assert (asleep.measured_bytes, asleep.process_bytes) == (20 * GIB, GIB)
     assert asleep.host_bytes > 0
     awake = await host.wake()
     assert (awake.process_bytes, awake.host_bytes, await state_of(host)) == (20 * GIB, 0, "wake_up")
-    card.free_bytes = 80 * GIB
-    await host.unload()
+    card.earlier, card.free_bytes = [60 * GIB], 80 * GIB
+    assert (await host.unload()).is_complete
     assert not servers()
 
 
@@ -103,7 +97,7 @@ async def test_sleeps_and_wakes_by_requests(monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 async def test_a_sleep_that_frees_nothing_is_rejected(states: dict[str, Any], reason: str) -> None:
-    host = host_on(Card(process_bytes=20 * GIB), [], **states)
+    host = host_on(Card(process_bytes=20 * GIB), [], reclaim_s=0.05, **states)
     sink: Any = Sink()
     await host.load(sink)
     with pytest.raises(SleepRejected, match=reason):
@@ -111,13 +105,13 @@ async def test_a_sleep_that_frees_nothing_is_rejected(states: dict[str, Any], re
     await host.unload()
 
 
-async def test_a_server_that_does_not_wake_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_does_not_wake_is_ended() -> None:
     card = Card(process_bytes=GIB)
     host = host_on(card, [], **{**STATES, "wake": StateRequest("/wake_up?refuses")})
     sink: Any = Sink()
     await host.load(sink)
     card.earlier, card.free_bytes = [80 * GIB], 81 * GIB
-    await put_to_sleep(host, monkeypatch)
+    await host.sleep()
     with pytest.raises(Damaged, match="asked to wake and responded with status 500"):
         await host.wake()
     assert not servers()
@@ -126,7 +120,7 @@ async def test_a_server_that_does_not_wake_is_ended(monkeypatch: pytest.MonkeyPa
 async def test_free_memory_counts_where_the_driver_does_not_know_the_processes() -> None:
     card, measured = Card(), list[int]()
     host = host_on(card, measured)
-    readings = iter([80 * GIB, 73 * GIB])
+    readings = iter([80 * GIB, 73 * GIB, 73 * GIB])
     memory = ServerMemory((0,), lambda: next(readings, 80 * GIB), GIB)
     host.memory = memory
     sink: Any = Sink()

@@ -2,9 +2,9 @@
 
 A member's life: `MemberPorts.prepare` chooses two ports of `cluster_address` and holds them. Its load takes them over
 as a `MemberLink`, which connects the nodes of the group before the server starts, and watches them until it ends. The
-leader's node connects to every other one. Each side sends a line now and then; a side that ends says why in its last
-line. A connection that ends, or is silent for long, ends the member: so a group ends everywhere as soon as one of its
-members, nodes or networks is gone, with or without a gateway. Everything here runs on the daemon's loop.
+leader's node connects to every other one. Each side sends a line at an interval; a side that ends gives the reason in
+its last line. A connection that ends, or is silent for too long, ends the member, so a group ends everywhere as soon as
+a member, node or network fails, with or without a gateway. Everything here runs on the daemon's loop.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import logging
 import socket
 import struct
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from itertools import starmap
 from pathlib import Path
 from typing import Any
@@ -29,17 +30,8 @@ from cortex.wire.words import os_error_in_words
 
 log = logging.getLogger(__name__)
 
-PULSE_S = 2.0
-SILENCE_S = 12.0
-"""After this long without a line, another node is lost."""
 CONNECT_S = 5.0
-HOLD_S = 120.0
-"""How long ports are held for a load that does not come, or for another call that prepares the same member."""
-LOAD_S = 3600.0
-"""How long they are held at most for a load that was ordered."""
 LINGER_S = 10.0
-LEADER_S = 180.0
-"""How long a member waits for the leader's node, which loads last; then it ends."""
 _HELLO_S = 5.0
 _LINE_BYTES = 8 << 10
 _SIOCGIFADDR = 0x8915
@@ -48,8 +40,23 @@ _END = b"!"
 _LEAVES = b"~"
 
 
+@dataclass(frozen=True, slots=True)
+class GroupTimes:
+    """How long the members of a group wait for each other."""
+
+    pulse_s: float = 2.0
+    silence_s: float = 12.0
+    """Another node that has sent no line for this long is lost."""
+    hold_s: float = 120.0
+    """How long ports are held until the load is ordered or the member is prepared again."""
+    load_s: float = 3600.0
+    """How long they are held for an ordered load."""
+    leader_s: float = 180.0
+    """How long a member waits for the leader's node, which loads last, before it ends."""
+
+
 def interface_of(address: str) -> str | None:
-    """The network interface that has the address; None: none has."""
+    """The network interface that has the address; None if none has."""
     wanted = ipaddress.ip_address(address)
     if wanted.version == 6:
         with contextlib.suppress(OSError):
@@ -70,15 +77,16 @@ def interface_of(address: str) -> str | None:
 class MemberPorts:
     """The ports that this node has promised to groups, by group."""
 
-    def __init__(self, address: str | None) -> None:
+    def __init__(self, address: str | None, times: GroupTimes | None = None) -> None:
         """`address`: `cluster_address`."""
         self.address = address
+        self._times = times or GroupTimes()
         self._held: dict[str, _HeldPorts] = {}
         self._ordered: dict[str, str] = {}
         """By model: the group whose load was ordered."""
 
     def hold(self, group: str, model_id: str) -> tuple[str, int, int]:
-        """The address and the two ports of a member, held for `HOLD_S` from now on. Raises LoadFailed, and GroupClaimed
+        """The address and the two ports of a member, held for `hold_s` from now on. Raises LoadFailed, and GroupClaimed
         while they are held for another start of the model."""
         if self.address is None:
             raise LoadFailed("this node takes no part in groups: set `cluster_address` in its neuron.toml")
@@ -91,22 +99,22 @@ class MemberPorts:
                 why = os_error_in_words(error)
                 raise LoadFailed(f"no ports of cluster_address {self.address} can be used: {why}") from error
         held = self._held[group]
-        held.expire_after(HOLD_S, lambda: self.release(group))
+        held.expire_after(self._times.hold_s, lambda: self.release(group))
         return self.address, *held.numbers
 
     def await_load(self, group: str, model_id: str) -> None:
-        """Its load was ordered, and may wait for the memory that another load takes."""
+        """Its load was ordered, but may have to wait for other loads."""
         self._ordered[model_id] = group
         if (held := self._held.get(group)) is not None:
-            held.expire_after(LOAD_S, lambda: self.release(group))
+            held.expire_after(self._times.load_s, lambda: self.release(group))
 
     def load_ended(self, model_id: str) -> None:
-        """It has failed, or the model has been unloaded since: frees what it has not taken."""
+        """The load failed, or the model was unloaded since: free the ports that it has not taken."""
         if (group := self._ordered.pop(model_id, None)) is not None:
             self.release(group)
 
     async def version(self, group: str, read: Callable[[], Awaitable[str]]) -> str:
-        """What `read` returns, which is called once while the ports are held, and may take long."""
+        """The result of `read`, which may take long and is called once while the ports are held."""
         held = self._held[group]
         if held.version is None:
             held.keep()
@@ -116,7 +124,7 @@ class MemberPorts:
                 self.release(group)
                 raise
             if group in self._held:
-                held.expire_after(HOLD_S, lambda: self.release(group))
+                held.expire_after(self._times.hold_s, lambda: self.release(group))
         return held.version
 
     def take(self, member: GroupMember) -> MemberLink:
@@ -127,7 +135,7 @@ class MemberPorts:
                 held.close()
             raise LoadFailed("the group of the model is not prepared on this node; its gateway must start it again")
         held.keep()
-        return MemberLink(member, held)
+        return MemberLink(member, held, self._times)
 
     def close(self) -> None:
         while self._held:
@@ -140,14 +148,14 @@ class MemberPorts:
 
 
 class _HeldPorts:
-    """Two ports on which this node listens: that of a server, so that others can check that they reach it, and the one
-    for pulses."""
+    """Two ports on which this node listens: the server's, so that others can check that they reach it, and the one for
+    pulses."""
 
     def __init__(self, address: str, model_id: str) -> None:
         """Raises OSError."""
         self.model_id = model_id
         self.version: str | None = None
-        """Of its server; None: it was not read yet."""
+        """Version of its server; None until read."""
         self._expiry: asyncio.TimerHandle | None = None
         with contextlib.ExitStack() as opened:
             self.server, self.pulse = (opened.enter_context(_listening(address)) for _ in range(2))
@@ -158,7 +166,7 @@ class _HeldPorts:
         return self.server.getsockname()[1], self.pulse.getsockname()[1]
 
     def expire_after(self, seconds: float, expire: Callable[[], None]) -> None:
-        """In place of the last time that was set."""
+        """Replaces the previous expiry."""
         self.keep()
         self._expiry = asyncio.get_running_loop().call_later(seconds, expire)
 
@@ -175,8 +183,9 @@ class _HeldPorts:
 class MemberLink:
     """The connections of one member to the nodes of its group, from its load to its end."""
 
-    def __init__(self, member: GroupMember, held: _HeldPorts) -> None:
+    def __init__(self, member: GroupMember, held: _HeldPorts, times: GroupTimes) -> None:
         self.member = member
+        self._times = times
         self._held = held
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -189,10 +198,10 @@ class MemberLink:
     async def open(
         self, on_lost: Callable[[str], None], on_ending: Callable[[str], None], *, checks_ports: bool
     ) -> None:
-        """Connects what can be connected before the server starts, and frees its port. `on_lost` is called once, with
-        the reason, when the group has ended, `on_ending` when another member will end as soon as this one, the leader,
-        has no requests. `checks_ports`: the servers of the other members listen on their ports already. Raises
-        LoadFailed if a node cannot be reached."""
+        """Connects to the other nodes, as far as possible before the server starts, and frees the server's port.
+        `on_lost` is called once, with the reason, when the group has ended; `on_ending` when another member will end as
+        soon as this one, the leader, has no requests. `checks_ports`: the servers of the other members already listen.
+        Raises LoadFailed if a node cannot be reached."""
         self._on_lost, self._on_ending = on_lost, on_ending
         if self.member.is_leader:
             for other in self.member.members[1:]:
@@ -222,7 +231,7 @@ class MemberLink:
         self._watch(reader, writer, other.node)
 
     def end(self, reason: str) -> None:
-        """Tells the other nodes, and closes all connections. A leader that connects within `LINGER_S` gets the reason,
+        """Informs the other nodes and closes all connections. A leader that connects within `LINGER_S` gets the reason
         too. Idempotent."""
         if self._ended.is_set():
             return
@@ -241,7 +250,7 @@ class MemberLink:
             task.cancel()
 
     async def leave(self, reason: str, timeout_s: float) -> None:
-        """Announces the end of this member, and waits for that of the group."""
+        """Announces the end of this member and waits for the end of the group."""
         for writer in self._writers:
             writer.write(_LEAVES + reason.encode() + b"\n")
         with contextlib.suppress(TimeoutError):
@@ -254,9 +263,10 @@ class MemberLink:
             self._on_lost(reason)
 
     async def _await_leader(self) -> None:
-        await asyncio.sleep(LEADER_S)
+        leader_s = self._times.leader_s
+        await asyncio.sleep(leader_s)
         if not self._writers:
-            self._lose(f"the leader on {self.member.leader.node} has not connected within {LEADER_S:.0f} s")
+            self._lose(f"the leader on {self.member.leader.node} has not connected within {leader_s:.0f} s")
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -282,18 +292,18 @@ class MemberLink:
             while not writer.is_closing():
                 writer.write(_ALIVE)
                 await writer.drain()
-                await asyncio.sleep(PULSE_S)
+                await asyncio.sleep(self._times.pulse_s)
 
     async def _read(self, reader: asyncio.StreamReader, node: str) -> None:
-        line = _ALIVE
+        line, silence_s = _ALIVE, self._times.silence_s
         try:
             while line and not line.startswith(_END):
-                async with asyncio.timeout(SILENCE_S):
+                async with asyncio.timeout(silence_s):
                     line = await reader.readline()
                 if line.startswith(_LEAVES):
                     self._on_ending(_reason(node, line))
         except TimeoutError:
-            self._lose(f"{node} has sent nothing for {SILENCE_S:.0f} s")
+            self._lose(f"{node} has sent nothing for {silence_s:.0f} s")
         except (OSError, ValueError):
             line = b""
         self._lose(_reason(node, line))

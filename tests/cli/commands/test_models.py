@@ -265,6 +265,7 @@ def test_models_shows_where_the_model_is_in_another_state(gateway: CannedGateway
             {"id": "served", "loaded": True, "locations": [down, loading, ready]},
             {"id": "soon", "loaded": False, "locations": [down, loading]},
             {"id": "lost", "loaded": False, "locations": [down]},
+            {"id": "sleeping", "loaded": False, "locations": [down, down | {"node": "den", "status": "suspended"}]},
             {"id": "group", "loaded": True, "locations": [ready | {"nodes": ["cellar", "barn"]}]},
         ]
     }
@@ -272,6 +273,7 @@ def test_models_shows_where_the_model_is_in_another_state(gateway: CannedGateway
     assert "served ready attic (unreachable), barn (loading), cellar" in lines
     assert "soon loading attic (unreachable), barn" in lines
     assert "lost unreachable attic" in lines
+    assert "sleeping suspended attic (unreachable), den" in lines
     assert "group ready cellar + barn" in lines
 
 

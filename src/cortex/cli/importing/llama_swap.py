@@ -220,9 +220,7 @@ def convert(data: Any, name: str = "llama-swap.yaml") -> Imported:
     if absent := [each for each in preload if each not in models]:
         note(f"not loaded at start, because there are no such models: {', '.join(absent)}")
     if data.get("apiKeys"):
-        note(
-            "apiKeys are not imported, because only hashes are stored: make a key for each owner with `cortex keys add`"
-        )
+        note("apiKeys are not imported, as only hashes are stored: make a key for each owner with `cortex keys add`")
     note(f"the gateway listens on {_LISTEN}; for clients on other hosts make keys, and remove `listen` in cortex.toml")
     if left_out:
         note(f"without an equivalent, and left out: {', '.join(left_out)}")

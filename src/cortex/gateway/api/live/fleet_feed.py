@@ -28,7 +28,7 @@ class _Reader:
     view: FleetView
     has_missed: bool = False
     """Whether it was too slow for a change."""
-    encoded: bytes = b""
+    last_shown: bytes = b""
     """What it was sent last, without ages, if it sees no individual nodes."""
 
 
@@ -51,21 +51,21 @@ class _Snapshot(_Frame):
 
     def __init__(self, nodes: list[dict[str, Any]], waiting: dict[str, int]) -> None:
         super().__init__("fleet", lambda view: {"nodes": view.nodes(nodes), "waiting": view.waiting(waiting)})
-        self._encoded: dict[FleetView, bytes] = {}
+        self._without_ages: dict[FleetView, bytes] = {}
 
-    def encoded(self, view: FleetView) -> bytes:
+    def without_ages(self, view: FleetView) -> bytes:
         """Equal if only the ages of models differ."""
-        if view not in self._encoded:
+        if view not in self._without_ages:
             shown = self._shown_in(view)
             nodes = [node | {"models": [model | _NO_AGES for model in node["models"]]} for node in shown["nodes"]]
-            self._encoded[view] = msgspec.json.encode(shown | {"nodes": nodes})
-        return self._encoded[view]
+            self._without_ages[view] = msgspec.json.encode(shown | {"nodes": nodes})
+        return self._without_ages[view]
 
 
 class FleetFeed:
     """Writes events `fleet`, `node` and `waiting` to its readers. Owned by the loop's thread.
 
-    `fleet` has snapshot and comes first, and again to a reader that was too slow for a change, or that sees no single
+    `fleet` has everything and comes first, and again to a reader that was too slow for a change, or that sees no single
     nodes. `node` replaces one node, `waiting` the depths of the queues.
     """
 
@@ -109,9 +109,9 @@ class FleetFeed:
     def _write(self, exchange: Exchange, reader: _Reader, snapshot: _Snapshot) -> None:
         reader.has_missed = False
         if reader.view.is_restricted:
-            if (encoded := snapshot.encoded(reader.view)) == reader.encoded:
+            if (shown := snapshot.without_ages(reader.view)) == reader.last_shown:
                 return
-            reader.encoded = encoded
+            reader.last_shown = shown
         exchange.write(snapshot.encoded(reader.view))
 
     def _changes(self) -> list[_Frame]:

@@ -20,6 +20,8 @@ from cortex.wire.node.host_splits import HostSplit
 from cortex.wire.node.protocol import Device
 from cortex.wire.words import plural
 
+_UNKNOWN_BYTES = 1 << 20
+"""What a load of unknown size needs at least."""
 _SLACK = 64
 _SEQUENCES = (4, 8, 16, 32)
 """The engine reserves at most a quarter of the device for sequences of a divided model rather than for weights."""
@@ -148,7 +150,7 @@ class DeviceChoice:
         size."""
         device, tokens = self.devices[0], self.model.min_context_tokens
         if tokens is None:
-            return max(1, self.forecast.least_bytes(self.model, self.metadata, device))
+            return self.forecast.least_bytes(self.model, self.metadata, device) or _UNKNOWN_BYTES
         return self.forecast.context_bytes(self.model, self.metadata, device, tokens)
 
     @property

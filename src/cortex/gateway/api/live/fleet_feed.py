@@ -65,7 +65,7 @@ class _Snapshot(_Frame):
 class FleetFeed:
     """Writes events `fleet`, `node` and `waiting` to its readers. Owned by the loop's thread.
 
-    `fleet` is a snapshot: it comes first, and again for a reader that was too slow for a change or sees no single nodes.
+    `fleet` is a snapshot: it comes first, and again if a reader was too slow for a change or sees no single nodes.
     `node` replaces one node, `waiting` the depths of the queues.
     """
 

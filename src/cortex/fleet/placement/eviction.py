@@ -229,21 +229,22 @@ def expired(fleet: Fleet, now: float) -> tuple[ModelOnNode, ...]:
         if not (node.healthy and node.takes_orders):
             continue
         for held in node.active:
-            left_s = ttl_left_s(held, node, fleet.catalogue.spec(held.model_id), fleet.rules, now)
-            is_protected = _kept_s(held.model_id, fleet, now) > 0
-            if left_s is not None and left_s <= 0 and not is_protected and held.state in _AT_REST and not held.is_busy:
+            left_s = ttl_left_s(held, node, fleet, now)
+            if left_s is not None and left_s <= 0 and held.state in _AT_REST and not held.is_busy:
                 found.append(ModelOnNode(node.name, held.model_id))
     return tuple(found)
 
 
-def ttl_left_s(held: Residency, node: Node, spec: ModelSpec, rules: EvictionRules, now: float) -> float | None:
-    """Seconds until the model's `ttl_s` has passed if no request comes; None: it never does."""
-    ttl_s = rules.ttl_s if spec.ttl_s is None else spec.ttl_s
+def ttl_left_s(held: Residency, node: Node, fleet: Fleet, now: float) -> float | None:
+    """Seconds until the model's `ttl_s` and the `keep_alive` of its requests have passed if no request comes; None:
+    it has no `ttl_s`."""
+    spec = fleet.catalogue.spec(held.model_id)
+    ttl_s = fleet.rules.ttl_s if spec.ttl_s is None else spec.ttl_s
     if not ttl_s or held.pinned or spec.is_pinned_on(node.name):
         return None
-    if held.is_busy:
-        return ttl_s
-    return ttl_s - (now - held.seen_at + min(held.status.idle_s, held.status.state_age_s))
+    unused_s = 0.0 if held.is_busy else now - held.seen_at + min(held.status.idle_s, held.status.state_age_s)
+    kept_s = _kept_s(held.model_id, fleet, now)
+    return max(ttl_s - unused_s, kept_s) if kept_s else ttl_s - unused_s
 
 
 def over_ceilings(fleet: Fleet, now: float) -> tuple[ModelOnNode, ...]:

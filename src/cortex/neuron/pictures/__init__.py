@@ -1,1 +1,1 @@
-"""Pictures in prompts: how many tokens one takes, and how its pixels are prepared. Imports no torch."""
+"""Pictures in prompts: their number of tokens, and the preparation of their pixels. Imports no torch."""

@@ -1,4 +1,4 @@
-"""What a model makes of a picture: its size in pixels and in tokens, and how it is written in a prompt."""
+"""A model's picture input: size in pixels and in tokens, and the text in a prompt."""
 
 from __future__ import annotations
 

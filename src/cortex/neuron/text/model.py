@@ -208,7 +208,7 @@ class TextModel:
         return ReasoningWatch(Detokenizer(self.tokenizer, self._hidden_without_calls), reading)
 
     def _opened_message(self, rendered: Rendered) -> str:
-        """What the prompt has after its last beginning of a message, in harmony."""
+        """In harmony: the prompt's text after its last beginning of a message."""
         start, ids = self.tokenizer.whole_id(harmony.START), rendered.ids
         places = range(len(ids) - 1, -1, -1) if start is not None else ()
         place = next((place for place in places if ids[place] == start), None)
@@ -284,7 +284,7 @@ class TextModel:
 
 @dataclass(frozen=True, slots=True)
 class TextInspection:
-    """What a model's text files say about it before it is used."""
+    """The facts from a model's text files before it is used."""
 
     capabilities: Capabilities
     generation: SamplingDefaults

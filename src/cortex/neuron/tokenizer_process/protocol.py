@@ -1,4 +1,4 @@
-"""What a tokenizer process returns, packed: token ids as 32-bit integers decode much faster than lists."""
+"""The packed results of a tokenizer process: token ids as 32-bit integers decode much faster than lists."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class FaultKind(StrEnum):
     DEVICE = "device"
     """The device context is unusable; the worker must be replaced."""
     BUG = "bug"
-    """Anything else. The request to blame fails, or all requests in the step; the device still works."""
+    """Anything else. The blamed request fails, or all requests of the step; the device still works."""
 
 
 class DeviceFault(Exception):

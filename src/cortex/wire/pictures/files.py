@@ -13,7 +13,7 @@ from cortex.wire.pictures.parts import invalid
 from cortex.wire.requests import GenerateRequest, Message, Part, PicturePart, ToolResult
 
 MAX_PICTURES = 1000
-"""In one request, whatever an operator allows."""
+"""Limit per request, whatever the operator allows."""
 
 
 def take_files(request: GenerateRequest) -> tuple[GenerateRequest, tuple[bytes, ...]]:

@@ -167,7 +167,7 @@ def _node_status(node: Node, catalogue: Catalogue) -> dict[str, Any]:
             msgspec.to_builtins(held.status)
             | {"in_flight": held.in_flight, "pinned": held.pinned or held.model_id in pinned}
             | {"pinned_by": "operator" if held.pinned else "catalogue" if held.model_id in pinned else None}
-            | ({} if node.healthy else {"state": ModelState.UNREACHABLE})
+            | {"state": node.shown_state(held)}
             for held in node.residencies.values()
             if held.state is not ModelState.COLD
         ],

@@ -26,7 +26,7 @@ class HostWeights:
     """Belongs to the engine thread. Copies run on its current stream, and are waited for once."""
 
     def __init__(self, storages: Sequence[torch.UntypedStorage]) -> None:
-        """Copies `storages`, which must not be written to from now on; they keep their memory until `vacate`.
+        """Copies `storages`, which must not be written afterwards; they keep their memory until `vacate`.
 
         Raises SleepError if the host has no memory for the copy.
         """
@@ -122,7 +122,7 @@ class HostBuffer:
 
 
 class HostBuffers:
-    """The host memory of weights that the device has no room for. Each piece is page-locked where a GPU copies it."""
+    """The host memory of weights that do not fit the device. Each piece is page-locked if a GPU copies it."""
 
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
@@ -166,6 +166,6 @@ def _aligned(size: int) -> int:
 
 
 def _clear_driver_error() -> None:
-    """The driver keeps its last error and raises it at the next launch, whatever that is: raise it here."""
+    """Clear the driver's last error, which it would otherwise raise at the next launch."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda")

@@ -69,7 +69,7 @@ class DrawnTokens(NamedTuple):
 
 
 class FirstPass(NamedTuple):
-    """What is known of each draw once all its logits were read."""
+    """The facts of each draw after all its logits were read."""
 
     figures: Tensor
     """[draws, NUM_FIGURES, parts] float32"""

@@ -190,7 +190,7 @@ def encoded(summary: str) -> str:
 
 
 def shown(content: str) -> str | None:
-    """What a model sees in place of the item; None for content that is not ours."""
+    """The text that a model sees instead of the item; None for content that is not ours."""
     if not content.startswith(_MARK):
         return None
     try:

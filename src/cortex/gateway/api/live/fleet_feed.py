@@ -28,7 +28,7 @@ class _Reader:
     view: FleetView
     has_missed: bool = False
     """Whether it was too slow for a change."""
-    encoded: bytes = b""
+    without_ages: bytes = b""
     """What it was sent last, without ages, if it sees no individual nodes."""
 
 
@@ -51,21 +51,21 @@ class _Snapshot(_Frame):
 
     def __init__(self, nodes: list[dict[str, Any]], waiting: dict[str, int]) -> None:
         super().__init__("fleet", lambda view: {"nodes": view.nodes(nodes), "waiting": view.waiting(waiting)})
-        self._encoded: dict[FleetView, bytes] = {}
+        self._without_ages: dict[FleetView, bytes] = {}
 
-    def encoded(self, view: FleetView) -> bytes:
+    def without_ages(self, view: FleetView) -> bytes:
         """Equal if only the ages of models differ."""
-        if view not in self._encoded:
+        if view not in self._without_ages:
             shown = self._shown_in(view)
             nodes = [node | {"models": [model | _NO_AGES for model in node["models"]]} for node in shown["nodes"]]
-            self._encoded[view] = msgspec.json.encode(shown | {"nodes": nodes})
-        return self._encoded[view]
+            self._without_ages[view] = msgspec.json.encode(shown | {"nodes": nodes})
+        return self._without_ages[view]
 
 
 class FleetFeed:
     """Writes events `fleet`, `node` and `waiting` to its readers. Owned by the loop's thread.
 
-    `fleet` has snapshot and comes first, and again to a reader that was too slow for a change, or that sees no single
+    `fleet` has everything and comes first, and again to a reader that was too slow for a change, or that sees no single
     nodes. `node` replaces one node, `waiting` the depths of the queues.
     """
 
@@ -83,7 +83,7 @@ class FleetFeed:
         if not self._readers:
             self._changes()  # what a first reader gets now is no change at the next tick
         reader = self._readers[exchange] = _Reader(view)
-        self._write(exchange, reader, self._everything())
+        self._write(exchange, reader, self._snapshot())
 
         def stop() -> None:
             self._readers.pop(exchange, None)
@@ -100,7 +100,7 @@ class FleetFeed:
             if exchange.paused:
                 reader.has_missed = reader.has_missed or bool(frames)
             elif reader.has_missed or (frames and reader.view.is_restricted):
-                snapshot = snapshot or self._everything()
+                snapshot = snapshot or self._snapshot()
                 self._write(exchange, reader, snapshot)
             else:
                 for frame in frames:
@@ -109,9 +109,9 @@ class FleetFeed:
     def _write(self, exchange: Exchange, reader: _Reader, snapshot: _Snapshot) -> None:
         reader.has_missed = False
         if reader.view.is_restricted:
-            if (encoded := snapshot.encoded(reader.view)) == reader.encoded:
+            if (without_ages := snapshot.without_ages(reader.view)) == reader.without_ages:
                 return
-            reader.encoded = encoded
+            reader.without_ages = without_ages
         exchange.write(snapshot.encoded(reader.view))
 
     def _changes(self) -> list[_Frame]:
@@ -120,7 +120,7 @@ class FleetFeed:
         fleet = self._dispatcher.fleet
         seen = {node.name: _comparable(node) for node in fleet.nodes}
         if seen.keys() != self._seen.keys() or fleet.catalogue is not self._catalogue:
-            frames.append(self._everything())
+            frames.append(self._snapshot())
         else:
             frames += [
                 _Frame("node", partial(_node_in, _node_status(node, fleet.catalogue)))
@@ -133,7 +133,7 @@ class FleetFeed:
             frames.append(_Frame("waiting", lambda view: view.waiting(waiting)))
         return frames
 
-    def _everything(self) -> _Snapshot:
+    def _snapshot(self) -> _Snapshot:
         return _Snapshot(node_statuses(self._dispatcher.fleet), dict(self._dispatcher.queue_depths))
 
 

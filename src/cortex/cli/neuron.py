@@ -158,7 +158,7 @@ def forget(
 )
 @click.option("--quant", help="Quantisation at load: q4, q5, q6, q8 or fp8.")
 @click.option("--kv-dtype", type=click.Choice(["auto", "fp8"]), default="auto", show_default=True)
-@click.option("--context-tokens", type=click.IntRange(1), help="As the model will be loaded.")
+@click.option("--context-tokens", type=click.IntRange(1), help="Context length of the later loads.")
 @click.option("--max-num-seqs", type=click.IntRange(1), default=256, show_default=True)
 @click.option("--tensor-parallel", type=click.IntRange(1), default=1, show_default=True)
 @json_option

@@ -35,7 +35,7 @@ def are_encoded(headers: Headers) -> bool:
 
 
 class FloatVectors:
-    """A translation of the relay: base64 in, floats out, with all that is between the vectors left as it is."""
+    """A translation of the relay: base64 in, floats out; everything between the vectors stays unchanged."""
 
     def __init__(self, path: str) -> None:
         """`path`: of the node's route."""

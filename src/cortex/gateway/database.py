@@ -37,8 +37,8 @@ Execute = Callable[[str, Sequence[Any]], Rows]
 
 
 WORK_S = 8.0
-"""Longer than any transaction here takes. A server that is frozen must delay nothing else, and the gateway's end by
-less than its service manager allows after `gateway.drain_s`."""
+"""Longer than any transaction here takes. A frozen server must delay nothing else, and must delay shutdown by less than
+the service manager allows after `gateway.drain_s`."""
 CONNECT_S = 3
 
 
@@ -87,7 +87,7 @@ class Driver(Protocol):
     style: ParameterStyle
 
     def connect(self, work_s: float = WORK_S) -> DatabaseConnection:
-        """No statement takes longer than `work_s`, where the kind of database can limit that."""
+        """Limits statements to `work_s`, if the kind of database can."""
 
     def lock_schema(self, execute: Execute) -> None:
         """Wait until no other process creates tables, until the end of the transaction."""
@@ -96,7 +96,7 @@ class Driver(Protocol):
         """The columns of a table."""
 
     def limited(self, connection: Any, work_s: float) -> AbstractContextManager[None]:
-        """Work on `connection` fails inside of it once it has taken `work_s`."""
+        """A context in which work on `connection` fails after `work_s`."""
 
 
 class Sqlite:

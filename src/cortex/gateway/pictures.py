@@ -207,7 +207,7 @@ class PictureFetcher:
             if not self._num_lookups[client]:
                 del self._num_lookups[client]
             if not lookup.cancelled():
-                lookup.exception()  # nobody may be left who waits for it
+                lookup.exception()  # possibly no one awaits it
 
         lookup.add_done_callback(ended)
         return await asyncio.shield(lookup)

@@ -86,14 +86,13 @@ class ClientLimits:
     write_buffer_bytes: int = 256 * 1024
     """Unsent response bytes above which the upstream is paused."""
     ping_s: float = 30.0
-    """How long a WebSocket is silent before its client is asked whether it is there."""
+    """Silence of a WebSocket after which its client is pinged."""
     unused_s: float = 3600.0
-    """How long the client of a WebSocket may send no message while nothing runs for it."""
+    """How long an idle client of a WebSocket may send no message."""
     handshake_s: float = 0.02
-    """How long clients that are connecting when the server stops have for it. Others that try meanwhile may have to try
-    again after a second."""
+    """How long clients that are connecting may take when the server stops. Others may have to retry after a second."""
     last_request_s: float = 0.5
-    """How long a server that stops waits for requests on idle connections."""
+    """How long a stopping server waits for requests on idle connections."""
 
 
 class Buffered:

@@ -61,7 +61,7 @@ def _envelope(error: CortexError) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Family:
-    """What the clients of one vendor's API expect on all its routes, also where a request names no dialect."""
+    """The conventions of one vendor's API on all its routes, also if a request names no dialect."""
 
     name: str
     envelope: Callable[[CortexError], dict[str, Any]] = _envelope
@@ -69,7 +69,7 @@ class Family:
     status: Callable[[CortexError], int] = _status
     """The HTTP status of an error."""
     prefix: str | None = None
-    """The beginning of paths that are this vendor's alone."""
+    """The prefix of paths that only this vendor has."""
     header: bytes | None = None
     """A header that its clients send with every request, also to paths that other vendors have."""
     id_header: bytes | None = None
@@ -85,8 +85,8 @@ OPENAI = Family("openai")
 
 
 def headers(error: CortexError) -> dict[str, str]:
-    """`Retry-After` in whole seconds, at least one, for an error that has a time to wait. `Allow` for a method that is
-    not allowed. The size of a prompt that is over a budget. That the model recovers from a fault."""
+    """`Retry-After` in whole seconds, at least one, for errors with a delay; `Allow` for a method that is not allowed;
+    the size of a prompt over a budget; a mark that the model is recovering."""
     found: dict[str, str] = {}
     if error.retry_after_s is not None:
         found["retry-after"] = str(max(1, whole_seconds(error.retry_after_s)))

@@ -207,7 +207,7 @@ class NodeNotFound(_InvalidRequest):
 
 
 class GroupClaimed(_InvalidRequest):
-    """Another gateway starts the model on these nodes, or has started it."""
+    """Another gateway is starting the model on these nodes, or has started it."""
 
     status = 409
     code = "group_claimed"
@@ -286,13 +286,13 @@ class Recovering(Overloaded):
 
 
 class ModelNotReady(Overloaded):
-    """A health check of a model that is not loaded."""
+    """The model of a health check is not loaded."""
 
     code = "model_not_ready"
 
 
 class DatabaseUnavailable(Overloaded):
-    """What the request asks for is in the gateway's database, which fails or does not respond now."""
+    """The request needs the gateway's database, which is unavailable now."""
 
     code = "database_unavailable"
 
@@ -385,7 +385,7 @@ class UpstreamInterrupted(CortexError):
 
 
 class RequestCancelled(_InvalidRequest):
-    """Somebody who may do so ended the request. Clients do not repeat this status by themselves."""
+    """An authorised user cancelled the request. Clients do not retry this status automatically."""
 
     status = 499
     code = "request_cancelled"
@@ -421,8 +421,8 @@ def prompt_too_long(
 
 
 def prompt_too_large(num_characters: int, max_characters: int) -> ContextLengthExceeded:
-    """The error for a prompt of so much text that the node does not tokenise it. Its words are those of
-    `prompt_too_long`, so that clients shorten the conversation."""
+    """The error for a prompt with too much text to tokenise, worded like `prompt_too_long`, so that clients shorten the
+    conversation."""
     return ContextLengthExceeded(
         f"prompt is too long: {num_characters} characters > {max_characters} maximum on this node "
         "(text.max_prompt_mb in neuron.toml). Shorten the conversation.",
@@ -431,8 +431,8 @@ def prompt_too_large(num_characters: int, max_characters: int) -> ContextLengthE
 
 
 def prompt_too_long_for_memory(num_tokens: int, reason: str) -> PromptTooLongForMemory:
-    """The error for a prompt that ran out of memory alone, in the words that clients recognise as an overflow. How much
-    shorter it must be is not known."""
+    """The error for a prompt that ran out of memory alone, worded so that clients recognise an overflow. The length
+    that would fit is unknown."""
     return PromptTooLongForMemory(
         f"prompt is too long: {num_tokens} tokens do not fit the device's memory, so this model's maximum context "
         f"length is less than {num_tokens} tokens on this node. Shorten the conversation. ({reason})",
@@ -441,7 +441,7 @@ def prompt_too_long_for_memory(num_tokens: int, reason: str) -> PromptTooLongFor
 
 
 def text_too_long(index: int, num_tokens: int, context_tokens: int) -> ContextLengthExceeded:
-    """The error for a text that an embedding or rerank model cannot take as a whole."""
+    """The error for a text that is too long for an embedding or rerank model."""
     return ContextLengthExceeded(
         f"Text {index} has {num_tokens} tokens. This model's maximum context length is {context_tokens} tokens. Send "
         "shorter texts, or have them cut off with 'truncate_prompt_tokens': -1.",

@@ -1,4 +1,4 @@
-"""Request fields that a name for a model stands for: what an alias or a Modelfile adds to a request, in any dialect."""
+"""Request fields that an alias or a Modelfile adds to a request, in any dialect."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _messages = msgspec.json.Decoder(list[_Message])
 
 
 def _ignore(fields: JsonFields, effort: ReasoningEffort) -> None:
-    """Requests of the dialect cannot say how much the model reasons."""
+    """Requests of the dialect have no reasoning effort."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PresetFields:
-    """Where a dialect has what a preset adds to a request."""
+    """The places of a preset's fields in a dialect."""
 
     names: Mapping[str, str] = field(default_factory=dict)
-    """What fields of chat completions are called, where they have another name."""
+    """Names of chat completions fields, if different."""
     options: frozenset[str] = frozenset()
     """The fields that are in the object `options` of the body."""
     system: str = ""
@@ -52,16 +52,16 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Field names are those of chat completions; other dialects get them under their own names."""
 
     set_params: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Fields of every request, in place of those of the client: `{ temperature = 0.2, chat_template_kwargs = { … } }`.
-    Names are those of chat completions; requests of other dialects get them under their own names."""
+    """Fields set in every request, overriding those of the client: `{ temperature = 0.2, chat_template_kwargs = { … }
+    }`. Names are those of chat completions; requests of other dialects get them under their own names."""
     default_params: dict[str, Any] = msgspec.field(default_factory=dict)
-    """The same for requests that do not have the field."""
+    """The same, only for requests without the field."""
     system: str | None = None
-    """The system prompt of requests without one."""
+    """The system prompt for requests without one."""
     messages: tuple[dict[str, str], ...] = ()
     """Turns before those of a request, each with `role` and `content`; for chats only."""
     reasoning: ReasoningEffort | None = None
-    """How much the model reasons, in place of what the client asks for."""
+    """The reasoning effort, overriding the client's."""
 
     def __post_init__(self) -> None:
         if fixed := sorted(ROUTED_FIELDS & {*self.set_params, *self.default_params}):

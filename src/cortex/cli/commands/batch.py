@@ -66,7 +66,7 @@ def submit(file: Path, window: str, waits: bool, gateway: GatewayClient, as_json
 
 
 @batch.command(name="ls")
-@click.option("-n", "--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="How many.")
+@click.option("-n", "--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="Number of batches.")
 @gateway_options
 @json_option
 def ls(limit: int, gateway: GatewayClient, as_json: bool) -> None:

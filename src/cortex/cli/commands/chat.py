@@ -216,7 +216,7 @@ class ChatResponse:
     "images",
     type=click.Path(path_type=Path),
     multiple=True,
-    help="A picture that is sent with the first prompt: JPEG, PNG, WebP or GIF. Repeat it for several.",
+    help="Picture to send with the first prompt: JPEG, PNG, WebP or GIF; repeatable.",
 )
 @gateway_options
 def chat(
@@ -452,8 +452,8 @@ def embed(
 ) -> None:
     """Show the vectors of texts.
 
-    Without a TEXT, every line of the input is one. Lists how similar each text is to the first; with --json, the whole
-    vectors.
+    Without TEXT, embeds each line of standard input. Lists how similar each text is to the first; with --json, the
+    whole vectors.
 
     \b
       cortex embed bge-m3 "a red cat" "un chat rouge" "the stock market"

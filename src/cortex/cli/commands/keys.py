@@ -175,8 +175,7 @@ def change(
 ) -> None:
     """Change the limits or the expiry of a key.
 
-    They are in force at once at the gateway that is asked, and within a second at others. What the key has spent stays
-    counted.
+    The change applies at once at this gateway, and within a second at others. What the key has spent stays counted.
     """
     changes = _given(models, limits, without)
     if not changes:
@@ -205,7 +204,7 @@ def change(
 def remove(key: str, config: Path | None, gateway: GatewayClient, as_json: bool) -> None:
     """Revoke a key.
 
-    It is rejected at once at the gateway that is asked, and within a second at others. Its usage stays in the ledger.
+    This gateway rejects it at once, and others within a second. Its usage stays in the ledger.
     """
     is_one_left = True
     if config is None:
@@ -390,7 +389,7 @@ def remove_group(name: str, gateway: GatewayClient) -> None:
 def export_keys(config: Path | None, output: Path | None) -> None:
     """Write the keys and groups of the database as tables of a cortex.toml, for a backup or another database.
 
-    The tables have the hashes of keys, not the keys. Those of the configuration file are not exported: they are there.
+    The tables have the hashes of keys, not the keys. Keys in the configuration file are not exported.
     """
     path = _database_config(config)
     loaded = load(path, os.environ)
@@ -415,8 +414,8 @@ def import_keys(file: Path, config: Path | None, move: bool) -> None:
     """Write the [[keys]] and [[groups]] of FILE into the database.
 
     FILE is an export, or a cortex.toml: `cortex keys import cortex.toml --move -c cortex.toml` moves its keys into its
-    database. All gateways on the database accept them within a second. One with the same id, or a group with the same
-    name, is replaced.
+    database. All gateways on the database accept them within a second. They replace keys with the same id and groups
+    with the same name.
     """
     path = _database_config(config)
     loaded, source = load(path, os.environ), settings.load(Config, file, env_prefix="CORTEX_", env={})

@@ -245,9 +245,9 @@ def _seconds(seconds: float | None) -> str:
 
 
 @click.command(cls=Command)
-@click.option("-n", "--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="How many.")
+@click.option("-n", "--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="Number of actions.")
 @click.option("--key", help="Only actions of the key with this name or id.")
-@click.option("--since", help="From then on: 30m, 12h, 7d, a date, or a time.")
+@click.option("--since", help="Start of the period: 30m, 12h, 7d, a date, or a time.")
 @gateway_options
 @json_option
 def audit(limit: int, key: str | None, since: str | None, gateway: GatewayClient, as_json: bool) -> None:
@@ -286,8 +286,8 @@ _GROUPS: tuple[GroupBy, ...] = get_args(GroupBy)
 @click.command(cls=Command)
 @click.option("--by", type=click.Choice(_GROUPS), default="key", show_default=True)
 @click.option("--days", type=click.FloatRange(0, min_open=True), help="Days to look back. [default: 30]")
-@click.option("--since", help="From then on: 12h, 7d, a date, or a time.")
-@click.option("--until", help="Until then: 12h, 7d, a date, or a time; until now if absent.")
+@click.option("--since", help="Start of the period: 12h, 7d, a date, or a time.")
+@click.option("--until", help="End of the period: 12h, 7d, a date, or a time. [default: now]")
 @click.option("-c", "--config", type=click.Path(path_type=Path), help="Read the ledger of this cortex.toml.")
 @click.option("--csv", "is_csv", is_flag=True, help="Print comma-separated values with a header.")
 @gateway_options

@@ -87,7 +87,7 @@ class _Candidates:
         takes_all: bool = False,
         only_on: Node | None = None,
     ) -> None:
-        """Without `takes_all`, nodes that do not list a model which runs are left out."""
+        """Without `takes_all`, nodes that do not list a running model are left out."""
         self._spec, self._fleet, self._now, self._origin = spec, fleet, now, origin
         self._packs = fleet.placement.strategy == "pack"
         self._elsewhere = need_of(spec, Node(name=""), fleet)

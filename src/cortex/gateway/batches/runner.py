@@ -56,14 +56,14 @@ JSON = ((b"content-type", b"application/json"),)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLimits:
-    """Limits that are no settings: every gateway has the same."""
+    """Limits that are not settings and equal for all gateways."""
 
     renew_s: float = RENEW_S
     lost_after_s: float = 30.0
-    """A batch whose owner was not alive for this long is taken over."""
+    """A batch whose owner has not renewed its claim for this long is taken over."""
     pump_s: float = 0.25
     max_tries: int = 3
-    """How often a line runs that a node failed at."""
+    """How often a line is tried when nodes fail."""
     min_backoff_s: float = 0.5
     max_backoff_s: float = 30.0
 

@@ -193,7 +193,7 @@ class FleetState:
         """Call `changed` for a node whose sleep state changes."""
         self._reported: dict[str, Node] = {}
         self._unheard: dict[str, float] = {}
-        """Nodes that have never reported: when the configuration named each."""
+        """Nodes that have never reported, with the time when the configuration named each."""
         self._resolved: dict[str, Resolution] = {}
         self._is_reconfigured = False
 
@@ -273,8 +273,7 @@ class FleetState:
         return self._reported[name].healthy
 
     def starting(self, now: float) -> list[str]:
-        """Nodes that have not reported yet, a short time after the configuration named them: what they have is not
-        known."""
+        """Nodes that have not reported yet, shortly after the configuration named them; their models are unknown."""
         limit_s = self.settings.rules.fair_wait_s
         return [name for name, since in self._unheard.items() if now - since < limit_s]
 

@@ -72,7 +72,7 @@ class _Members:
 
     @contextlib.asynccontextmanager
     async def renewed(self, renew: Callable[[], Awaitable[object]]) -> AsyncIterator[None]:
-        """Calls it now and then during the block, which ends when it fails."""
+        """Call it at an interval during the block, which ends when it fails."""
 
         async def keep() -> None:
             while True:

@@ -28,7 +28,7 @@ from cortex.wire.request_summary import RequestSummary
 from cortex.wire.tenant import EVERYBODY, tenant_of
 
 _NODE_START_S = 2.0
-"""When a client may ask again for a model that only nodes name, of which some are still starting."""
+"""Retry delay for a model that only nodes name, while some are still starting."""
 
 
 def client_of(key: KeySection | None, request: Request) -> str:

@@ -44,8 +44,8 @@ class OpaqueBody:
     __slots__ = ("_access", "_body", "_form", "_is_foreign", "_own_target", "_target", "_upstream", "headers", "method")
 
     def __init__(self, request: Request, model: str, found: OpaqueFields | str, access: Access = "any") -> None:
-        """`found`: its known fields or, for a request below `/upstream/`, the path at the server. `access`: which fields
-        a foreign server may get."""
+        """`found`: its known fields or, for a request below `/upstream/`, the path at the server. `access`: the fields
+        that a foreign server may get."""
         self._access = access
         self._is_foreign = False
         self.method = request.method

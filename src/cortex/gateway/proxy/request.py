@@ -493,7 +493,7 @@ class ProxyRequest:
             usage = reported_usage(self._usage_header, end_of_body, is_foreign)
         if self.services.activity.captures:
             is_stream = accounting.stream
-            is_text = self.route.need not in ("embeddings", "relay")  # vectors and sounds tell nobody anything
+            is_text = self.route.need not in ("embeddings", "relay")  # vectors and sounds are useless in a log
             shown = end_of_body if is_text else b""
             accounting.capture = self.services.activity.capture(self.received.body, shown, is_stream=is_stream)
         accounting.close(lease, outcome, usage, tail.num_bytes)

@@ -23,10 +23,10 @@ from cortex.telemetry.spans import Tracer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """Limits that are no settings: every gateway has the same."""
+    """Limits that are not settings and equal for all gateways."""
 
     whole_silence_s: float = 3600.0
-    """How long a response that is no stream may take, at least: nodes send nothing until all of it is done."""
+    """Minimum time limit of a whole response: nodes send nothing until it is complete."""
     max_held_s: float = 5.0
     """How long the end of a response is held back until the response is stored."""
 

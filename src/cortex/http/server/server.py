@@ -102,7 +102,7 @@ class Server:
 
     async def stop_accepting(self, grace_s: float = 0.0) -> None:
         """Stop accepting, and wait a moment for requests that are on their way: to close a connection under them would
-        look like a fault. Responses tell clients to connect anew."""
+        look like a fault. Responses tell clients to reconnect."""
         for listener in self._listeners:
             listener.hold()
         if self._listeners and grace_s:

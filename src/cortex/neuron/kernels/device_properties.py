@@ -1,4 +1,4 @@
-"""What kernels need to know about a device: a GPU, or the one that they are compiled for without a launch.
+"""The facts of a device for its kernels: a GPU, or the card for which they are compiled without a launch.
 
 Tensors on torch's `meta` device have shapes and no memory. A pass over them compiles the kernels of a model for a card
 (`pretend`), before there are weights, or where there is no card at all (`compilation.py`).

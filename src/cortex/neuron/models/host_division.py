@@ -1,4 +1,4 @@
-"""Which weights go to host memory when the device is too small for all of them, and how fast the model is then.
+"""Chooses the weights that go to host memory if the device is too small, and estimates the resulting speed.
 
 Routed experts go first: a token reads few of them, so the CPU computes them where they lie, and prompts stream them
 over the bus. Feed-forward blocks of layers without experts are the last resort: every token reads them. Attention stays
@@ -33,7 +33,7 @@ MIN_ON_DEVICE = 1
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """The bytes of one layer, and what of it can move to host memory: routed experts, or its feed-forward block."""
+    """The bytes of one layer, and its movable part: routed experts, or its feed-forward block."""
 
     dense_bytes: int
     """All but the routed experts."""

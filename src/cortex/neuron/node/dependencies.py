@@ -61,13 +61,13 @@ class NodeDependencies:
     timeouts: WorkerTimeouts | None = None
     first_retry_s: float = 5.0
     scan_s: float = 30.0
-    """How often the files of models are looked at."""
+    """Interval of scans of model files."""
     context_rules: ContextRules = field(default_factory=ContextRules)
     exchange_rules: ExchangeRules = field(default_factory=ExchangeRules)
     server_times: ServerTimes = field(default_factory=ServerTimes)
     workload: Workload = field(default_factory=Workload)
-    """Of measurements."""
+    """The limits of measurements."""
     bench_folder: Path | None = None
-    """Of the results of measurements; None: in the user's cache."""
+    """Folder of the results of measurements; None for the user's cache."""
     harnesses: tuple[Harness, ...] = ()
     """In addition to the built-in engine."""

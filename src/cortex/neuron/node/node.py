@@ -108,7 +108,7 @@ class Node:
         )
         self._inspector = (parts.inspector or partial(InspectionProcess.of, limits))()
         self._library = Library(config)
-        engine = self._engine = EngineHarness(config, self.devices, forecast, self._inspector, self._library)
+        engine = self._engine = EngineHarness(config, self.devices, forecast, self._inspector, self._library, self.kv)
         self._ports = MemberPorts(config.cluster_address)
         self._read_devices = parts.read_devices
         self._server_times = parts.server_times

@@ -1,4 +1,4 @@
-"""What the engine uses of the `transformers` library without a promise that it stays.
+"""The private interfaces of the `transformers` library that the engine uses.
 
 Its source files are data here, class attributes that are literals: a node answers in a process without torch, and the
 daemon runs no code of the library. Where they cannot be read so, a process of its own imports the library and says the

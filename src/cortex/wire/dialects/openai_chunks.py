@@ -1,4 +1,4 @@
-"""What the chat and the completions dialect of OpenAI share: the frame of a streamed chunk, usage, prompt scores."""
+"""Shared by OpenAI's chat and completions dialects: the frame of a streamed chunk, usage, prompt scores."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def stream_error(error: CortexError) -> bytes:
 
 
 def served_tier(request: GenerateRequest) -> dict[str, str]:
-    """Says in which service tier a request was served that names one."""
+    """The service tier of a request that names one."""
     return {"service_tier": tier_of(request.request_class or "default")} if request.echoes_tier else {}
 
 
@@ -66,7 +66,7 @@ class ChunkEncoder(ABC):
 
     @abstractmethod
     def _whole_text_chunk(self, index: int, field: str, text: str) -> bytes:
-        """The chunk of a choice with `text` in `field`, and with all that waits for it."""
+        """The chunk of a choice with `text` in `field`, and with all pending fields."""
 
     def _text_chunk(self, index: int, field: str, text: str) -> bytes:
         """As `_whole_text_chunk`. Most chunks differ in nothing but the text, so the rest is encoded once."""

@@ -138,7 +138,7 @@ def _row(name: str, tables: Mapping[str, FieldTable]) -> list[str]:
 
 
 def _by_gateway(dialect: str, one: BodyField | None) -> BodyField | None:
-    """What a gateway does with a field, where a node does something else."""
+    """A gateway's treatment of a field, if different from a node's."""
     if dialect != "responses" or one is None or one.name not in openai_responses.OF_GATEWAYS:
         return one
     return BodyField(one.name, Treatment.HONOURED, one.example, openai_responses.OF_GATEWAYS[one.name])

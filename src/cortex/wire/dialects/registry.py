@@ -40,7 +40,7 @@ _OF_FUNCTIONS = {"tools": "functions", "tool_choice": "function_call"}
 
 
 def client_field(dialect: str, name: str | None, *, as_functions: bool = False) -> str | None:
-    """What a client calls the field that a `GenerateRequest` has under `name`. `as_functions`: as in the request."""
+    """The client's name of the `GenerateRequest` field `name`. `as_functions`: as in the request."""
     names = _OF_FUNCTIONS if as_functions else DIALECTS[dialect].client_fields
     return names.get(name, name) if name is not None else None
 

@@ -34,11 +34,11 @@ _decoder = msgspec.json.Decoder(_Model)
 
 
 class OpaqueFields(NamedTuple):
-    """What is known of a request."""
+    """The known fields of a request."""
 
     model: str
     form: Form
-    """How the body is encoded; `other`: in none of the three ways."""
+    """The encoding of the body; `other` for none of the three."""
     parts: tuple[FormPart, ...] = ()
     pairs: Pairs = ()
     """The fields of a urlencoded form."""

@@ -233,8 +233,8 @@ def disk(hub_cache: Path | None = None) -> Iterator[Finding]:
 def kv_disk(
     folder: Path, kv_disk_mb: int, root: Path = Path("/"), low_bytes: int = LOW_DISK_BYTES
 ) -> Iterator[Finding]:
-    """Whether KV pages could go, or go, to a disk that is fast enough and has more than `low_bytes` free. `root` is for
-    tests."""
+    """Whether the disk for KV pages, configured or possible, is fast enough and has more than `low_bytes` free. `root`
+    is for tests."""
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free_bytes, is_rotating = shutil.disk_usage(existing).free, _is_rotating(existing, root)
     if kv_disk_mb and is_rotating:

@@ -89,16 +89,16 @@ class AuditEntry(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditLimits:
-    """How many entries are kept. The oldest ones beyond it are deleted."""
+    """Numbers of entries to keep; older ones are deleted."""
 
     entries: int = 1_000_000
-    """So that no key can fill the disk."""
+    """All entries, so that no key can fill the disk."""
     rejected: int = 100_000
-    """Rejected requests, which are deleted first, so that no key without rights can push out the changes of others."""
+    """Rejected requests, which are deleted first, so that no key without rights can displace the changes of others."""
     without_key: int = 20_000
-    """What failed without a valid key, as sign-ins do: unauthenticated clients push out no records of keys."""
+    """Failures without a valid key, such as sign-ins, so that unauthenticated clients displace no records of keys."""
     sign_ins: int = 100_000
-    """Every key may sign in as often as it likes."""
+    """Sign-ins, which every key may repeat without limit."""
 
 
 class AuditLog:

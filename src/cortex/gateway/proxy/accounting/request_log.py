@@ -50,15 +50,15 @@ Matches = Callable[[RequestRecord], bool]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogLimits:
     waiting: int = 20_000
-    """Requests that wait in memory for the database; the oldest ones beyond it are lost."""
+    """Requests that may wait in memory for the database; older ones beyond it are lost."""
     searched: int = 500_000
-    """Requests that one reading looks at, some seconds of its thread."""
+    """Requests that one search reads at most, which takes seconds on its thread."""
     page: int = 500
     """Requests that are read at once."""
 
 
 class SearchTooLong(Exception):
-    """More than `LogLimits.searched` requests were read, and too few of them match."""
+    """`LogLimits.searched` requests were read, and too few match."""
 
 
 class RequestLog:

@@ -60,5 +60,5 @@ def joined(added: Iterable[Addition]) -> list[Addition]:
 
 
 def flat_places(added: Sequence[Addition], width: int) -> NDArray[np.int64]:
-    """Where additions to a table of `width` columns lie in its memory. Pure."""
+    """The memory offsets of additions to a table of `width` columns. Pure."""
     return np.concatenate([np.arange(row * width + first, row * width + first + count) for row, first, count in added])

@@ -70,8 +70,8 @@ class DiskPages:
         max_buffer_bytes: int = MAX_BUFFER_BYTES,
         worth: float = WORTH,
     ) -> None:
-        """`read_bytes`: of one read. `max_buffer_bytes`: of all buffers together. `worth`: reading must take less than
-        this share of the computing time."""
+        """`read_bytes`: size of one read. `max_buffer_bytes`: of all buffers together. `worth`: reading must take less
+        than this share of the computing time."""
         self.read_bytes = read_bytes
         self.worth = worth
         self._max_buffer_bytes = max_buffer_bytes

@@ -64,9 +64,9 @@ def saves_time(parts: Iterable[tuple[int, float]], delay_s: float, compute_s: fl
 
 
 def end_of_front(first: int, end: int, whole_s: float, compute_s: Callable[[int], float]) -> int:
-    """Up to which page to compute while the pages after it are fetched, so that both take the same time; `first` if
-    that is not much faster than either alone. `whole_s`: to fetch all pages from `first` to `end`; `compute_s`: to
-    compute those up to a page."""
+    """The page up to which to compute while the pages after it are fetched, so that both take the same time; `first` if
+    that is not much faster than either alone. `whole_s`: time to fetch all pages from `first` to `end`; `compute_s`:
+    time to compute those up to a page."""
 
     def rest_s(page: int) -> float:
         return whole_s * (end - page) / (end - first)

@@ -211,7 +211,7 @@ class HostTier:
 
     @property
     def incoming(self) -> list[IncomingPages]:
-        """The pages that are being fetched."""
+        """Pages that are being fetched."""
         return [each for fetch in self._fetches.values() for each in fetch.pages]
 
     def ended(self, request_id: str) -> None:
@@ -260,8 +260,8 @@ class HostTier:
         return front if front > nearer else 0, further
 
     def _front(self, disk: DiskPages, digests: Sequence[Digest], first: int, *, divides: bool = True) -> int | None:
-        """Up to which page to compute the pages from `first` on while what is on disk of the rest is read; None: to
-        compute all of them is expected to be faster. `divides`: it may be a page after `first`."""
+        """The page up to which to compute from `first` on while the rest is read from disk; None if computing
+        everything is expected to be faster. `divides`: it may be after `first`."""
         end, page_tokens = len(digests), self._pages.page_tokens
         read = [
             (kind, digest)
@@ -302,9 +302,9 @@ class HostTier:
     def _fetch(
         self, request_id: str, digests: Sequence[Digest], cached: int, front: int, count: int, start: int
     ) -> bool:
-        """Starts to copy what the device lacks of the first `count` pages, `cached` of which are usable there, and the
-        state after them; not of the first `front`. False: it is not worth it, or not possible now; nothing has changed
-        then. True: the request waits until they have arrived, or, if the device of a rank has no memory for the copy,
+        """Starts to copy those of the pages from `front` to `count` that the device lacks (`cached` are usable there),
+        and the state after them. Returns False, with nothing changed, if that is not worthwhile or not possible now.
+        Returns True if the request waits: until they have arrived or, if a rank's device has no memory for the copy,
         until the next step."""
         self._fetched.add(request_id)
         self._agreed = None

@@ -26,7 +26,7 @@ AddedPages = tuple[int, int, tuple[int, ...]]
 
 
 def window_pages(window: int, page_tokens: int) -> int:
-    """The most pages that `window` consecutive positions lie in."""
+    """The most pages that `window` consecutive positions can span."""
     return (window + page_tokens - 2) // page_tokens + 1
 
 
@@ -166,8 +166,8 @@ class KVPages:
         self, digests: Sequence[Digest], count: int, start: int, first: int = 0
     ) -> Sequence[IncomingPages] | None:
         """Holds what a sequence needs to continue after `count` pages, as in `hold`, with new pages for those that are
-        not known, whose contents the caller provides. Not the pages before `first`: the sequence computes them. None,
-        without any change, if too few pages are free."""
+        not known, whose contents the caller provides. Without the pages before `first`, which the sequence computes.
+        None, without any change, if too few pages are free."""
         prefixes = [digests[max(first, group.first_needed(start)) : count] for group in self.groups]
         found = [list(map(group.pool.page_of, wanted)) for group, wanted in zip(self.groups, prefixes, strict=True)]
         for group, places in zip(self.groups, found, strict=True):

@@ -1,4 +1,4 @@
-"""The files of a draft model, and the model that is made of them. It is loaded with the model that it drafts for."""
+"""The files of a draft model, and the model made of them. It is loaded together with the model that it drafts for."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class DraftFiles:
     def open(
         cls, path: Path, model: Path, layouts: Callable[[Mapping[str, TensorInfo]], Mapping[str, MatrixLayout]]
     ) -> DraftFiles:
-        """`model`: the one that it drafts for. `layouts`: chooses the matrices that stay quantised.
+        """`model`: the model that it drafts for. `layouts` chooses the matrices that stay quantised.
 
         Raises LoadError."""
         try:

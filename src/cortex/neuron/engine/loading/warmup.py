@@ -35,8 +35,8 @@ _GPU = torch.device("cuda")
 def warm_kernels(
     path: Path, spec: LoadSpec, properties: DeviceProperties, num_ranks: int, report: Report = lambda *_: None
 ) -> int:
-    """Compiles what a load of the model at `path` with `spec` would: a directory, which may have the config alone, or a
-    GGUF file. Returns the number of kernels. This process can launch none afterwards. Raises LoadError."""
+    """Compiles the kernels of a load of the model at `path` with `spec`. `path` is a directory, which may have only the
+    config, or a GGUF file. Returns the number of kernels. This process can launch none afterwards. Raises LoadError."""
     pretend(properties)
     try:
         architecture, tensors = _read(path)
@@ -72,7 +72,7 @@ def warm_kernels(
 
 
 def _use_card(properties: DeviceProperties) -> None:
-    """Compiles for a card that need not be here. Raises LoadError where Triton cannot do so."""
+    """Compiles for a card that need not be present. Raises LoadError if Triton cannot."""
     if not COLLECTED_LAUNCHES.is_usable:
         raise LoadError(f"the installed Triton cannot compile kernels ahead: {COLLECTED_LAUNCHES.problem}")
     if OFFLINE_DRIVER.is_usable:
@@ -105,7 +105,7 @@ def _read(path: Path) -> tuple[Architecture, dict[str, TensorInfo]]:
 
 
 def warm_here(spec: LoadSpec, card: str | None, num_ranks: int, report: Report) -> tuple[str, int] | str:
-    """The card and the number of kernels, or what went wrong. For a process of its own."""
+    """The card and the number of kernels, or an error message. Runs in a separate process."""
     if not TRITON:
         return "this installation of torch is for CPUs and has no Triton: there is nothing to compile"
     if card is not None:

@@ -22,13 +22,13 @@ _HALVED_AT = 1 << 12
 
 @dataclass(frozen=True, slots=True)
 class ExchangeRule:
-    """When an expert in host memory and one on the device change places."""
+    """The rule for exchanging an expert in host memory with one on the device."""
 
     every_steps: int = 2
-    """How often the counts of a layer are looked at."""
+    """Interval of checks of a layer's counts."""
     factor: float = 1.5
     least: int = 16
-    """The one in host memory must have been chosen more than `factor` times as often and `least` times in addition."""
+    """The one in host memory must have been chosen `factor` times as often plus `least` times."""
 
 
 class Exchange(NamedTuple):

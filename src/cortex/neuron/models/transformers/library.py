@@ -1,4 +1,4 @@
-"""What the installed `transformers` library says about a model. Only workers import the library."""
+"""The facts of the installed `transformers` library about a model. Only workers import the library."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Workload:
     """What a measurement asks of a model at most, and how long it waits."""
 
     streams: tuple[int, ...] = (1, 8, 64)
-    """The numbers of concurrent responses that are measured."""
+    """The measured numbers of concurrent responses."""
     decode_tokens: int = 256
     prompt_tokens: int = 2048
     prompt_repeats: int = 3

@@ -70,7 +70,7 @@ class FileMetadata(Protocol):
 
     @property
     def num_ranks(self) -> int:
-        """Number of devices that the model is divided among. If it is more than one, these are the metadata of one."""
+        """Number of devices that the model is divided among. If it is more than one, this is the metadata of one."""
 
     @property
     def file_bytes(self) -> int | None:
@@ -86,7 +86,7 @@ class FileMetadata(Protocol):
 
 
 class Estimates(Protocol):
-    """The memory of a model, in bytes. `metadata` come from the same harness. Pure."""
+    """The memory of a model, in bytes. `metadata` comes from the same harness. Pure."""
 
     @property
     def loads_in_worker(self) -> bool:

@@ -260,7 +260,7 @@ class Forecast(NodeLimits):
         if model.host_weights == "off":
             return 'none of its weights may be in host memory (host_weights = "off")'
         if model.replicas > 1 or model.may_grow or model.deterministic or metadata.backend != "native":
-            return "weights lie in host memory only of a model with one replica, not deterministic, in a native family"
+            return "only native models with one replica, not deterministic, can have weights in host memory"
         if device.kind == "cpu" and self.share_bytes(model, device) is None and model.memory_bytes is None:
             return "the memory of a CPU is the host's"
         layers, _ = metadata.movable(self.matrix_device(device))

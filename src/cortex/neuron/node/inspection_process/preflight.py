@@ -52,7 +52,7 @@ class ModelMetadata:
     recipe: Recipe | None = None
     """How dense matrices are quantised at load, if configured."""
     num_ranks: int = 1
-    """Number of devices that the model is divided among. If it is more than one, these are the metadata of one rank."""
+    """Number of devices that the model is divided among. If it is more than one, this is the metadata of one rank."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The source of `architecture`."""
     sample: str = ""
@@ -191,7 +191,7 @@ def inspect(path: Path, quant: str | None = None, *, name: str | None = None, nu
     format, and dense ones are quantised to it at load.
 
     `name`: the model's name for messages, because a snapshot's folder is named by a digest. `num_ranks`: divides the
-    model among this many devices; the metadata are those of the rank with the largest share. Raises FilesDamaged for
+    model among this many devices; the metadata is that of the rank with the largest share. Raises FilesDamaged for
     damaged files, ModelUnsupported for a model that the engine cannot run.
     """
     name = name or path.name

@@ -1,4 +1,5 @@
-"""Reads the files of models: the functions of the inspection process, and how metadata travel from it to the daemon.
+"""Reads the files of models: the functions of the inspection process, and how metadata travels from it to the
+daemon.
 
 The functions block, and may take any time and memory, because the files are not trusted. Facts travel as bytes, so that
 the daemon decodes them on a thread. The daemon only computes sizes from them: their number is limited, and no text of a
@@ -74,7 +75,7 @@ def find_local(source: str, cache: str, quant: str | None) -> str | None:
 
 
 def read(asked: Read) -> bytes:
-    """The metadata from config and headers of a model, packed; the daemon decodes them on a thread."""
+    """The metadata from config and headers of a model, packed; the daemon decodes it on a thread."""
     return pack_metadata(read_metadata_of(asked))
 
 

@@ -144,7 +144,8 @@ class DeviceChoice:
         return least
 
     def _need_bytes(self) -> int:
-        """The least memory of each device, or of all if the layers are divided. A model of unknown size takes some."""
+        """The least memory of each device, or of all if the layers are divided; positive for a model of unknown
+        size."""
         device, tokens = self.devices[0], self.model.min_context_tokens
         if tokens is None:
             return max(1, self.forecast.least_bytes(self.model, self.metadata, device))

@@ -1,5 +1,5 @@
-"""How the ranks of a divided model keep in step: the leader's worker sends each plan to the workers of the other ranks,
-directly, over Unix sockets in the private directory of the load.
+"""Keeps the ranks of a divided model in step: the leader's worker sends each plan directly to the other ranks' workers,
+over Unix sockets in the load's private directory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 RETRY_S = 0.0005
 _SOCKET = "steps"
 ACCEPT_S = 60.0
-"""The other ranks connect as soon as they are loaded, and they are loaded when the first plan is sent."""
+"""Time limit for connections. Ranks connect as soon as they are loaded, before the first plan is sent."""
 
 
 class LeaderLink:
@@ -55,7 +55,7 @@ class LeaderLink:
     def turn(self) -> Iterator[None]:
         """Locks the devices in a fixed order. The kernel releases the locks of a process that dies.
 
-        The leader that holds a lock may wait for this worker to follow its step, so this one must not just block.
+        The leader that holds a lock may wait for this worker to follow its step, so this one must not simply block.
         """
         with contextlib.ExitStack() as locked:
             for lock in self._locks:
@@ -82,7 +82,7 @@ class LeaderLink:
 
 
 class _Arrivals:
-    """Accepts the other ranks on a thread, so that they need not wait until the leader has a plan for them."""
+    """Accepts the other ranks on a thread, so that they need not wait for the leader's first plan."""
 
     def __init__(self, rank: RankSpec) -> None:
         """Raises OSError."""

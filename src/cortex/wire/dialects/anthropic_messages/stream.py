@@ -33,7 +33,7 @@ from cortex.wire.response import Block, gather
 from cortex.wire.sse import frame
 
 SIGNATURE = "unsigned"
-"""Clients send back only thinking blocks with a signature. Ours proves nothing."""
+"""Clients send back only thinking blocks with a signature; this one is a placeholder."""
 
 _STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|$)|[{}\[\],]', re.DOTALL)
 """The signs that structure JSON, and whole strings, which may contain them."""

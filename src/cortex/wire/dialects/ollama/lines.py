@@ -36,7 +36,7 @@ KEEPALIVE = b" "
 
 
 class Shape(Protocol):
-    """How one of the routes writes what was generated."""
+    """The format of one route's lines."""
 
     def __call__(self, *, text: str = "", thinking: str = "", calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
         """The fields of one line."""
@@ -126,7 +126,7 @@ def whole_body(
 
 
 def end_of(finish: Finish, request: GenerateRequest) -> dict[str, Any]:
-    """The fields that the last line has in addition. Durations are nanoseconds; to load includes to wait."""
+    """The additional fields of the last line. Durations are in nanoseconds; the load duration includes waiting."""
     if request.loads_only:
         return {"done": True, "done_reason": "unload" if request.keep_alive_s == 0 else "load"}
     timing, usage = finish.timing, finish.usage

@@ -177,7 +177,7 @@ def _finish_reason(finish: Finish, *, as_functions: bool) -> str:
 
 
 def _stop_reason(finish: Finish) -> dict[str, str]:
-    """The stop string that ended the choice: a common extension of self-hosted servers."""
+    """The stop string that ended the choice, a common extension of self-hosted servers."""
     return {} if finish.stop_sequence is None else {"stop_reason": finish.stop_sequence}
 
 

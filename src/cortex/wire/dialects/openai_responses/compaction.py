@@ -27,7 +27,7 @@ _ID_PREFIX = "cmp_"
 MAX_KEPT_CHARS = 32_768
 """The latest messages of the user up to this size are returned; the summary has the others."""
 MAX_SUMMARY_TOKENS = 8192
-"""A summary that goes on is cut off here: without a limit it would fill the context that it is to free."""
+"""Limit of the summary, which would otherwise fill the context that it should free."""
 PROMPT = (
     "Sum up the conversation so far for another assistant, who will continue it without seeing it. State the goal of "
     "the user and their constraints, what was done and decided, the summary, names, paths and values that are still "

@@ -24,7 +24,7 @@ OF_GATEWAYS = {
     "background": "by a gateway that stores responses; a node rejects it",
     "conversation": "by a gateway that stores responses; a node rejects it",
 }
-"""Fields that a gateway honours, and what to say about each. What is in `FIELDS` is what a node does with them."""
+"""Fields that a gateway honours, with their notes. `FIELDS` has a node's treatment of them."""
 
 FIELDS = FieldTable(
     (

@@ -1,4 +1,4 @@
-"""Parses a responses body into a `GenerateRequest`. What becomes of each field is in its field table."""
+"""Parses a responses body into a `GenerateRequest`. The field table has the treatment of each field."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class ClientEvent(NamedTuple):
     """It is `response.steer`, not `response.create`."""
     stream_id: str | None
     generates: bool
-    """False: the request is only prepared; its response can be continued and has no output."""
+    """If false, the request is only prepared: its response has no output and can be continued."""
     body: bytes
     """The request as its client would post it, or a `response.steer` as it came."""
 

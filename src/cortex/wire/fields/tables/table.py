@@ -34,18 +34,18 @@ class BodyField:
     note: str = ""
     """For the docs; for a rejected field also the reason in the error."""
     harmless: tuple[Any, ...] = ()
-    """Values of a rejected field that ask for nothing: they are tolerated."""
+    """Values of a rejected field without effect, which are tolerated."""
     context: Mapping[str, Any] = field(default_factory=dict)
     """Other fields that the example needs."""
     in_envelope: bool = False
     """Whether a gateway reads it before the body is parsed (`wire/request_summary.py`)."""
     has_content: bool = False
-    """Whether its objects may hold media, which a server would fetch by address. Its texts are only texts."""
+    """Whether its objects may hold media, which a server would fetch by address. Texts in it are never addresses."""
     is_limit: bool = False
     """Whether it is the limit of one choice, or a field that servers may read in its place."""
 
     def is_harmless(self, value: Any) -> bool:
-        """Whether a value of a rejected field asks for nothing."""
+        """Whether a value of a rejected field has no effect."""
         return value is None or any(value == harmless for harmless in self.harmless)
 
 
@@ -64,8 +64,8 @@ class FieldTable:
     def __init__(
         self, *groups: Iterable[BodyField], of_gateways: Iterable[str] = (), relayed: Iterable[str] = ()
     ) -> None:
-        """`of_gateways`: fields that a gateway honours, whatever a node does with them. `relayed`: fields that are not
-        read here, and that choose no model at any known server."""
+        """`of_gateways`: fields that a gateway honours, independent of nodes. `relayed`: fields that are not read here
+        and choose no model at any known server."""
         self._fields = {one.name: one for group in groups for one in group}
         self._names = frozenset(name.partition(".")[0] for name in self._fields)
         read = [one.name.partition(".")[0] for one in self if one.in_envelope]
@@ -119,8 +119,8 @@ class FieldTable:
                 )
 
     def check_known(self, values: Mapping[str, Any]) -> None:
-        """Raises InvalidValue for a field that is not honoured or tolerated, and that therefore nobody here can check:
-        it may choose another model, or use tokens that are not counted."""
+        """Raises InvalidValue for a field that is neither honoured nor tolerated and so cannot be checked: it may
+        choose another model or use uncounted tokens."""
         for name, value in values.items():
             one = self._fields.get(name)
             if name in self._relayed:
@@ -135,7 +135,7 @@ class FieldTable:
 
 
 def _folded(name: str) -> str:
-    """What names that some server reads as the same have in common."""
+    """A normal form: equal for names that some server treats as the same."""
     plain = name.partition("[")[0].partition(".")[0]
     return "".join(character for character in plain.casefold() if character.isalnum())
 

@@ -347,7 +347,7 @@ def _listening(address: str) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # its server takes the port at once
         listener.bind((address, 0))
-        listener.listen(2 * MAX_NODES)  # of a server's port, nobody takes the connections that check it
+        listener.listen(2 * MAX_NODES)  # connections that check a server's port are never accepted
         listener.setblocking(False)
     except BaseException:
         listener.close()

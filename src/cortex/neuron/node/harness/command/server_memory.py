@@ -83,8 +83,8 @@ class MemoryWatch:
         *,
         every_s: float,
     ) -> None:
-        """`on_held`: called with the bytes that it holds each time they change. `every_s`: it is measured this often at
-        most."""
+        """`on_held`: called with the bytes that it holds each time they change. `every_s`: minimum interval of
+        measurements."""
         self._name = name
         self._memory = memory
         self._server = server

@@ -166,7 +166,7 @@ class MemoryNeed(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def wanted_bytes(self) -> int:
-        """The size for which other models are evicted: the wanted context, as far as an empty device holds it. If
+        """The size for which other models are evicted: the wanted context, at most what an empty device holds. If
         contexts are unknown, its minimum footprint plus a quarter of its KV cache."""
         if self.contexts is None:
             return self.least_bytes + (self.takes_bytes - self.least_bytes) // 4

@@ -373,7 +373,7 @@ class Dispatcher(DispatchView, StateMachine):
 
     @event
     def source_inspected(self, target: ModelOnNode, source: str, result: ModelStatus | CortexError) -> None:
-        """A node responded about a model that the catalogue names, or named when the node was asked, by its path."""
+        """A node inspected a model that the catalogue names by its path, or named so at the request."""
         if target.node in self._fleet_state:
             self._inspections.responded(target, source, result)
 

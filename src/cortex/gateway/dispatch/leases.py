@@ -29,7 +29,8 @@ _CAPABILITIES: dict[RequestKind, tuple[tuple[str, ...], str]] = {
     "embeddings": (("embeddings",), "makes no embeddings"),
     "rerank": (("rerank", "embeddings"), "makes no scores"),
 }
-"""The capabilities of which a model needs one, the best first, and what is said of a model without any."""
+"""For each kind of request: the capabilities that serve it, best first, and the error text for a model with none of
+them."""
 
 NO_NODES: frozenset[str] = frozenset()
 RELOAD_TOLERANCE_S = 2.0

@@ -1,6 +1,7 @@
 """The history in the gateway's database, so that a restart does not end it. Each gateway has its own.
 
-Only what has changed is written, about once a minute. While the database is unavailable, the history goes on in memory.
+Only what has changed is written, about once a minute. While the database is unavailable, the history continues in
+memory.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ class Ledger:
         return await self._store.database.report(lambda execute: read_counters(execute, windows))
 
     def known_counters(self) -> dict[str, Counters]:
-        """`counters` as far as this gateway knows, without the database."""
+        """`counters` from what this gateway knows, without the database."""
         now = self.clock()
         return {id: Counters(each.window_spent(now), each.total_spent()) for id, each in self._accounts.items()}
 

@@ -88,8 +88,8 @@ class ServerContext(Protocol):
 class ClientConnection(asyncio.Protocol):
     """Serves requests one after the other, and rejects what the parser does not accept.
 
-    It goes on reading while an exchange runs, to notice a disconnect. What the client sends ahead is kept, up to a
-    bound. No request is parsed or served while the client leaves earlier responses unread.
+    It keeps reading while an exchange runs, to notice a disconnect. What the client sends ahead is kept, up to a bound.
+    No request is parsed or served while the client leaves earlier responses unread.
     """
 
     __slots__ = (
@@ -366,7 +366,7 @@ def _is_disconnected(transport: asyncio.Transport) -> bool:
 def encode_rejection(
     server: ServerContext, error: CortexError, path: bytes = b"", headers: Headers = (), *, is_head: bool = False
 ) -> bytes:
-    """A whole response that ends its connection, to a request of which at most the head was read."""
+    """A whole response that ends its connection. At most the head of the request was read."""
     status, own, body = server.reject(error, path)
     if server.response_headers is not None:
         own = [*own, *server.response_headers(headers)]

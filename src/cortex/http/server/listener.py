@@ -51,7 +51,7 @@ _SYN, _SYN_AND_ACK = 0x02, 0x12
 _INSTRUCTIONS = (
     (0x30, 0, 0, _FLAGS_AT),  # load a byte
     (0x54, 0, 0, _SYN_AND_ACK),  # keep these bits
-    (0x15, 0, 1, _SYN),  # go on if that is what is left, else skip one
+    (0x15, 0, 1, _SYN),  # continue if that remains, else skip one
     (0x06, 0, 0, 0),  # drop the packet
     (0x06, 0, 0, 0xFFFFFFFF),  # pass all of it
 )

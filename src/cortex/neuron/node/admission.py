@@ -71,7 +71,7 @@ class Admission:
     """Belongs to one loop. Times are passed in."""
 
     def __init__(self, slots: int, max_queue: int, *, preempted_slots: int = 0) -> None:
-        """`preempted_slots`: additional requests that may start, each of which preempts one of a lower class."""
+        """`preempted_slots`: additional requests that may start, each preempting one of a lower class."""
         self.slots = slots
         """Requests that may run at once."""
         self.preempted_slots = preempted_slots

@@ -1,7 +1,7 @@
 """Operators' decisions that survive restarts, pinned models and drained nodes, kept in the gateway's database.
 
-Gateways that share a database share these decisions. While the database is unavailable, a gateway goes on with what it
-knows and writes its own changes later.
+Gateways that share a database share these decisions. While the database is unavailable, a gateway continues with what
+it knows and writes its own changes later.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class RequestAccounting:
         return b"%b-%x" % (_GATEWAY_ID, self.attempt_number)
 
     def failed_with(self, error: CortexError) -> None:
-        """The client gets this error, as far as its key may see it."""
+        """The client gets this error, without what its key may not see."""
         self.error_code, self.error_message = error.code, error.message
 
     def failed_at(self, lease: Lease) -> None:

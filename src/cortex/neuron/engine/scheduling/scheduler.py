@@ -375,7 +375,7 @@ class Scheduler:
         return False
 
     def _prompts(self, sequences: Ordered[Sequence], draft: StepDraft, work: StepWork) -> list[Prompt]:
-        """The remaining needs of these prompts; of waiting ones, as far as known."""
+        """The remaining needs of these prompts; of waiting ones, those that are known."""
         prompts, num_looked_up = [], 0
         for sequence in sequences:
             start, remaining = sequence.scheduled, sequence.remaining

@@ -82,8 +82,8 @@ class DeviceAllocator:
             yield DeviceAllocation(chosen, partial(self._for_reload, model, metadata), reservation)
 
     async def split(self, model: KnownModel, metadata: FileMetadata, host_bytes: int) -> HostSplit | str:
-        """The weights that a load may put into host memory, of which `host_bytes` are free, next to the loads in
-        progress; or why that is impossible."""
+        """The weights that a load may put into the `host_bytes` of free host memory, next to the loads in progress; or
+        why that is impossible."""
         readings = self._extras.without(await self._read())
         return self._choice(model, metadata, self._devices, readings, counts_loads=True).split(host_bytes)
 

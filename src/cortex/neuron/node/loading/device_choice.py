@@ -177,7 +177,7 @@ class DeviceChoice:
         if model.pipeline_parallel > most_stages:
             advice = "use tensor_parallel, or one device" if most_stages == 1 else f"at most {most_stages} are possible"
             raise ModelUnsupported(
-                f"{model.id} has {num_layers} layers, of which some share keys and values or pictures and must be on "
+                f"{model.id} has {num_layers} layers, and some share keys and values or pictures and must be on "
                 f"one device: pipeline_parallel = {model.pipeline_parallel} is too many; {advice}"
             )
         need_bytes = self.forecast.smallest_bytes(model, self.metadata, self.devices[0])

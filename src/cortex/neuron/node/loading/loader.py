@@ -205,8 +205,8 @@ class ModelLoader:
             return await self._load_on_devices(replace(model, host_split=split), metadata, callbacks)
 
     def with_context(self, model: KnownModel, metadata: FileMetadata, tokens: int | None = None) -> KnownModel | None:
-        """The model as a load that gets at least `tokens` or, by default, the requested or wanted context, as far as
-        empty devices hold it. None if its contexts are unknown here."""
+        """The model as a load that gets at least `tokens` or, by default, the requested or wanted context, at most what
+        empty devices hold. None if its contexts are unknown here."""
         contexts = self.estimate(model, metadata).footprint.contexts
         if contexts is None:
             return None
@@ -407,7 +407,7 @@ class ModelLoader:
         else:
             self.damaged.pop(model.id, None)
             self._damaged_files.pop(model.id, None)
-            if model.id not in self.inspections:  # else a load has inspected the form that it was asked for
+            if model.id not in self.inspections:  # else a load has inspected the requested form
                 self.inspections[model.id], self._inspected_files[model.id] = inspection, stamps
 
     async def _may_be_usable(self, model_id: str) -> bool:

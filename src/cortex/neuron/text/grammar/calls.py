@@ -1,5 +1,5 @@
 """Tool calls as grammar rules, in each model's own syntax, so that a forced call is exactly what the parser reads; and
-the messages of a harmony response, of which its calls are some."""
+the messages of a harmony response, which include its calls."""
 
 from __future__ import annotations
 

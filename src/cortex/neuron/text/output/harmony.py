@@ -45,7 +45,7 @@ _BEGUN: Final = re.compile(rf"\s*[\w.-]*(?:\s+{_BEGUN_RECIPIENT})?")
 _BEGUN_LINES: Final = re.compile(
     r"(?:\s*<\|(?:channel|constrain)\|>\s*[\w.-]*|\s+(?:to=[^\s<]*|to?|j(?:s(?:on?)?)?|c(?:o(?:de?)?)?))*\s*"
 )
-"""A header of several lines from its first marker on, as far as it is written: only what belongs into one."""
+"""A header of several lines from its first marker on, maybe incomplete: only what belongs in one."""
 
 
 class _Part(Enum):
@@ -77,7 +77,7 @@ class HarmonyParser:
         self._space = ""
         """White space that is layout if the message ends."""
         self._begun: set[_Part] = set()
-        """The parts that have text: another message of a part is set apart from what it has."""
+        """The parts that have text: another message of a part is separated from it."""
         self._is_apart = False
         self._name = ""
         self._arguments: ObjectScanner | None = None

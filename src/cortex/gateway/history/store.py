@@ -93,7 +93,7 @@ class HistoryStore:
             if change.at >= since
         ]
         if self._database.exists:
-            with contextlib.suppress(StoreError):  # the next time writes it, too
+            with contextlib.suppress(StoreError):  # the next write includes it
                 await self._database.do(lambda execute: self._write(execute, entries, now))
                 self._saved_at = now
 

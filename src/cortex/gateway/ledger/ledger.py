@@ -212,7 +212,7 @@ class Ledger:
         """The account of a key, or of a user who signed in without one, whose own tokens are not limited."""
         if (account := self._accounts.get(key.id)) is None:
             account = self._accounts[key.id] = Account(key, Spent(), self.monotonic())
-        elif account.key != key and is_user(key):  # `use` knows keys only: what users may do comes with their requests
+        elif account.key != key and is_user(key):  # `use` knows only keys; the rights of users come with their requests
             account.change(key, self.monotonic())
         return account
 
@@ -276,7 +276,7 @@ class Ledger:
         windows = _windows(limited, now)
         try:
             spent = await self._in_thread(lambda: self._store.exchange(batch, windows, before=before, after=after))
-        except Exception:  # whatever failed, nothing was committed and no usage may be lost
+        except Exception:  # nothing was committed, and no usage may be lost
             for slot, counts in batch.items():
                 self._batch[slot] = self._batch[slot] + counts if slot in self._batch else counts
             raise

@@ -167,7 +167,7 @@ class Admission:
         recent = [at_s for at_s in self._finished_s if now_s - at_s <= _RATE_WINDOW_S]
         since_s = now_s
         if len(recent) < 2:
-            # Responses are long or the model was idle: the latest requests say more than the latest seconds.
+            # Responses are long or the model was idle: the latest requests tell more than the latest seconds.
             recent = list(self._finished_s)[-_MIN_RATE_SAMPLES:]
             since_s = recent[-1] if recent else now_s
         if len(recent) < 2:

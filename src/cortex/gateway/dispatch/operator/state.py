@@ -87,9 +87,9 @@ class OperatorState:
         try:
             stored = await self._database.do(lambda execute: _exchange(execute, added, removed))
         except StoreError:
-            return  # the next call tries again
+            return  # the next call retries
         self._stored = stored
-        self._adopt(stored.changed(*self._local().since(local)))  # with what changed here meanwhile
+        self._adopt(stored.changed(*self._local().since(local)))  # with the changes made here meanwhile
 
     def _local(self) -> Decisions:
         return Decisions(self._dispatcher.pins, self._dispatcher.drained)

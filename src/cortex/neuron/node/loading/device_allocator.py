@@ -193,7 +193,7 @@ class DeviceAllocator:
             left_bytes = None if left_bytes is None else max(0, left_bytes - held_bytes)
             usable_bytes = usable_now(others.get(device.index), self._limits.reserve(device), left_bytes)
             has_room &= usable_bytes >= reservation.outstanding_bytes(device.index)
-        # Two loads at once would both count on what is free.
+        # Two loads at once would both count on the same free memory.
         await self._extras.give_back(sharing, self._drain_s, only_loading=has_room)
 
     async def for_extra(

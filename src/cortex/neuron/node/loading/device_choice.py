@@ -131,7 +131,7 @@ class DeviceChoice:
         limit_bytes = None if model.memory_bytes is None else model.memory_bytes // self.metadata.num_ranks
         have_bytes, device = smallest(have_bytes, limit_bytes) or 0, self.devices[0]
         lacking_bytes = max(1, self._need_bytes() - have_bytes)
-        # What is free changes a little until the load begins.
+        # Free memory changes a little until the load begins.
         least = self.forecast.split(model, self.metadata, device, lacking_bytes + lacking_bytes // _SLACK)
         if isinstance(least, str) or least.host_bytes > host_bytes:
             return least

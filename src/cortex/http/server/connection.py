@@ -147,7 +147,7 @@ class ClientConnection(asyncio.Protocol):
         else:
             self._closing = True
             self._write_rejection(rejection)
-            self.transport.close()  # at once: the limit exists so that such a client holds nothing
+            self.transport.close()  # at once, because the limit exists to free what such a client holds
 
     def data_received(self, data: bytes) -> None:
         if self._exchange is not None or self._backlog or self._parser.ready or self._writing_paused:
@@ -263,7 +263,7 @@ class ClientConnection(asyncio.Protocol):
             self._close()
             return
         if self._writing_paused:
-            return  # `resume_writing` goes on, or the deadline that `pause_writing` set ends the connection
+            return  # `resume_writing` continues, or the deadline that `pause_writing` set ends the connection
         self._deadline = self._loop.time() + self._limits.idle_s
         parser = self._parser
         if parser.ready or self._backlog or parser.rejection is not None or parser.owes_continue:

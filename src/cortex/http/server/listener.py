@@ -214,7 +214,7 @@ class _AcceptedConnection(ClientConnection):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._server.leave(self._arriving)
         super().connection_made(transport)
-        if self._arriving.is_aborted:  # uvloop reports the beginning of what was cancelled meanwhile, and not its end
+        if self._arriving.is_aborted:  # uvloop reports the start of a connection cancelled meanwhile, not its end
             self._server.leave(self)
             self._server.ticker.discard(self)
             self.transport.abort()

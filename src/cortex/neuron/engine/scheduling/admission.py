@@ -190,7 +190,7 @@ class SequenceAdmission:
     def cached_pages(self, sequence: Sequence, draft: StepDraft) -> int | None:
         """The number of computed pages of its prefix; None if the sequence must wait for the next step."""
         if sequence.planned:
-            return None  # preempted while a step was in flight: what it drew is not known yet
+            return None  # preempted while a step was in flight: its drawn tokens are not known yet
         digests = sequence.digests_of_full_pages(self._pages.page_tokens)  # also names saved states
         sequence.name_tail(self._pages.page_tokens)
         if sequence.scores_prompt:

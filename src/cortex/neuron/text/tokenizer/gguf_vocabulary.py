@@ -119,7 +119,7 @@ def end_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     found = [metadata.get(f"tokenizer.ggml.{key}") for key in _END_IDS]
     unnamed = {*_TURN_ENDS, *_END_TOKENS.get(str(metadata.get("tokenizer.ggml.model")), ())}
     tokens = metadata.get("tokenizer.ggml.tokens") or ()
-    if "<|return|>" in tokens:  # in harmony a message ends so, and the turn goes on
+    if "<|return|>" in tokens:  # in harmony this ends a message, and the turn continues
         unnamed -= {"<|end|>"}
     kinds = metadata.get("tokenizer.ggml.token_type") or ()
     whole = {i for i, kind in enumerate(kinds) if kind in (TokenType.CONTROL, TokenType.USER_DEFINED)}

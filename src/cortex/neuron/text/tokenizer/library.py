@@ -195,7 +195,7 @@ class LibraryTokenizer:
 
     def encode_texts(self, texts: TextsToEncode) -> EncodedTexts:
         """The tokens of documents, or of pairs of a query and a document, as the model was trained with them."""
-        in_pieces: dict[int, Encoding] = {}  # only what needs it: a batch is faster
+        in_pieces: dict[int, Encoding] = {}  # only the texts that need it: a batch is faster
         for index, (text, spans) in enumerate(zip(texts.texts, texts.literal, strict=True) if texts.literal else ()):
             if literal_at := self._literal_at(text, spans):
                 in_pieces[index] = self._encode_literal(text, literal_at)

@@ -20,6 +20,7 @@ from cortex.gateway.dispatch.fleet_state import DispatchSettings
 from cortex.gateway.dispatch.leases import Lease, PendingRequest
 from cortex.gateway.dispatch.model_jobs import Cause, MemberPlan
 from cortex.gateway.dispatch.operator.commands import OperatorCommands
+from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import CortexError
 from cortex.wire.node.bench import BenchResult
 from cortex.wire.node.contexts import ContextSizes
@@ -218,6 +219,7 @@ class FakeFleet:
                 devices=devices,
                 max_devices_per_model=self.num_devices,
                 harnesses=("torch", "vllm"),
+                dialects=tuple(DIALECTS),
                 group_harnesses=("vllm",),
             )
             self.dispatcher.observed(node, discovery, health)

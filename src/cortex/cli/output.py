@@ -31,6 +31,7 @@ STATE_STYLES = {
     "asleep": "cyan",
     "failed": "red",
     "unreachable": "red",
+    "suspended": "blue",
     "cold": "dim",
 }
 

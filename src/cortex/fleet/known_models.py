@@ -202,7 +202,7 @@ KNOWN_MODELS: Final = (
     _unsloth("meta-llama/Llama-3.2-3B-Instruct", 3.2, "llama-3.2"),
     _unsloth("meta-llama/Llama-3.3-70B-Instruct", 70.6),
     _unsloth("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", 7.6, "deepseek-r1-7b"),
-    _unsloth("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", 8.0, "deepseek-r1-8b"),
+    _unsloth("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", 8.0, "deepseek-r1-8b", "deepseek-r1"),
     _unsloth("deepseek-ai/DeepSeek-R1-Distill-Qwen-14B", 14.8, "deepseek-r1-14b"),
     _unsloth("deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", 32.8, "deepseek-r1-32b"),
     _unsloth("deepseek-ai/DeepSeek-R1-Distill-Llama-70B", 70.6, "deepseek-r1-70b"),

@@ -208,6 +208,12 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         held = self.residencies.get(spec.id)
         return len(held.status.nodes) if held is not None and held.status.nodes else spec.num_nodes
 
+    def shown_state(self, held: Residency) -> ModelState:
+        """That of one of its models for people: what it reported last says little while it does not respond."""
+        if self.healthy:
+            return held.state
+        return ModelState.SUSPENDED if self.sleep in RESERVES else ModelState.UNREACHABLE
+
     @cached_property
     def active(self) -> tuple[Residency, ...]:
         """The models that are not cold: few of the many that a node lists."""

@@ -28,7 +28,7 @@ class Text(Value, frozen=True, tag="text"):
 Detail = Literal["auto", "low", "high"]
 
 
-class Image(Value, frozen=True, tag="image"):
+class PicturePart(Value, frozen=True, tag="picture"):
     """A picture: its file, or the address of one. In a packed request it has neither, but the number of its file among
     those that are packed, and its size."""
 
@@ -66,16 +66,16 @@ TOOL_ERROR = "The tool reported an error:"
 
 class ToolResult(Value, frozen=True, tag="tool_result"):
     call_id: str
-    parts: tuple[Text | Image, ...] = ()
+    parts: tuple[Text | PicturePart, ...] = ()
     is_error: bool = False
 
     @property
-    def marked_parts(self) -> tuple[Text | Image, ...]:
+    def marked_parts(self) -> tuple[Text | PicturePart, ...]:
         """The parts, with a line before those of an error: prompts have no other place to say it."""
         return (Text(text=TOOL_ERROR), *self.parts) if self.is_error else self.parts
 
 
-Part = Text | Image | Reasoning | ToolCall | ToolResult
+Part = Text | PicturePart | Reasoning | ToolCall | ToolResult
 
 
 class Message(Value, frozen=True):
@@ -206,7 +206,7 @@ class GenerateRequest(Value, frozen=True):
     """Completions only: return the prompt before the continuation."""
     truncate_prompt_tokens: int | None = None
     """Keep only this many tokens at the end of the prompt; -1: as many as fit into the context."""
-    pictures: tuple[Image, ...] = ()
+    pictures: tuple[PicturePart, ...] = ()
     """The pictures in the messages of a packed request, by their numbers."""
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = ToolChoice()

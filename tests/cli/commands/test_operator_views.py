@@ -102,6 +102,7 @@ def test_dry_run_of_an_unload_shows_requests_and_pins(gateway: CannedGateway, in
 
 
 def test_files_outside_the_hub_cache_are_named_and_not_deleted(gateway: CannedGateway, invoke: Invoke) -> None:
+    gateway.responses["GET", "/fleet/created"] = {"models": []}
     demo = {"id": "demo", "state": "ready", "source": "/home/anna/.cache/cortex/models/demo.gguf"}
     node = {"name": "local", "kind": "neuron", "up": True, "models": [demo]}
     gateway.responses["GET", "/fleet/status"] = {"version": "1", "nodes": [node]}

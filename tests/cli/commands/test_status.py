@@ -86,7 +86,7 @@ def test_ps_shows_no_activity_of_a_node_that_is_down(gateway: CannedGateway, inv
     busy = READY | {"in_flight": 7, "load": {"running": 7, "tokens_per_s": 55.0}, "idle_s": 0.0}
     gateway.responses["GET", "/fleet/status"] = fleet(busy)
     assert "55" in invoke("ps").stdout
-    gateway.responses["GET", "/fleet/status"] = fleet(busy, up=False)
+    gateway.responses["GET", "/fleet/status"] = fleet(busy | {"state": "unreachable"}, up=False)
     _, row, *_ = invoke("ps").stdout.splitlines()
     assert row.split() == ["small", "beast", "(down)", "unreachable", "900", "MiB"]
 

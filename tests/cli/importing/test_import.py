@@ -50,6 +50,13 @@ def harnesses(text: str) -> dict[str, HarnessEntry]:
     return {entry.name: entry for entry in read(text)[1].harnesses}
 
 
+@pytest.mark.parametrize("text", [FULL, GROUPS])
+def test_imported_gateway_starts_without_keys(text: str) -> None:
+    _, _, config, notes = read(text)
+    assert not config.public_addresses
+    assert any("listens on 127.0.0.1:31313" in note for note in notes)
+
+
 def test_command_has_its_macros_and_no_comments() -> None:
     large = harnesses(FULL)["large"]
     assert large.cmd == (

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.fleet.sleeping import WakeRules
 from cortex.gateway.dispatch.leases import PendingRequest
 from cortex.wire.errors import CortexError, ModelInUse, UpstreamUnavailable
+from cortex.wire.node.protocol import ModelState
 
 from ..fake_fleet import GB, FakeFleet, lease_of, node_of
 
@@ -127,6 +129,28 @@ def test_request_that_only_a_sleeping_node_can_serve_wakes_it_and_learns_how_lon
     fake.finish_load()
     assert len(got) == 1
     assert events(fake)[-2:] == ["node_woken", "node_up"]
+
+
+def test_sleeping_node_is_listed_as_one_that_could_serve_until_it_is_lost() -> None:
+    fake = asleep(fleet())
+    assert fake.dispatcher.feasibility().nodes("huge") == ("big",)
+    fake.ask("huge")
+    fake.now += 121
+    fake.poll("small")
+    fake.dispatcher.tick()
+    assert state(fake) == "lost"
+    assert fake.dispatcher.feasibility().nodes("huge") == ()
+
+
+def test_model_on_a_sleeping_node_is_shown_as_suspended_and_not_as_unreachable() -> None:
+    fake = asleep(fleet())
+    big = fake.dispatcher.fleet.node("big")
+    assert big is not None
+    assert big.shown_state(big.residencies["a"]) is ModelState.SUSPENDED
+    lost = msgspec.structs.replace(big, sleep="lost")
+    assert lost.shown_state(lost.residencies["a"]) is ModelState.UNREACHABLE
+    up = msgspec.structs.replace(big, sleep="awake", healthy=True)
+    assert up.shown_state(up.residencies["a"]) is ModelState.READY
 
 
 def test_expected_wait_is_learned() -> None:

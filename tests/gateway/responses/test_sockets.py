@@ -16,6 +16,7 @@ from cortex.gateway.config import ResponsesSection
 from cortex.gateway.ledger.keys import generate
 from cortex.gateway.responses import sockets
 from cortex.http.limits import ClientShares
+from cortex.http.tls import client_context
 from cortex.wire import sse
 from cortex.wire.dialects.openai_responses import socket_events
 
@@ -26,6 +27,7 @@ from ..started_gateway import Client
 from .responding_node import CALL, READY
 
 if TYPE_CHECKING:
+    from ...certificates import Authority
     from ..fake_neuron import StartNeuron
     from ..started_gateway import StartGateway
 
@@ -88,6 +90,21 @@ async def test_the_sdk_works_unmodified(node: FakeNeuron, start_gateway: StartGa
         assert deltas == ["1 ", "messages", "3 ", "messages"]
     _, stored = await client.get(f"/v1/responses/{ids[1]}", authorization=f"Bearer {ALICE.text}")
     assert stored["previous_response_id"] == ids[0]
+
+
+async def test_the_sdk_works_over_tls(node: FakeNeuron, start_gateway: StartGateway, authority: Authority) -> None:
+    certificate = authority.issue("gateway")
+    client = await start_gateway(node, keys=KEYS, tls_cert=certificate.cert, tls_key=certificate.key)
+    trust: Any = {"ssl": client_context(authority.own.cert)}
+    async with (
+        AsyncOpenAI(api_key=ALICE.text, base_url=f"https://localhost:{client.port}/v1") as openai,
+        openai.responses.connect(websocket_connection_options=trust) as connection,
+    ):
+        await connection.response.create(model="a", input="hello")
+        types = [(await connection.recv()).type]
+        while types[-1] not in LAST:
+            types.append((await connection.recv()).type)
+    assert types[-1] == "response.completed"
 
 
 @pytest.mark.parametrize("stores", [True, False])

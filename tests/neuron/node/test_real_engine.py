@@ -27,9 +27,10 @@ from cortex.wire.node.neighbours import Neighbour, key_hash, new_ticket
 from cortex.wire.node.orders import UnloadRequest
 from cortex.wire.node.protocol import ModelState
 
+from ...waiting import until
 from ..api.served import served
 from ..generations import Reader
-from .node_calls import converse, generate, load, until, worker_bytes, worker_of, write_source
+from .node_calls import converse, generate, load, tokens_of, worker_bytes, worker_of, write_source
 
 MEBIBYTE = 1 << 20
 
@@ -233,6 +234,29 @@ async def test_node_gets_the_kv_that_another_one_has_computed(tmp_path: Path) ->
     finally:
         for node in nodes:
             await node.close()
+
+
+async def test_conversation_takes_its_kv_along_to_another_device_of_its_node(tmp_path: Path) -> None:
+    source, folder = write_source(tmp_path / "a", seed=1), tmp_path / "kv"
+    limits = Limits(max_num_seqs=32, kv_host_mb=64, kv_disk_mb=64, kv_disk_dir=folder)
+    model = ModelEntry(id="a", source=source, context_tokens=2048, replicas=2)
+    rules = ExchangeRules(min_tokens=32, worth=1e9)  # a tiny model computes faster than any disk
+    real = parts(make_workers=lasting_workers, timeouts=None, policy=BackoffPolicy(), exchange_rules=rules)
+    node = await Node.start(NeuronConfig(models=(model,), limits=limits, cpu_devices=2, drain_s=1.0), real)
+    prompt = tuple(number * 11 % 250 + 1 for number in range(1500))
+    greedy = SamplingParams(temperature=0.0)
+    try:
+        await load(node, "a")
+        first = await tokens_of(node.generate("a", EngineRequest("first", prompt, 8, greedy)))
+        await until(lambda: node.engine_stats()["a"].prompt_token_s > 0)
+        assert not list(folder.rglob("*.kv"))
+        readers = [
+            Reader(node.generate("a", EngineRequest(str(number), prompt, 8, greedy))) for number in range(24)
+        ]  # more than are worth waiting for where the prompt was computed
+        assert [await tokens_of(reader) for reader in readers] == [first] * 24
+        assert sum(len(block_files.read_header(path).digests) for path in folder.rglob("*.kv")) == 1500 // 32
+    finally:
+        await node.close()
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,7 +34,7 @@ from cortex.wire.packed_request import pack
 from cortex.wire.requests import GenerateRequest, Message, OutputFormat, Text
 
 from ...processes import alive
-from ...waiting import WAIT_S
+from ...waiting import WAIT_S, until
 from ..weights.conftest import GGUFWriter
 
 CONTROL = ("<|im_start|>", "<|im_end|>")
@@ -72,12 +72,6 @@ async def tokenizer(model: Path) -> AsyncIterator[TokenizerClient]:
 def process_of(tokenizer: TokenizerClient) -> int:
     assert tokenizer.process_id is not None
     return tokenizer.process_id
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def encode(tokenizer: TokenizerClient, text: str) -> tuple[int, ...]:

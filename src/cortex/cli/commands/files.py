@@ -90,10 +90,14 @@ def start_pull(gateway: GatewayClient, model: str, nodes: Sequence[str], *, copi
 @gateway_options
 @json_option
 def rm(model: str, node: str | None, yes: bool, gateway: GatewayClient, as_json: bool) -> None:
-    """Delete a model's files from the nodes' disks.
+    """Delete a model's files from disks, or a created model.
 
-    A model in memory is not deleted; unload it first. Files outside a node's hub cache are never deleted.
+    A model in memory is not deleted; unload it first. Files outside a node's hub cache are never deleted. Of a model
+    that `cortex create` made, the files that were uploaded for it are deleted; what it was made of stays.
     """
+    if node is None and model in gateway.get("/fleet/created")["models"]:
+        _delete_created(gateway, model, yes=yes, as_json=as_json)
+        return
     name, quant = split_quant(model)
     held = {
         place.name: place.files[name]
@@ -119,6 +123,16 @@ def rm(model: str, node: str | None, yes: bool, gateway: GatewayClient, as_json:
     for each in deleted:
         line = f"{model} deleted from {each['node']}, {size(each['freed_bytes'])} are free again"
         console().print(line, soft_wrap=True)
+
+
+def _delete_created(gateway: GatewayClient, model: str, *, yes: bool, as_json: bool) -> None:
+    if not yes:
+        click.confirm(f"Delete {model}? What it was made of stays.", abort=True, err=True)
+    deleted = gateway.delete(f"/fleet/created/{quote(model)}")
+    if as_json:
+        print_json(deleted)
+    else:
+        console().print(f"{model} deleted", soft_wrap=True)
 
 
 @click.command(cls=Command)

@@ -49,8 +49,8 @@ def _state(entry: dict[str, Any]) -> str:
     if entry.get("loaded"):
         return "ready"
     statuses = [str(location["status"]) for location in entry.get("locations", ())]
-    reachable = [status for status in statuses if status != "unreachable"]
-    return (reachable or statuses or ["cold"])[0]
+    here = [status for status in statuses if status not in ("suspended", "unreachable")]
+    return (here or (["suspended"] if "suspended" in statuses else statuses) or ["cold"])[0]
 
 
 def _places(entry: dict[str, Any]) -> str:

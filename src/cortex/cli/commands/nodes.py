@@ -101,9 +101,9 @@ def ps(gateway: GatewayClient, as_json: bool) -> None:
     for node, model in held:
         if not node.up:  # its work at the last poll is out of date
             word, style = (node.sleep, "blue") if node.is_reserve else ("down", "red")
-            unreachable = Text("unreachable", style=style)
+            shown = Text(str(model.state), style=style)
             pinned = "yes" if model.pinned else ""
-            rows.add_row(model.id, f"{node.name} ({word})", unreachable, memory_of(model), "", "", "", pinned)
+            rows.add_row(model.id, f"{node.name} ({word})", shown, memory_of(model), "", "", "", pinned)
             continue
         rows.add_row(
             model.id,

@@ -104,6 +104,8 @@ class _Expander:
 
 
 _NODE = "local"
+_LISTEN = "127.0.0.1:31313"
+"""Where a gateway starts without keys."""
 _MIN_HEALTH_S = 15.0
 _LEVELS = {"debug": "debug", "info": "info", "warn": "warning", "error": "error"}
 _DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -218,9 +220,8 @@ def convert(data: Any, name: str = "llama-swap.yaml") -> Imported:
     if absent := [each for each in preload if each not in models]:
         note(f"not loaded at start, because there are no such models: {', '.join(absent)}")
     if data.get("apiKeys"):
-        note(
-            "apiKeys are not imported, because only hashes are stored: make a key for each owner with `cortex keys add`"
-        )
+        note("apiKeys are not imported, as only hashes are stored: make a key for each owner with `cortex keys add`")
+    note(f"the gateway listens on {_LISTEN}; for clients on other hosts make keys, and remove `listen` in cortex.toml")
     if left_out:
         note(f"without an equivalent, and left out: {', '.join(left_out)}")
     known = _LEVELS.get(str(data.get("logLevel")))
@@ -249,7 +250,7 @@ def convert(data: Any, name: str = "llama-swap.yaml") -> Imported:
         "cortex.toml": "\n".join(
             [
                 head,
-                table("[gateway]", {"models": "models.toml", **loading, **level}),
+                table("[gateway]", {"listen": _LISTEN, "models": "models.toml", **loading, **level}),
                 *([table("[eviction]", {"ttl_s": ttl_s})] if (ttl_s := _number(data, "globalTTL")) > 0 else []),
                 table("[[neurons]]", {"name": _NODE, "endpoint": "http://127.0.0.1:13131"}),
                 *(table("[[neurons]]", peer) for peer in peers),

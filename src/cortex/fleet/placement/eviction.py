@@ -116,8 +116,8 @@ def protected(
         return Protection.CHANGING
     if held.is_busy:
         return Protection.BUSY
-    is_kept = _kept_s(held.model_id, fleet, now) > 0 or _is_kept(held, node, newcomer, fleet, now)
-    return Protection.YOUNG if is_kept else None
+    is_protected = _kept_s(held.model_id, fleet, now) > 0 or _is_protected(held, node, newcomer, fleet, now)
+    return Protection.YOUNG if is_protected else None
 
 
 def _kept_s(model_id: str, fleet: Fleet, now: float) -> float:
@@ -132,7 +132,7 @@ def is_leaving(held: Residency, node: Node) -> bool:
     return held.state is ModelState.UNLOADING and (is_freed_by_sleep(node) or not node.can_sleep)
 
 
-def _is_kept(held: Residency, node: Node, newcomer: ModelSpec, fleet: Fleet, now: float) -> bool:
+def _is_protected(held: Residency, node: Node, newcomer: ModelSpec, fleet: Fleet, now: float) -> bool:
     """Whether the model was loaded recently and is needed by clients other than the newcomer's."""
     if now - held.state_since >= residency_s(held, fleet.rules):
         return False
@@ -229,21 +229,22 @@ def expired(fleet: Fleet, now: float) -> tuple[ModelOnNode, ...]:
         if not (node.healthy and node.takes_orders):
             continue
         for held in node.active:
-            left_s = ttl_left_s(held, node, fleet.catalogue.spec(held.model_id), fleet.rules, now)
-            is_kept = _kept_s(held.model_id, fleet, now) > 0
-            if left_s is not None and left_s <= 0 and not is_kept and held.state in _AT_REST and not held.is_busy:
+            left_s = ttl_left_s(held, node, fleet, now)
+            if left_s is not None and left_s <= 0 and held.state in _AT_REST and not held.is_busy:
                 found.append(ModelOnNode(node.name, held.model_id))
     return tuple(found)
 
 
-def ttl_left_s(held: Residency, node: Node, spec: ModelSpec, rules: EvictionRules, now: float) -> float | None:
-    """Seconds until the model's `ttl_s` has passed if no request comes; None: it never does."""
-    ttl_s = rules.ttl_s if spec.ttl_s is None else spec.ttl_s
+def ttl_left_s(held: Residency, node: Node, fleet: Fleet, now: float) -> float | None:
+    """Seconds until the model's `ttl_s` and the `keep_alive` of its requests have passed if no request comes; None:
+    it has no `ttl_s`."""
+    spec = fleet.catalogue.spec(held.model_id)
+    ttl_s = fleet.rules.ttl_s if spec.ttl_s is None else spec.ttl_s
     if not ttl_s or held.pinned or spec.is_pinned_on(node.name):
         return None
-    if held.is_busy:
-        return ttl_s
-    return ttl_s - (now - held.seen_at + min(held.status.idle_s, held.status.state_age_s))
+    unused_s = 0.0 if held.is_busy else now - held.seen_at + min(held.status.idle_s, held.status.state_age_s)
+    kept_s = _kept_s(held.model_id, fleet, now)
+    return max(ttl_s - unused_s, kept_s) if kept_s else ttl_s - unused_s
 
 
 def over_ceilings(fleet: Fleet, now: float) -> tuple[ModelOnNode, ...]:

@@ -317,8 +317,8 @@ def to_load_again(model_id: str, tokens: int, fleet: Fleet, now: float) -> Model
             return None
     for node in fleet.listing(model_id):
         held = node.residencies[model_id]
-        is_kept = held.pinned or spec.is_pinned_on(node.name) or held.is_busy or held.closed
-        is_movable = held.state is ModelState.READY and not is_kept
+        is_protected = held.pinned or spec.is_pinned_on(node.name) or held.is_busy or held.closed
+        is_movable = held.state is ModelState.READY and not is_protected
         if not (is_movable and node.healthy and node.takes_orders and not node.draining) or held.status.nodes:
             continue
         emptied = _without(node, held)

@@ -227,9 +227,10 @@ class KeyRoutes:
 
     def _checked_name(self, given: str, taken: set[str], kind: str) -> str:
         name = given.strip()
-        if not name or "/" in name or name in taken:
+        if not name or not name.isprintable() or "/" in name or name in taken:
             raise InvalidValue(
-                f"A {kind} cannot be called {shorten(name)!r}: use a name without `/` that no other {kind} has.",
+                f"A {kind} cannot be called {shorten(name)!r}: use printable characters without `/`, and a name that "
+                f"no other {kind} has.",
                 param="name",
             )
         return name

@@ -138,7 +138,7 @@ def _location(node: Node, residency: Residency, for_operator: bool) -> dict[str,
     status = residency.status
     place: dict[str, Any] = {
         "node": node.name,
-        "status": str(status.state) if node.healthy else "unreachable",
+        "status": str(node.shown_state(residency)),
         "vram_mb": 0 if status.state in _ABSENT else (residency.num_bytes or 0) // MEBIBYTE,
     }
     if status.nodes:

@@ -54,7 +54,7 @@ class _Order(NodeValue, frozen=True, forbid_unknown_fields=True):
     dry_run: bool = False
 
 
-class _Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _NoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of an order without options."""
 
 
@@ -90,13 +90,13 @@ class OrderRoutes:
 
     def _drain_node(self, exchange: Exchange, name: str, order: str) -> None:
         self._metering.meter.authenticate_operator(exchange.request)
-        read_body(exchange.request.body, _Nothing)
+        read_body(exchange.request.body, _NoOptions)
         self._respond_stored(exchange, self._drain(name, order))
 
     def _load_profile(self, exchange: Exchange, name: str) -> Response:
         """Begin to load all models of a profile; a job for each."""
         by = self._metering.meter.authenticate_operator(exchange.request)
-        read_body(exchange.request.body, _Nothing)
+        read_body(exchange.request.body, _NoOptions)
         profiles = self._dispatcher.catalogue.profiles
         if name not in profiles:
             known = f"there are {', '.join(profiles)}" if profiles else "add it under [profiles] in models.toml"

@@ -54,7 +54,7 @@ class Dispatcher(DispatchView, StateMachine):
         self._jobs = ModelJobs(self._fleet_state, effects, event_log, self._demand, clock)
         self._inspections = SourceInspections(self._fleet_state, effects, clock)
         self._waiting = WaitingRequests(self._queues, self._leases, self._jobs, clock)
-        self._undecided = PendingDecisions()
+        self._pending = PendingDecisions()
         self._lost_groups = LostGroups()
         self._is_closing = False
         self.acquire = self._leases.acquire
@@ -71,9 +71,9 @@ class Dispatcher(DispatchView, StateMachine):
         news = {
             node.name
             for before, node in changed
-            if node.name in self._undecided.awaited or before.placement_state != node.placement_state
+            if node.name in self._pending.awaited or before.placement_state != node.placement_state
         }
-        self._undecided.nodes |= news
+        self._pending.nodes |= news
 
     def _advance(self) -> None:
         self._waiting.serve()
@@ -117,7 +117,7 @@ class Dispatcher(DispatchView, StateMachine):
         elif self._is_closing:
             raise _shutting_down()
         elif self._queues.join(pending):
-            self._undecided.joined.add(pending.model)
+            self._pending.joined.add(pending.model)
             self.apply(lambda: None)  # only the queue has changed
 
     def keep(self, model: str, kept_s: float) -> None:
@@ -153,7 +153,7 @@ class Dispatcher(DispatchView, StateMachine):
 
     def release(self, lease: Lease) -> None:
         """The request ended, whatever its outcome."""
-        if self._leases.release(lease) and self._undecided.request_ended(lease.node, self._counted.fleet, self._clock):
+        if self._leases.release(lease) and self._pending.request_ended(lease.node, self._counted.fleet, self._clock):
             self.apply(lambda: None)  # this decision may need a newer report
 
     def request_failed(self, node: str, why: str) -> None:
@@ -190,7 +190,7 @@ class Dispatcher(DispatchView, StateMachine):
             if section not in settings.neurons:
                 self._jobs.abandon(section.name, "was changed in the configuration")
                 self._inspections.ended(section.name)
-        self._undecided.is_all = True
+        self._pending.is_all = True
         self._queues.max_wait_s = settings.max_wait_s
         self._queues.max_waiting = settings.max_waiting
         gone = self._fleet_state.settings.catalogue.ids - settings.catalogue.ids
@@ -207,7 +207,7 @@ class Dispatcher(DispatchView, StateMachine):
     @event
     def tick(self) -> None:
         """About once a second: fail overdue requests, recycle workers, unload expired models, load unmet pins."""
-        self._undecided.is_all = True
+        self._pending.is_all = True
         now, fleet = self._clock(), self.fleet
         self._demand.forget_old(now)
         self._waiting.fail_overdue(lambda model: search(model, fleet, now))
@@ -241,7 +241,7 @@ class Dispatcher(DispatchView, StateMachine):
 
     def _lose(self, node: str, why: str) -> None:
         self._fleet_state.changed(node)
-        self._undecided.is_all = True
+        self._pending.is_all = True
         self._event_log.happened("node_lost", node=node, why=why)
 
     @event
@@ -253,7 +253,7 @@ class Dispatcher(DispatchView, StateMachine):
             self._event_log.happened("node_asleep", node=node)
         else:
             self._event_log.happened("node_not_suspended", node=node, why=error.message)
-            self._undecided.is_all = True
+            self._pending.is_all = True
 
     @event
     def wake_failed(self, node: str, error: CortexError) -> None:
@@ -327,7 +327,7 @@ class Dispatcher(DispatchView, StateMachine):
             return
         if after_sleep is not None:
             self._fleet_state.changed(node)
-            self._undecided.is_all = True
+            self._pending.is_all = True
             self._event_log.happened("node_woken" if after_sleep == "woken" else "node_not_suspended", node=node)
         was_up = self._fleet_state.is_up(node)
         self._fleet_state.observed(node, discovery, health, self._clock())
@@ -345,7 +345,7 @@ class Dispatcher(DispatchView, StateMachine):
         """A poll failed. Several in a row make the node down."""
         if node not in self._fleet_state:
             return
-        self._undecided.is_all = True
+        self._pending.is_all = True
         was_up = self._fleet_state.is_up(node)
         self._fleet_state.missed(node, why)
         went_down = was_up and not self._fleet_state.is_up(node)
@@ -470,7 +470,7 @@ class Dispatcher(DispatchView, StateMachine):
     @event
     def forget_size(self, model: str) -> None:
         """By order of the operator: discard the model's measured size and shortfalls."""
-        self._undecided.is_all = True
+        self._pending.is_all = True
         self._fleet_state.forget_size(model)
 
     @event
@@ -483,17 +483,17 @@ class Dispatcher(DispatchView, StateMachine):
     def _decide(self) -> None:
         """Decide for every model that requests wait for. The decisions cause further events."""
         if not self._queues and not self._leases.closed:
-            self._undecided.nobody_waits()
+            self._pending.nobody_waits()
             return
-        if not self._undecided:
+        if not self._pending:
             return
         fleet = self.fleet
-        decided = self._undecided.decide(self._queues.waiting, fleet, self._clock())
-        for name in self._undecided.awaited:
+        decided = self._pending.decide(self._queues.waiting, fleet, self._clock())
+        for name in self._pending.awaited:
             if (node := fleet.node(name)) is not None and self._leases.is_outdated(node):
                 self._effects.poll_now(name)
-        if self._undecided.closed != self._leases.closed:
-            self._close_models(self._undecided.closed)
+        if self._pending.closed != self._leases.closed:
+            self._close_models(self._pending.closed)
         for decision in decided.starts:
             self.start_load(decision)
         for decision in (*decided.waits, *decided.rejections):

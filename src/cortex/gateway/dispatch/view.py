@@ -11,6 +11,7 @@ from cortex.fleet.demand import Demand
 from cortex.fleet.placement.decision import Decision, Origin
 from cortex.fleet.placement.feasibility import Feasibility
 from cortex.fleet.placement.place import place, place_new
+from cortex.fleet.sleeping import as_if_awake
 from cortex.fleet.topology import STARTING, Fleet, ModelOnNode, counted_node
 from cortex.gateway.dispatch.fleet_state import FleetState
 from cortex.gateway.dispatch.leases import LeasePool
@@ -131,8 +132,9 @@ class DispatchView:
         return place_new(model, num_bytes, self.fleet, self._clock())
 
     def feasibility(self) -> Feasibility:
-        """The nodes that could serve each model, now or after making room."""
-        return Feasibility(self._fleet_state.fleet, self._clock())
+        """The nodes that could serve each model: now, after making room, or once they are awake."""
+        fleet, reserves = self._fleet_state.fleet, self._fleet_state.sleeping.reserves
+        return Feasibility(as_if_awake(fleet, reserves) if reserves else fleet, self._clock())
 
     def context_tokens(self, name: str) -> int | None:
         """The context of the model that a request names; None where it is not known, or there is no such model."""

@@ -199,7 +199,7 @@ MAX_DEVICES = 1024
 """Devices in one response."""
 
 
-class Seen(Protocol):
+class FleetActivity(Protocol):
     """What the dispatcher knows."""
 
     @property
@@ -252,16 +252,16 @@ class History:
             for bucket in self._current():
                 bucket.evictions += 1
 
-    def sample(self, seen: Seen) -> None:
+    def sample(self, activity: FleetActivity) -> None:
         """About once a second. Memory is sampled once per step."""
         self.fold()
-        num_waiting = sum(seen.queue_depths.values())
+        num_waiting = sum(activity.queue_depths.values())
         hour, day = self._current()
         for bucket in (hour, day):
             bucket.waiting = max(bucket.waiting, num_waiting)
         if hour.at != self._memory_at:
             self._memory_at = hour.at
-            self.memory.sample(seen.fleet, self._wall_clock())
+            self.memory.sample(activity.fleet, self._wall_clock())
 
     def as_json(self, window: Window) -> dict[str, Any]:
         """For the page and `/fleet/history`: one value per step, oldest first; None where nothing was measured."""

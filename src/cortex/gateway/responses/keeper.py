@@ -87,15 +87,15 @@ class StoringKeeper:
         input: Raw | bytes,
         *,
         stream: bool,
-        held_end: DeferredEnd | None = None,
+        deferred_end: DeferredEnd | None = None,
     ) -> None:
         """`input` is the input of the client's request; bytes if its references are resolved and its items have ids.
-        The client gets the end of the response, `held_end`, after the response is stored."""
+        The client gets the end of the response, `deferred_end`, after the response is stored."""
         self.kept = kept
         self._store = store
         self._key_id = key_id
         self._input = input
-        self._held_end = held_end
+        self._held_end = deferred_end
         self._capture = (StreamCapture if stream else BodyCapture)(store.max_entry_bytes)
 
     @property

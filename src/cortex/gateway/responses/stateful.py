@@ -166,11 +166,13 @@ class StatefulInference:
             conversation_id=summary.conversation_id,
             store=is_retrievable,
         )
-        held_end = None
+        deferred_end = None
         if self._store.database.is_shared or summary.conversation_id is not None:
             max_held_s = self._inference.services.limits.max_held_s
-            held_end = DeferredEnd.of(received.exchange, self._store.max_entry_bytes, max_held_s)
-        return StoringKeeper(self._store, kept, _key_id(received), input, stream=summary.stream, held_end=held_end)
+            deferred_end = DeferredEnd.of(received.exchange, self._store.max_entry_bytes, max_held_s)
+        return StoringKeeper(
+            self._store, kept, _key_id(received), input, stream=summary.stream, deferred_end=deferred_end
+        )
 
     async def _referred(self, received: ReceivedRequest, summary: RequestSummary, turn: Turn | None) -> _Referred:
         """Everything that a request refers to. Raises the CortexError for a missing response or item."""

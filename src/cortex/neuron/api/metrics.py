@@ -63,7 +63,7 @@ class TokenTimes(Collector):
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 5)
-_STATES = tuple(state for state in ModelState if state is not ModelState.UNREACHABLE)
+_STATES = tuple(state for state in ModelState if state not in (ModelState.UNREACHABLE, ModelState.SUSPENDED))
 UNKNOWN_MODEL = "unknown"
 """Label of requests for unknown models, so that clients cannot create time series."""
 

@@ -13,7 +13,7 @@ class UnsupportedError(LoadError):
     """No retry helps: the engine does not run this model, or not with these options."""
 
 
-class NoRoomError(LoadError):
+class InsufficientMemory(LoadError):
     """The model does not fit into the memory that is free now; it may fit after other models are unloaded."""
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from cortex.neuron.engine.errors import RequestError
 from cortex.neuron.engine.roofline.step_work import StepWork
-from cortex.neuron.vision.picture import Picture
+from cortex.neuron.pictures.picture import Picture
 from cortex.system.fair_turns import DEFAULT
 
 FinishReason = Literal["stop", "length", "cancelled", "error", "rejected"]

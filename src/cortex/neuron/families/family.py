@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 from cortex.neuron.families.gguf import GGUFArchitecture
 from cortex.neuron.families.splits import Split
 from cortex.neuron.families.tool_calls import HERMES_JSON, ToolSyntax
-from cortex.neuron.vision.spec import PictureDefaults
+from cortex.neuron.pictures.spec import PictureDefaults
 
 
 @dataclass(frozen=True, slots=True)

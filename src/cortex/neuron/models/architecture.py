@@ -39,7 +39,7 @@ from cortex.neuron.models.layer import (
 from cortex.neuron.models.pooling.config import PoolingConfig
 from cortex.neuron.models.towers.config import TowerConfig
 from cortex.neuron.models.towers.families import read_tower
-from cortex.neuron.vision.picture import PictureRules
+from cortex.neuron.pictures.picture import PictureRules
 from cortex.neuron.weights.sharded import TensorSlice
 
 

@@ -21,7 +21,7 @@ from cortex.neuron.node import lifecycle_events as events
 from cortex.neuron.node.instance import Instance, ModelCallbacks
 from cortex.neuron.node.library import KnownModel
 from cortex.neuron.node.lifecycle import Lifecycle, transition
-from cortex.neuron.node.loading.device_allocator import RoomElsewhere
+from cortex.neuron.node.loading.device_allocator import MemoryElsewhere
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.progress import LoadProgressTracker
 from cortex.neuron.node.memory.ceilings import ModelHolding
@@ -263,7 +263,7 @@ class ModelController:
             # The error stays with the state of the model, and its frames would keep the read files in memory.
             failed.__cause__ = failed.__context__ = None
             error = failed.with_traceback(None)
-            has_room_elsewhere = isinstance(failed, RoomElsewhere)
+            has_room_elsewhere = isinstance(failed, MemoryElsewhere)
         except (WorkerLost, Damaged) as lost:
             self.instance = None
             error, worker_lost = LoadFailed(about(self.model_id, lost)), True

@@ -67,5 +67,7 @@ class NodeDependencies:
     server_times: ServerTimes = field(default_factory=ServerTimes)
     workload: Workload = field(default_factory=Workload)
     """The limits of measurements."""
+    bench_folder: Path | None = None
+    """Folder of the results of measurements; None for the user's cache."""
     harnesses: tuple[Harness, ...] = ()
     """In addition to the built-in engine."""

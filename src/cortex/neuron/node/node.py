@@ -90,7 +90,7 @@ class Node:
         timeouts = parts.timeouts or WorkerTimeouts(
             step_s=limits.step_timeout_s, load_s=limits.load_timeout_s, saves_kv=limits.kv_disk_mb > 0
         )
-        bench_results = BenchResults(inventory.devices, limits.max_num_seqs)
+        bench_results = BenchResults(inventory.devices, limits.max_num_seqs, parts.bench_folder)
         forecast = Forecast(config, bench_results.rates)
         ceilings = Ceilings.of(config)
         self.devices = NodeDevices(
@@ -108,7 +108,7 @@ class Node:
         )
         self._inspector = (parts.inspector or partial(InspectionProcess.of, limits))()
         self._library = Library(config)
-        engine = self._engine = EngineHarness(config, self.devices, forecast, self._inspector, self._library)
+        engine = self._engine = EngineHarness(config, self.devices, forecast, self._inspector, self._library, self.kv)
         self._ports = MemberPorts(config.cluster_address)
         self._read_devices = parts.read_devices
         self._server_times = parts.server_times

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from functools import cache
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -156,6 +157,7 @@ class HarnessEntry(Section, frozen=True):
         return {name: _divided(self.name, f"group.{name}", getattr(group, name)) for name in names}
 
 
+@cache
 def _divided(harness: str, name: str, command: Command) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(command)) if isinstance(command, str) else command

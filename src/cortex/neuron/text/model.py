@@ -12,6 +12,7 @@ import msgspec
 
 from cortex.neuron.families.family import ADDRESSED, ReasoningMarkers
 from cortex.neuron.families.tool_calls import HARMONY, ToolSyntax
+from cortex.neuron.pictures.spec import PictureSpec
 from cortex.neuron.text import defaults, files
 from cortex.neuron.text.grammar.request import LeadingReasoning, build_grammar
 from cortex.neuron.text.grammar.trial import GrammarTrial
@@ -31,7 +32,7 @@ from cortex.neuron.text.template.chat_template import CHATML, ChatTemplate
 from cortex.neuron.text.template.detect import reasoning_markers, tool_syntax
 from cortex.neuron.text.template.fill_in import fill_in_prompt, has_markers, markers
 from cortex.neuron.text.template.literal_content import LiteralContent
-from cortex.neuron.text.template.pictures import images_in
+from cortex.neuron.text.template.pictures import pictures_in
 from cortex.neuron.text.template.prompt import (
     NO_RULES,
     PromptRules,
@@ -47,7 +48,6 @@ from cortex.neuron.text.tokenizer.encoder import NoEncoder, TextEncoder
 from cortex.neuron.text.tokenizer.tokenizer import Tokenizer
 from cortex.neuron.text.tools.scanner import CallScanner
 from cortex.neuron.text.tools.syntaxes import call_syntax
-from cortex.neuron.vision.spec import PictureSpec
 from cortex.neuron.weights.gguf.metadata import read_metadata
 from cortex.wire.errors import TemplateRenderFailed
 from cortex.wire.fields.constraints import is_constrained
@@ -136,7 +136,7 @@ class TextModel:
             return render_raw(prompt, self.tokenizer, rules)
         template = self._template_for(request)
         # A placeholder in a message must not take the place of a picture.
-        is_literal = not rules.control_tokens_in_messages or next(images_in(request), None) is not None
+        is_literal = not rules.control_tokens_in_messages or next(pictures_in(request), None) is not None
         literal_content = self._literal_content[template is self.template] if is_literal else None
         return render_conversation(
             request, template, self.tokenizer, self._reasoning_markers, literal_content, rules, self.pictures

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import msgspec
 
 from cortex.ipc.channel import ChannelMessage
+from cortex.neuron.pictures.picture import PicturePlace
 from cortex.neuron.text.errors import TextFileMalformed, TextModelError, TokenizerMissing, TokenizerUnsupported
 from cortex.neuron.text.preparation import Prepared
 from cortex.neuron.text.template.prompt import Rendered
 from cortex.neuron.text.text_files import TextFiles
 from cortex.neuron.text.tokenizer.encoder import EncodedTexts
-from cortex.neuron.vision.picture import PicturePlace
 from cortex.neuron.weights.errors import CheckpointError, Malformed, Unsupported
 
 _ERROR_TYPES = (

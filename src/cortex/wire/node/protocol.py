@@ -38,6 +38,8 @@ class ModelState(StrEnum):
     FAILED = "failed"
     UNREACHABLE = "unreachable"
     """Reported by a gateway only: the node is down."""
+    SUSPENDED = "suspended"
+    """Reported by a gateway only: the node sleeps, and is woken when the model is needed."""
 
 
 class Device(NodeValue, frozen=True):

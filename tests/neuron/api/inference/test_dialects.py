@@ -14,6 +14,7 @@ from openai.types.responses import ResponseCustomToolCall
 
 from cortex.wire.sse import Parser
 
+from ....waiting import until
 from . import route_calls
 from .route_calls import frames
 
@@ -108,7 +109,7 @@ async def test_custom_tool_gets_free_text_in_chat(api: Any, openai_client: opena
     ],
 )
 async def test_response_without_parallel_calls_ends_with_its_first_call(
-    api: Any, chat_body: Any, until: Any, fields: dict[str, Any], num_calls: int
+    api: Any, chat_body: Any, fields: dict[str, Any], num_calls: int
 ) -> None:
     api.node.script.text = f"{CALL}\n{CALL}\nDone."
     _, reply, _ = await api.post("/v1/chat/completions", chat_body(**fields))

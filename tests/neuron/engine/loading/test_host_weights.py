@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cortex.neuron.engine.engine import Engine
-from cortex.neuron.engine.errors import LoadCancelled, LoadError, NoRoomError
+from cortex.neuron.engine.errors import InsufficientMemory, LoadCancelled, LoadError
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
 from cortex.neuron.engine.loading.loading import LoadedModel, build_model, load_model
 from cortex.neuron.engine.memory import host_weights
@@ -179,7 +179,7 @@ def test_host_that_runs_out_of_memory_in_the_middle_of_a_load_keeps_nothing(monk
     def failing(self: host_weights.HostBuffers, num_bytes: int) -> torch.Tensor:
         made.append(self)
         if len(made) == 3:
-            raise NoRoomError("no memory")
+            raise InsufficientMemory("no memory")
         return allocate(self, num_bytes)
 
     def releasing(self: host_weights.HostBuffers) -> None:
@@ -188,7 +188,7 @@ def test_host_that_runs_out_of_memory_in_the_middle_of_a_load_keeps_nothing(monk
 
     monkeypatch.setattr(host_weights.HostBuffers, "allocate", failing)
     monkeypatch.setattr(host_weights.HostBuffers, "release", releasing)
-    with pytest.raises(NoRoomError):
+    with pytest.raises(InsufficientMemory):
         _built("qwen3_moe", memory_bytes=_small_bytes(whole), host_weight_bytes=1 << 30)
     assert released == [0]
 

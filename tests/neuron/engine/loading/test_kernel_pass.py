@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,7 +30,7 @@ from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.private_api.torch import with_shape_rules
 from cortex.neuron.private_api.triton import OfflineDriver
 
-from ....waiting import WAIT_S
+from ....waiting import WAIT_S, wait_until
 from ...tiny_models import tiny_delta, tiny_sizes
 
 driver = pytest.importorskip("triton.runtime").driver
@@ -161,10 +160,7 @@ def test_first_response_does_not_wait_for_other_kernels(compiled: list[str], mon
     monkeypatch.setattr(compilation, "timed", gated)
     kernels = KernelPass(passed(DENSE), FACTS)
     kernels.start()
-    deadline_s = time.monotonic() + WAIT_S
-    while kernels._compiler.num_kernels <= kernels._num_first or not prepared:  # noqa: SLF001 - others have begun
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    wait_until(lambda: prepared and kernels._compiler.num_kernels > kernels._num_first)  # noqa: SLF001 - others have begun
     kernels.ready(lambda: None)
     assert not may_go_on.is_set()
     may_go_on.set()

@@ -28,9 +28,9 @@ from cortex.wire.errors import (
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import Device, ModelState
 
-from ....waiting import NEVER_S, WAIT_S
+from ....waiting import NEVER_S, WAIT_S, until
 from ...generations import Reader
-from ..node_calls import has_worker, held, load, request, tokens_of, until, worker_bytes, worker_of
+from ..node_calls import has_worker, held, load, request, tokens_of, worker_bytes, worker_of
 
 
 async def test_loads_generates_and_unloads(tmp_path: Path) -> None:

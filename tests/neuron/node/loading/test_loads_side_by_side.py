@@ -24,9 +24,10 @@ from cortex.wire.errors import InsufficientCapacity
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import Device, ModelState, ModelStatus
 
+from ....waiting import until
 from ...worker.hosts.fake_host import FakeHost
 from ..harness.test_harness import EchoEstimates, EchoFacts, EchoHarness
-from ..node_calls import load, until
+from ..node_calls import load
 
 GIB = 1 << 30
 CARD = Device(index=0, kind="cuda", name="card", total_bytes=40 * GIB)

@@ -14,7 +14,8 @@ from cortex.wire.errors import LoadFailed, ModelInUse, ModelUnsupported
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import ModelState
 
-from ..node_calls import load, until
+from ....waiting import until
+from ..node_calls import load
 
 
 def put(path: Path, *, age_s: float = 60) -> None:

@@ -26,7 +26,8 @@ from cortex.wire.errors import InsufficientCapacity
 from cortex.wire.node.orders import UnloadRequest
 from cortex.wire.node.protocol import Device, ModelState
 
-from ..node_calls import load, until
+from ....waiting import until
+from ..node_calls import load
 
 MEBIBYTE = 1 << 20
 INFO = EngineInfo("llama", "float32", 512, 100, weight_bytes=10, kv_bytes=5, page_tokens=32, num_pages=7)

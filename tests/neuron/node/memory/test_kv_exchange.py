@@ -27,8 +27,7 @@ from cortex.neuron.worker.protocol import Command, FindBlocks
 from cortex.wire.node.kv_blocks import PAGES, PATH, BlocksRequest
 from cortex.wire.node.neighbours import Neighbour
 
-from ....waiting import NEVER_S, WAIT_S
-from ..node_calls import until
+from ....waiting import NEVER_S, WAIT_S, until
 
 MODEL = bytes(range(16))
 KIND = BlockKind(MODEL, 0, 4096)
@@ -290,3 +289,59 @@ async def test_forgets_files_and_what_workers_have(tmp_path: Path) -> None:
     assert (await exchange.forget(ChosenBlocks("m", (DIGESTS[0][:8],))))[0] == 4
     assert worker.forgotten[1:] == [("m", (DIGESTS[0][:8],))]
     assert block_files.stored(tmp_path) == []
+
+
+SHARED = EngineRequest("r", PROMPT, 1)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "own", "is_shared"),
+    [
+        pytest.param(32, 0, True, id="all of it"),
+        pytest.param(32, 8, True, id="the rest of it"),
+        pytest.param(32, 20, False, id="a short rest is computed"),
+        pytest.param(0, 0, False, id="there is nothing"),
+        pytest.param(8, 32, False, id="the other one has more"),
+    ],
+)
+async def test_device_reads_what_another_one_of_its_node_has_computed(
+    tmp_path: Path, theirs: int, own: int, *, is_shared: bool
+) -> None:
+    source, target = Worker(theirs), Worker(own)
+    exchange = KvExchange(tmp_path, 1 << 30, [source, target])
+    await exchange.share(INFO, SLOW, SHARED, source, target)
+    assert source.saves == ([DIGESTS[:theirs]] * 2 if is_shared else []), "asked until they are written"
+    assert target.sent == ([FindBlocks(MODEL)] if is_shared else [])
+    exchange.close()
+
+
+@pytest.mark.parametrize(
+    ("stats", "budget_bytes", "request_"),
+    [
+        pytest.param(EngineStats(prompt_token_s=1e-9), 1 << 30, SHARED, id="computing is faster"),
+        pytest.param(SLOW, 0, SHARED, id="no disk"),
+        pytest.param(SLOW, 1 << 30, EngineRequest("r", PROMPT, 1, uses_prefix_cache=False), id="not cached"),
+    ],
+)
+async def test_devices_of_a_node_share_only_what_saves_time(
+    tmp_path: Path, stats: EngineStats, budget_bytes: int, request_: EngineRequest
+) -> None:
+    source, target = Worker(32), Worker()
+    exchange = KvExchange(tmp_path, budget_bytes, [source, target])
+    await exchange.share(INFO, stats, request_, source, target)
+    assert (source.saves, target.sent) == ([], [])
+    exchange.close()
+
+
+async def test_device_whose_blocks_are_not_written_in_time_is_not_waited_for(tmp_path: Path) -> None:
+    class Busy(Worker):
+        async def save_blocks(self, model: bytes, digests: tuple[Digest, ...]) -> bool:
+            await super().save_blocks(model, digests)
+            return False
+
+    source, target = Busy(32), Worker()
+    exchange = KvExchange(tmp_path, 1 << 30, [source, target])
+    await exchange.share(INFO, EngineStats(prompt_token_s=1e-4), SHARED, source, target)
+    assert source.saves
+    assert not target.sent
+    exchange.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
@@ -13,11 +13,12 @@ import pytest_asyncio
 from cortex.neuron.engine.request import EngineRequest, EngineStats, StepOutput
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.faults import FaultKind
+from cortex.neuron.worker.hosts.replica import HostReplica
 from cortex.neuron.worker.hosts.replicated import ReplicatedHost
 from cortex.neuron.worker.model_host import Damaged, LoadRejected, SleepRejected
 from cortex.neuron.worker.process import WorkerLost
 
-from ....waiting import WAIT_S
+from ....waiting import WAIT_S, until
 from ..recording_sink import RecordingSink
 from .fake_host import INFO, FakeHost
 
@@ -36,12 +37,6 @@ async def loaded() -> AsyncIterator[Loaded]:
     await replicas.load(sink)
     yield replicas, hosts, sink
     replicas.stop_reloads()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0)
 
 
 def request(name: str, tokens: int = 4, first: int = 0) -> EngineRequest:
@@ -108,6 +103,72 @@ async def test_prompt_of_another_tenant_is_not_drawn_to_a_prefix(loaded: Loaded)
     assert second.requests[-1] == "c"
     replicas.submit(replace(request("d", 5000), tenant=b"of another one.."))
     assert first.requests[-1] == "d", "it has less to do"
+
+
+class Sharing:
+    """Lets one replica read what another one has computed, when the test says so."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
+        self.is_done = asyncio.Event()
+        self.error: Exception | None = None
+
+    async def __call__(self, request: EngineRequest, source: HostReplica, target: HostReplica) -> None:
+        self.asked.append((request.id, source.host.device_indices, target.host.device_indices))
+        await self.is_done.wait()
+        if self.error is not None:
+            raise self.error
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def moving() -> AsyncIterator[tuple[Loaded, Sharing]]:
+    """A conversation that was computed on the first replica continues on the second, as the first one is full."""
+    hosts, sink, sharing = [FakeHost(0), FakeHost(1)], RecordingSink(), Sharing()
+    new_hosts = [host.again for host in hosts]
+    replicas = ReplicatedHost("m", new_hosts, lambda _: contextlib.nullcontext(), share=sharing)
+    await replicas.load(sink)
+    replicas.submit(request("a", 4000))
+    hosts[0].sink.on_stats(EngineStats(running=1, used_pages=7, num_pages=7))
+    replicas.submit(request("moved", 5000))
+    await until(lambda: sharing.asked)
+    yield (replicas, hosts, sink), sharing
+    replicas.stop_reloads()
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("of the disk")])
+async def test_request_that_moves_to_another_replica_gets_its_prefix_first(
+    moving: tuple[Loaded, Sharing], error: Exception | None
+) -> None:
+    (replicas, (first, second), _), sharing = moving
+    assert sharing.asked == [("moved", (0,), (1,))]
+    assert (first.requests, second.requests) == (["a"], [])
+    sharing.error = error
+    sharing.is_done.set()
+    await until(lambda: second.requests == ["moved"])
+    replicas.cancel("moved")
+    assert second.requests == []
+
+
+async def test_request_is_cancelled_while_it_waits_for_its_prefix(moving: tuple[Loaded, Sharing]) -> None:
+    (replicas, (_, second), _), sharing = moving
+    cancelled: list[str] = []
+    second.cancel = cancelled.append  # type: ignore[assignment, method-assign]
+    replicas.cancel("moved")
+    assert (second.requests, cancelled) == (["moved"], ["moved"]), "its replica reports the end"
+    sharing.is_done.set()
+    await asyncio.sleep(0)
+    assert second.requests == ["moved"], "it is not sent twice"
+
+
+async def test_request_fails_if_its_replica_is_lost_while_it_waits_for_its_prefix(
+    moving: tuple[Loaded, Sharing],
+) -> None:
+    (_, (_, second), sink), sharing = moving
+    second.lose("killed")
+    assert list(sink.failed) == ["moved"]
+    sharing.is_done.set()
+    await asyncio.sleep(0)
+    assert second.requests == []
 
 
 async def test_lost_replica_fails_its_own_requests_and_comes_back(
@@ -309,5 +370,4 @@ async def test_reload_that_sleep_interrupts_is_repeated_after_the_wake(loaded: L
     await replicas.sleep()
     assert first.sink is old
     await replicas.wake()
-    async with asyncio.timeout(WAIT_S):
-        await until(lambda: first.sink is not old)
+    await until(lambda: first.sink is not old)

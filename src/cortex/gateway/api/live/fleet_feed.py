@@ -46,7 +46,7 @@ class _Frame:
         return self._encoded[view]
 
 
-class _Everything(_Frame):
+class _Snapshot(_Frame):
     """The whole fleet at one moment."""
 
     def __init__(self, nodes: list[dict[str, Any]], waiting: dict[str, int]) -> None:
@@ -65,7 +65,7 @@ class _Everything(_Frame):
 class FleetFeed:
     """Writes events `fleet`, `node` and `waiting` to its readers. Owned by the loop's thread.
 
-    `fleet` has everything and comes first, and again to a reader that was too slow for a change, or that sees no single
+    `fleet` has snapshot and comes first, and again to a reader that was too slow for a change, or that sees no single
     nodes. `node` replaces one node, `waiting` the depths of the queues.
     """
 
@@ -95,24 +95,24 @@ class FleetFeed:
         if not self._readers:
             return
         frames = self._changes()
-        everything: _Everything | None = None
+        snapshot: _Snapshot | None = None
         for exchange, reader in self._readers.items():
             if exchange.paused:
                 reader.has_missed = reader.has_missed or bool(frames)
             elif reader.has_missed or (frames and reader.view.is_restricted):
-                everything = everything or self._everything()
-                self._write(exchange, reader, everything)
+                snapshot = snapshot or self._everything()
+                self._write(exchange, reader, snapshot)
             else:
                 for frame in frames:
                     exchange.write(frame.encoded(reader.view))
 
-    def _write(self, exchange: Exchange, reader: _Reader, everything: _Everything) -> None:
+    def _write(self, exchange: Exchange, reader: _Reader, snapshot: _Snapshot) -> None:
         reader.has_missed = False
         if reader.view.is_restricted:
-            if (encoded := everything.encoded(reader.view)) == reader.encoded:
+            if (encoded := snapshot.encoded(reader.view)) == reader.encoded:
                 return
             reader.encoded = encoded
-        exchange.write(everything.encoded(reader.view))
+        exchange.write(snapshot.encoded(reader.view))
 
     def _changes(self) -> list[_Frame]:
         """Frames with what has changed since the last call."""
@@ -133,8 +133,8 @@ class FleetFeed:
             frames.append(_Frame("waiting", lambda view: view.waiting(waiting)))
         return frames
 
-    def _everything(self) -> _Everything:
-        return _Everything(node_statuses(self._dispatcher.fleet), dict(self._dispatcher.queue_depths))
+    def _everything(self) -> _Snapshot:
+        return _Snapshot(node_statuses(self._dispatcher.fleet), dict(self._dispatcher.queue_depths))
 
 
 def _node_in(status: dict[str, Any], view: FleetView) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def _node_status(node: Node, catalogue: Catalogue) -> dict[str, Any]:
             msgspec.to_builtins(held.status)
             | {"in_flight": held.in_flight, "pinned": held.pinned or held.model_id in pinned}
             | {"pinned_by": "operator" if held.pinned else "catalogue" if held.model_id in pinned else None}
-            | ({} if node.healthy else {"state": ModelState.UNREACHABLE})
+            | {"state": node.shown_state(held)}
             for held in node.residencies.values()
             if held.state is not ModelState.COLD
         ],
@@ -190,7 +190,7 @@ def _node_status(node: Node, catalogue: Catalogue) -> dict[str, Any]:
 
 
 def _comparable(node: Node) -> object:
-    """What decides whether a node has changed: everything but the ages of its models; of cold models only the names."""
+    """What decides whether a node has changed: snapshot but the ages of its models; of cold models only the names."""
     models = [
         msgspec.structs.replace(held, status=msgspec.structs.replace(held.status, state_age_s=0.0, idle_s=0.0))
         for held in node.residencies.values()

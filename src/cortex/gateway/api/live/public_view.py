@@ -149,7 +149,7 @@ def _progress(model: dict[str, Any]) -> dict[str, Any] | None:
 
 def _nearest_to_ready(places: Sequence[dict[str, Any]], field: str) -> Sequence[dict[str, Any]]:
     """The one of a model's places, if it has any, that serves first. `field` has its state."""
-    order = {ModelState.READY: 0, ModelState.UNREACHABLE: 2}
+    order = {ModelState.READY: 0, ModelState.SUSPENDED: 2, ModelState.UNREACHABLE: 3}
     return sorted(places, key=lambda place: order.get(place[field], 1))[:1]
 
 

@@ -75,6 +75,8 @@ class CreationRoutes:
             Route("POST", f"{PREFIX}copy", self._begin_copy),
             Route("GET", models.BLOBS, self._begin_finding),
             Route("POST", models.BLOBS, self._begin_upload),
+            Route("GET", "/fleet/created", self._show_created),
+            Route("DELETE", "/fleet/created/(?P<name>.+)", self._begin_delete),
         ]
 
     async def delete(self, name: str) -> bool:
@@ -95,6 +97,21 @@ class CreationRoutes:
             await self._delete_uploads(spec, created)
         await self._change(name, None)
         return True
+
+    def _show_created(self, exchange: Exchange) -> Response:
+        self._metering.meter.authenticate_operator(exchange.request)
+        created = self._created_models.read()
+        return json_response({"models": sorted((*created.ids, *created.aliases))})
+
+    def _begin_delete(self, exchange: Exchange, name: str) -> None:
+        self._metering.meter.authenticate_operator(exchange.request)
+
+        async def deleted() -> Response:
+            if not await self.delete(name):
+                raise ModelNotFound(f"No model {shorten(name)} was created here.", param="model")
+            return json_response({"model": name})
+
+        self._deferred.respond(exchange, deleted())
 
     def _begin_finding(self, exchange: Exchange, digest: str) -> None:
         self._metering.meter.authenticate_operator(exchange.request)
@@ -227,7 +244,9 @@ class CreationRoutes:
             context_tokens = min(filter(None, (described.context_tokens, named)), default=None)
             template = None
             if creation.template:
-                own = base.spec.chat_template or await chat_template(fleet, self._nodes, base.model_id)
+                own = base.spec.chat_template or await chat_template(
+                    fleet, self._nodes, listing.files_of(fleet, base.spec)
+                )
                 template = _converted(creation.template, own)
             return created_entry(creation, base, None, context_tokens, template)
         files = None if is_path(source) else self._files.source_of(plain_name(source))

@@ -114,7 +114,8 @@ class OllamaRoutes:
 
     async def _show(self, resolution: Resolution, name: str) -> Response:
         spec = resolution.spec
-        template = spec.chat_template or await chat_template(self._dispatcher.fleet, self._nodes, spec.id)
+        files = listing.files_of(self._dispatcher.fleet, spec)
+        template = spec.chat_template or await chat_template(self._dispatcher.fleet, self._nodes, files)
         described = listing.described(self._dispatcher.fleet, spec, self._created, self._dispatcher.now, name)
         alias = self._dispatcher.catalogue.aliases.get(resolution.alias or "")
         license = alias.license if isinstance(alias, Alias) else None

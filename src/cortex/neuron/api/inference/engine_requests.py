@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
-from cortex.neuron.vision.picture import Picture
+from cortex.neuron.pictures.picture import Picture
 from cortex.wire.errors import InsufficientQuota, InvalidValue
 from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.requests import GenerateRequest, Sampling

@@ -60,7 +60,7 @@ class Inference:
     strip_billing_header: bool
     tracer: Tracer
     parser: BodyParser
-    departures: KeepAliveUnloads
+    keep_alive_unloads: KeepAliveUnloads
 
     @property
     def opaque(self) -> OpaqueRelay:
@@ -93,7 +93,7 @@ class Inference:
                 check_task(self.backend, packed.head.model, served, "chat", is_of_gateway=is_of_gateway)
                 check_pictures(self.backend, packed.head, is_of_gateway=is_of_gateway)
                 try:
-                    with self.departures.request(packed.head, is_of_gateway=is_of_gateway):
+                    with self.keep_alive_unloads.request(packed.head, is_of_gateway=is_of_gateway):
                         return await self._respond(call, name, packed, watch)
                 except CortexError as error:
                     error.param = client_field(name, error.param, as_functions=packed.head.as_functions)

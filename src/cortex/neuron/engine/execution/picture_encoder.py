@@ -12,7 +12,7 @@ from torch import Tensor
 from cortex.neuron.engine.scheduling.picture_positions import PictureSpan
 from cortex.neuron.models.towers.config import num_cached_vectors
 from cortex.neuron.models.towers.tower import PixelGrid, Tower
-from cortex.neuron.vision.picture import Picture
+from cortex.neuron.pictures.picture import Picture
 
 
 class PictureEncoder:

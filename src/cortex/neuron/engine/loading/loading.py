@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from cortex.formats.units import gib
-from cortex.neuron.engine.errors import LoadCancelled, LoadError, NoRoomError, UnsupportedError
+from cortex.neuron.engine.errors import InsufficientMemory, LoadCancelled, LoadError, UnsupportedError
 from cortex.neuron.engine.loading.draft_files import DraftFiles
 from cortex.neuron.engine.loading.filling import Progress, fill_from
 from cortex.neuron.engine.loading.kernel_pass import KernelPass, ModelToCompile, kernel_pass
@@ -57,8 +57,8 @@ from cortex.neuron.models.towers.kinds import build_tower
 from cortex.neuron.models.transformers.architecture import TransformersArchitecture
 from cortex.neuron.models.transformers.model import TransformersModel
 from cortex.neuron.models.transformers.network import Network
+from cortex.neuron.pictures.spec import PictureSpec, read_picture_spec
 from cortex.neuron.text.files import picture_spec
-from cortex.neuron.vision.spec import PictureSpec, read_picture_spec
 from cortex.neuron.weights.adapter import ADAPTER_KEY
 from cortex.neuron.weights.errors import Cancelled, CheckpointError, Unsupported
 from cortex.neuron.weights.sharded import ShardedCheckpoint
@@ -391,7 +391,9 @@ def _divided(
         raise LoadError(f"the model does not fit the device: {division}")
     free_bytes = read_host_memory().free_bytes
     if division.host_bytes > free_bytes:
-        raise NoRoomError(f"the weights take {gib(division.host_bytes)} of host memory, but {gib(free_bytes)} are free")
+        raise InsufficientMemory(
+            f"the weights take {gib(division.host_bytes)} of host memory, but {gib(free_bytes)} are free"
+        )
     return division
 
 
@@ -478,7 +480,7 @@ def _no_room(sizes: ModelSizes, limit_bytes: int | None, device: torch.device, h
     # Unloading other models does not help a model whose own limit is too low.
     forbidden = limit_bytes is not None and need_bytes > limit_bytes
     advice = "raise the `memory_mb` that limits it" if forbidden else "unload something"
-    return (LoadError if forbidden else NoRoomError)(
+    return (LoadError if forbidden else InsufficientMemory)(
         f"the model needs {gib(need_bytes)} on {device} (weights {gib(sizes.weight_bytes)} and "
         f"at least one page of KV) but {gib(max(have_bytes, 0))} can be used; {advice}, "
         "or choose a smaller or more strongly quantised model"

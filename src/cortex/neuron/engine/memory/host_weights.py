@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cortex.formats.units import gib
-from cortex.neuron.engine.errors import DamagedError, NoRoomError, SleepError
+from cortex.neuron.engine.errors import DamagedError, InsufficientMemory, SleepError
 from cortex.neuron.engine.memory.device import device_memory
 
 _ALIGNMENT_BYTES = 512
@@ -136,11 +136,11 @@ class HostBuffers:
         return self.num_bytes if self._pinned else 0
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """[bytes] uint8, zeros. Raises NoRoomError."""
+        """[bytes] uint8, zeros. Raises InsufficientMemory."""
         try:
             buffer = HostBuffer(num_bytes, pinned=self._pinned)
         except SleepError as error:
-            raise NoRoomError(str(error)) from error
+            raise InsufficientMemory(str(error)) from error
         self._buffers.append(buffer)
         self.num_bytes += num_bytes
         return buffer.bytes

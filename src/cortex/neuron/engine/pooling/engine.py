@@ -157,7 +157,7 @@ def _segments_of(lengths: NDArray[np.int64], first_segments: Sequence[int], batc
 
 
 SLICE_S = 0.008
-"""Bound on how long other models of the device wait for tokens."""
+"""Approximate time of a step, which bounds how long other models of the device wait for tokens."""
 _MIN_BATCH_TOKENS = 128
 """Fewer tokens do not occupy a CPU's cores."""
 _SELF_TEST_TOKENS = 4

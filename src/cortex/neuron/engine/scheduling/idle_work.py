@@ -34,8 +34,8 @@ FORCED_READS = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class IdleRoom:
-    """The room of one step for the idle class."""
+class IdleBudget:
+    """The budget of one step for the idle class."""
 
     costs: StepCosts
     others: StepShape
@@ -107,15 +107,15 @@ class IdleWork:
     def rows_are_due(self) -> bool:
         return self._num_prompt_steps >= MOST_PROMPT_STEPS
 
-    def room(self, costs: StepCosts, others: StepShape) -> IdleRoom:
-        """The room of the next step. `others`: that step without the idle class."""
+    def room(self, costs: StepCosts, others: StepShape) -> IdleBudget:
+        """The budget of the next step. `others`: that step without the idle class."""
         read_s = costs.seconds(StepShape(1))
         if not others.num_streams and not others.prompt_tokens:
-            return IdleRoom(costs, others, max(READS * read_s, LEAST_STEP_S))
+            return IdleBudget(costs, others, max(READS * read_s, LEAST_STEP_S))
         forced_s = FORCED_READS * read_s if self._num_skipped >= MOST_SKIPPED else 0.0
-        return IdleRoom(costs, others, GROWTH * costs.seconds(others), forced_s)
+        return IdleBudget(costs, others, GROWTH * costs.seconds(others), forced_s)
 
-    def planned(self, room: IdleRoom, *, leaves_out: bool, skips_rows: bool) -> None:
+    def planned(self, room: IdleBudget, *, leaves_out: bool, skips_rows: bool) -> None:
         """Records a planned step. `leaves_out`: none of its rows joined, or none of its prompts advanced; `skips_rows`:
         an idle-only step takes prompts although there are rows."""
         self._num_prompt_steps = self._num_prompt_steps + 1 if skips_rows else 0

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cortex.neuron.vision.picture import Picture, PictureGrid, PictureRules
+from cortex.neuron.pictures.picture import Picture, PictureGrid, PictureRules
 
 
 @dataclass(frozen=True, slots=True)

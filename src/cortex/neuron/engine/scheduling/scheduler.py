@@ -40,7 +40,7 @@ from cortex.neuron.engine.scheduling.picture_positions import NO_PICTURES, Pictu
 from cortex.neuron.engine.scheduling.sequence import NO_ROW, Sequence
 from cortex.neuron.engine.scheduling.sequence_states import SequenceStates
 from cortex.neuron.engine.scheduling.step_plan import RowPlan, StepDraft, StepPlan, step_shape
-from cortex.neuron.vision.picture import PictureRules
+from cortex.neuron.pictures.picture import PictureRules
 from cortex.system.fair_turns import IDLE
 
 NOTHING_DRAFTED: Mapping[str, tuple[int, ...]] = {}

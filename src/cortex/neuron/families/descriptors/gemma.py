@@ -16,7 +16,7 @@ from cortex.neuron.families.gguf import (
     ropes_by_type,
 )
 from cortex.neuron.families.tool_calls import CallFrame, ToolSyntax
-from cortex.neuron.vision.spec import PictureDefaults, PictureText
+from cortex.neuron.pictures.spec import PictureDefaults, PictureText
 
 _GEMMA3_27B_LAYERS: Final = 62
 """The one Gemma 3 whose attention scale does not follow from its head width; files do not contain it."""

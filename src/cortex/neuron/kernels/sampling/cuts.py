@@ -127,7 +127,7 @@ def _composite(key, token, vocab, TOKEN_BITS: tl.constexpr):
 
 
 @jit
-def is_kept(x, token, shift, cut, vocab, TOKEN_BITS: tl.constexpr):
+def passes_cut(x, token, shift, cut, vocab, TOKEN_BITS: tl.constexpr):
     """Whether the row keeps each token: whether its composite is at least `cut`."""
     key = _key(x, shift)
     last_key = (cut >> TOKEN_BITS).to(tl.int32)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cortex.neuron.vision.picture import PictureRules
+from cortex.neuron.pictures.picture import PictureRules
 
 PASS_PATCHES = {"cuda": 16_384, "cpu": 4096}
 """Most patches that the tower computes at once, unless a single picture has more."""

@@ -54,8 +54,9 @@ class _KeptResult(msgspec.Struct, frozen=True):
 class BenchResults:
     """Belongs to the daemon's loop, except for the reads and writes of files, which are small."""
 
-    def __init__(self, devices: tuple[Device, ...], max_num_seqs: int) -> None:
-        self._folder = _folder()
+    def __init__(self, devices: tuple[Device, ...], max_num_seqs: int, folder: Path | None = None) -> None:
+        """`folder`: where they are kept; None: in the user's cache."""
+        self._folder = folder or _folder()
         self._hardware = {device.index: (device.kind, device.name, device.total_bytes >> 30) for device in devices}
         self._max_num_seqs = max_num_seqs
         self._kept: dict[str, _KeptResult] = {kept.model_id: kept for kept in _read(self._folder)}

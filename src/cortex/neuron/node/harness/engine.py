@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cortex.neuron.config import NeuronConfig
-from cortex.neuron.engine.request import LoadSpec
+from cortex.neuron.engine.request import EngineRequest, LoadSpec
 from cortex.neuron.kernels.quantised.layout import Layout
 from cortex.neuron.kernels.quantised.recipes import Recipe
 from cortex.neuron.node.devices import NodeDevices
@@ -21,7 +21,9 @@ from cortex.neuron.node.inspection_process.reading import Read
 from cortex.neuron.node.library import KnownModel, Library
 from cortex.neuron.node.memory.allocation import ChosenDevices, DeviceAllocation
 from cortex.neuron.node.memory.ceilings import smallest
+from cortex.neuron.node.memory.kv_exchange import KvExchange
 from cortex.neuron.text.model import TextInspection
+from cortex.neuron.worker.hosts.replica import HostReplica
 from cortex.neuron.worker.hosts.replicated import ReplicatedHost
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.system.engine_packages import REMEDY, missing_packages
@@ -44,8 +46,10 @@ class EngineHarness:
         forecast: Forecast,
         inspector: Inspector,
         library: Library,
+        kv: KvExchange,
     ) -> None:
         self._library = library
+        self._kv = kv
         self.estimates = forecast
         self.max_num_seqs = config.limits.max_num_seqs
         self._inspector = inspector
@@ -126,7 +130,13 @@ class EngineHarness:
         size = len(indices) // model.replicas
         parts = [indices[start : start + size] for start in range(0, len(indices), size)]
         new_hosts = [partial(self._devices.host, part, spec) for part in parts]
-        return ReplicatedHost(model.id, new_hosts, room.lock_devices), chosen
+        return ReplicatedHost(model.id, new_hosts, room.lock_devices, share=self._share), chosen
+
+    async def _share(self, request: EngineRequest, source: HostReplica, target: HostReplica) -> None:
+        places = source.host.device_indices, target.host.device_indices
+        if source.host.resident is not None and all(len(each) == 1 for each in places):
+            workers = [self._devices.supervisors[index] for (index,) in places]
+            await self._kv.share(source.host.resident.info, source.stats, request, *workers)
 
     def replica(self, model: KnownModel, metadata: ModelMetadata, chosen: ChosenDevices) -> ModelHost:
         return self._devices.host(chosen.indices, self.spec(model, metadata, chosen))

@@ -29,7 +29,7 @@ _SETTLE_S = 2.0
 SETTLE_INTERVAL_S = 0.2
 
 
-class RoomElsewhere(InsufficientCapacity):
+class MemoryElsewhere(InsufficientCapacity):
     """A sleeping model no longer fits on its devices, but fits on others."""
 
 

@@ -27,7 +27,7 @@ from cortex.neuron.node.harness.harness import Harnesses
 from cortex.neuron.node.inspection_process.client import Inspector
 from cortex.neuron.node.instance import Instance, ModelCallbacks
 from cortex.neuron.node.library import Fetch, FileStamps, KnownModel, Library, file_stamps
-from cortex.neuron.node.loading.device_allocator import DeviceAllocator, RoomElsewhere, wake_settled
+from cortex.neuron.node.loading.device_allocator import DeviceAllocator, MemoryElsewhere, wake_settled
 from cortex.neuron.node.loading.device_choice import capacity_bytes, check_devices
 from cortex.neuron.node.loading.loads_in_progress import OnWait
 from cortex.neuron.node.memory.host_budget import HostBudget
@@ -250,7 +250,7 @@ class ModelLoader:
 
     async def wake(self, model: KnownModel, instance: Instance, on_wait: OnWait) -> None:
         """Wakes a sleeping model where it is. On InsufficientCapacity or LoadFailed the model is still asleep
-        (`RoomElsewhere`: other devices have room for it). On Damaged or WorkerLost nothing of it is left."""
+        (`MemoryElsewhere`: other devices have room for it). On Damaged or WorkerLost nothing of it is left."""
         host, resident = instance.host, instance.resident
         model = replace(model, min_context_tokens=None)  # it wakes with the context that it has
         try:
@@ -259,7 +259,7 @@ class ModelLoader:
                 instance.woken()
         except (InsufficientCapacity, LoadRejected) as error:
             if await self._room.has_room_elsewhere(error, model, self.inspections[model.id].metadata, host, resident):
-                raise RoomElsewhere(about(model.id, error)) from error
+                raise MemoryElsewhere(about(model.id, error)) from error
             if isinstance(error, LoadRejected):
                 raise _load_error(model.id, error) from error
             raise

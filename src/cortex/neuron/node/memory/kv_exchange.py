@@ -1,7 +1,8 @@
 """Exchange of KV blocks between nodes: this node offers what it has, and fetches before it computes a prompt.
 
 Blocks travel from disk to disk, in the format of their files. A node fetches blocks that the gateway reports at another
-node if that is expected to be faster than computing, and gives up when it is not. Failures here never fail a request.
+node if that is expected to be faster than computing, and gives up when it is not. Devices of one node exchange blocks
+through the folder that all of them read. Failures here never fail a request.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ import msgspec
 
 from cortex.neuron.engine.host_pages import block_files
 from cortex.neuron.engine.host_pages.block_files import BlockFile, DamagedFile, Selection
-from cortex.neuron.engine.host_pages.rates import LINK_BYTES_PER_S, WORTH, CopyRate, saves_time
+from cortex.neuron.engine.host_pages.rates import (
+    DISK_BYTES_PER_S,
+    LINK_BYTES_PER_S,
+    PAGE_CACHE_BYTES_PER_S,
+    WORTH,
+    CopyRate,
+    saves_time,
+)
 from cortex.neuron.engine.host_pages.store import ChosenBlocks
 from cortex.neuron.engine.kv.pages import ROOT, Digest, page_digests
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats
@@ -74,6 +82,11 @@ class _Prompt:
     digests: tuple[Digest, ...]
     """Of its pages."""
 
+    @classmethod
+    def of(cls, model_id: str, info: EngineInfo, stats: EngineStats, request: EngineRequest) -> _Prompt:
+        digests = page_digests(request.tenant or ROOT, request.prompt, info.page_tokens)
+        return cls(model_id, info, stats, tuple(digests))
+
     @property
     def model(self) -> bytes:
         return bytes.fromhex(self.info.kv_name)
@@ -103,6 +116,8 @@ class KvExchange:
         """Model → its files, as of the last scan."""
         self._rates: dict[str, CopyRate] = {}
         """By the address of the other node."""
+        self._write_rate = CopyRate(assumed=DISK_BYTES_PER_S)
+        """Of blocks for another device of this node."""
         self._avoided_until_s: dict[str, float] = {}
         self._turns = asyncio.Semaphore(MAX_FETCHES)
         self._threads = ThreadPoolExecutor(MAX_FETCHES, "kv-fetch")
@@ -147,12 +162,12 @@ class KvExchange:
     ) -> int:
         """Fetches the blocks of the prompt that `source` has and this node lacks, if that is expected to be faster than
         computing; returns the bytes. Cancelled with its request."""
-        if not (self._budget_bytes and info.kv_name and request.uses_prefix_cache) or request.pictures:
-            return 0  # the digests of pages with pictures follow from more than tokens
+        if not self._may_exchange(info, request):
+            return 0
         if time.monotonic() < self._avoided_until_s.get(source.url, 0.0):
             return 0
-        digests = tuple(page_digests(request.tenant or ROOT, request.prompt, info.page_tokens))
-        prompt, count = _Prompt(model_id, info, stats, digests), len(digests)
+        prompt = _Prompt.of(model_id, info, stats, request)
+        count = len(prompt.digests)
         if not self._is_worth_asking(prompt, 0):
             return 0
         is_asked = False
@@ -172,6 +187,40 @@ class KvExchange:
             for worker in self._workers:
                 worker.send(FindBlocks(prompt.model))
         return num_bytes
+
+    async def share(
+        self, info: EngineInfo, stats: EngineStats, request: EngineRequest, source: BlockWorker, target: BlockWorker
+    ) -> None:
+        """Writes what one worker of this node has of the prompt to disk for another one, which computes it next, if
+        writing and reading is expected to be faster than computing. `stats`: of the source."""
+        if not self._may_exchange(info, request) or len(request.prompt) < self._rules.min_tokens:
+            return
+        prompt = _Prompt.of("", info, stats, request)
+        rate, model, digests = self._write_rate, prompt.model, prompt.digests
+        try:
+            first, end = await asyncio.gather(*(each.count_pages(model, digests) for each in (target, source)))
+            if prompt.num_tokens(first, end) < self._rules.min_tokens:
+                return
+            num_bytes = int(prompt.num_tokens(first, end) * info.token_bytes)
+            parts = [(num_bytes, rate.expected), (num_bytes, PAGE_CACHE_BYTES_PER_S)]
+            most_s = self._most_s(prompt, first, end)
+            if not saves_time(parts, ASK_AGAIN_S, most_s, worth=1.0):
+                rate.was_too_slow()
+                return
+            started_s = rate.clock()
+            try:
+                async with asyncio.timeout(most_s):
+                    while not await source.save_blocks(model, digests[:end]):
+                        await asyncio.sleep(ASK_AGAIN_S)
+            finally:
+                rate.measured(num_bytes, started_s)
+        except (WorkerLost, TimeoutError):
+            return
+        target.send(FindBlocks(model))
+
+    def _may_exchange(self, info: EngineInfo, request: EngineRequest) -> bool:
+        """The digests of pages with pictures follow from more than tokens."""
+        return bool(self._budget_bytes and info.kv_name and request.uses_prefix_cache and not request.pictures)
 
     def _most_s(self, prompt: _Prompt, first: int, end: int) -> float:
         """How long a fetch of the pages from `first` to `end` may take."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -15,6 +15,7 @@ from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.model_host import ModelHost, ModelSink, RelaySink
 from cortex.routing.choice import Replica, choose
 from cortex.routing.prefixes import PrefixRecord
+from cortex.system.tasks import run_once
 
 _numbers = itertools.count()
 
@@ -55,15 +56,23 @@ class HostReplica:
         )
 
 
+SharePrefix = Callable[[EngineRequest, HostReplica, HostReplica], Awaitable[None]]
+"""Lets the second replica read what the first one has computed of a prompt, where that is worth it."""
+
+
 class ReplicaSet:
     """Belongs to the daemon's loop."""
 
-    def __init__(self, fixed: Iterable[HostReplica]) -> None:
+    def __init__(self, fixed: Iterable[HostReplica], share: SharePrefix | None = None) -> None:
+        """`share`: None: each replica computes its own prefixes."""
         self.fixed = tuple(fixed)
+        self._share = share
         self.extras: list[HostReplica] = []
         """Replicas that are loaded or being unloaded."""
         self._owners: dict[str, HostReplica] = {}
         """Request id → the replica that has it."""
+        self._sharing: dict[str, tuple[EngineRequest, asyncio.Task[None]]] = {}
+        """Requests that their replica gets once it can read what another one has computed."""
         self._prefixes = PrefixRecord()
         self._lost_stats: list[EngineStats] = []
         """The counters of lost replicas."""
@@ -92,11 +101,29 @@ class ReplicaSet:
         replica.backlog_until_s = max(now_s, replica.backlog_until_s) + chosen.prefill_s
         replica.live.add(request.id)
         replica.empty.clear()
-        replica.host.submit(request)
+        source = next((each for each in loaded if each.place == chosen.source), None)
+        if source is None or self._share is None:
+            replica.host.submit(request)
+        else:
+            shared = self._submit_after(self._share(request, source, replica), request, replica)
+            self._sharing[request.id] = request, run_once(shared, "share a prefix between replicas")
+
+    async def _submit_after(self, shared: Awaitable[None], request: EngineRequest, replica: HostReplica) -> None:
+        """Submits the request also if sharing fails."""
+        try:
+            await shared
+        finally:
+            if self._sharing.pop(request.id, None) is not None:  # else it was cancelled, or its replica is lost
+                replica.host.submit(request)
 
     def cancel(self, request_id: str) -> None:
-        if (owner := self._owners.get(request_id)) is not None:
-            owner.host.cancel(request_id)
+        if (owner := self._owners.get(request_id)) is None:
+            return
+        if (sharing := self._sharing.pop(request_id, None)) is not None:
+            request, task = sharing
+            task.cancel()
+            owner.host.submit(request)  # which reports its end
+        owner.host.cancel(request_id)
 
     def request_ended(self, request_id: str) -> None:
         """It has its last output or its failure."""
@@ -114,6 +141,8 @@ class ReplicaSet:
         replica.backlog_until_s = 0.0
         for request_id in taken:
             self._owners.pop(request_id, None)
+            if (sharing := self._sharing.pop(request_id, None)) is not None:
+                sharing[1].cancel()
         return taken
 
     # Counters

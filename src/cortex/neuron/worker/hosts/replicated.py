@@ -18,7 +18,7 @@ from typing import Any
 from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.faults import FaultKind
-from cortex.neuron.worker.hosts.replica import HostReplica, ReplicaSet, ReplicaSink
+from cortex.neuron.worker.hosts.replica import HostReplica, ReplicaSet, ReplicaSink, SharePrefix
 from cortex.neuron.worker.hosts.several import load_all, uncancelled, unload_all, wake_all
 from cortex.neuron.worker.memory import Reclaimed
 from cortex.neuron.worker.model_host import Damaged, LoadRejected, ModelHost, ModelSink, Resident
@@ -143,12 +143,13 @@ class ReplicatedHost:
         new_hosts: Sequence[Callable[[], ModelHost]],
         lock_devices: LockDevices,
         policy: BackoffPolicy | None = None,
+        share: SharePrefix | None = None,
     ) -> None:
         """`new_hosts`: make the host of each replica, for every load. `lock_devices`: held while one is loaded again,
-        so that no other load runs there."""
+        so that no other load runs there. `share`: None: each replica computes its own prefixes."""
         self.resident: Resident | None = None
         self._model_id = model_id
-        self._replicas = ReplicaSet(HostReplica(new_host(), new_host) for new_host in new_hosts)
+        self._replicas = ReplicaSet((HostReplica(new_host(), new_host) for new_host in new_hosts), share)
         self.extras = ModelExtraReplicas(self._replicas, lambda: self._sink, self._load_one, self._model_lost)
         self._lock_devices = lock_devices
         self._policy = policy or BackoffPolicy()

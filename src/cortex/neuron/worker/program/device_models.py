@@ -19,9 +19,9 @@ from msgspec import structs
 from cortex.neuron.engine.errors import (
     DamagedError,
     EngineError,
+    InsufficientMemory,
     LoadCancelled,
     LoadError,
-    NoRoomError,
     UnsupportedError,
 )
 from cortex.neuron.engine.host_pages.store import ChosenBlocks
@@ -316,7 +316,7 @@ class DeviceModels(dict[int, DeviceModel]):
 def _load_fault(error: LoadError | LoadCancelled) -> FaultKind:
     if isinstance(error, UnsupportedError):
         return FaultKind.UNSUPPORTED
-    return FaultKind.OUT_OF_MEMORY if isinstance(error, NoRoomError) else FaultKind.REQUEST
+    return FaultKind.OUT_OF_MEMORY if isinstance(error, InsufficientMemory) else FaultKind.REQUEST
 
 
 class _LoadTurns:

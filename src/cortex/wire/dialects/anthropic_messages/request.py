@@ -16,10 +16,10 @@ from cortex.wire.pictures.parts import from_base64, from_url
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import (
     GenerateRequest,
-    Image,
     Message,
     OutputFormat,
     Part,
+    PicturePart,
     Reasoning,
     Role,
     Sampling,
@@ -60,7 +60,7 @@ def read_blocks(fields: Fields) -> Iterator[Part]:
             case "redacted_thinking":
                 pass  # encrypted for the vendor's models
             case _:
-                yield from _read_text_or_image(block)
+                yield from _read_text_or_picture(block)
 
 
 def block_pictures(fields: Fields) -> Iterator[str]:
@@ -84,20 +84,20 @@ def read_text_blocks(fields: Fields, name: str) -> Iterator[Text]:
         yield Text(text=block.required_text("text"))
 
 
-def _read_result(fields: Fields) -> Iterator[Text | Image]:
+def _read_result(fields: Fields) -> Iterator[Text | PicturePart]:
     content = fields.raw("content")
     if isinstance(content, str):
         yield Text(text=content)
         return
     for block in fields.objects("content"):
-        yield from _read_text_or_image(block)
+        yield from _read_text_or_picture(block)
 
 
-def _read_text_or_image(block: Fields) -> Iterator[Text | Image]:
+def _read_text_or_picture(block: Fields) -> Iterator[Text | PicturePart]:
     kind = block.text("type")
     match kind:
         case "image":
-            yield _read_image(block)
+            yield _read_picture(block)
         case "document":
             yield from _read_document(block)
         case "search_result":
@@ -109,7 +109,7 @@ def _read_text_or_image(block: Fields) -> Iterator[Text | Image]:
             raise block.invalid("type", f"blocks of type '{shorten(kind or '')}' are not supported; remove the block")
 
 
-def _read_image(block: Fields) -> Image:
+def _read_picture(block: Fields) -> PicturePart:
     source = block.object("source")
     if source is None:
         raise block.invalid("source", "an image block needs one")
@@ -124,7 +124,7 @@ def _read_image(block: Fields) -> Image:
             raise source.invalid("type", f"'{shorten(other or '')}' is not known; send the image as base64 or url")
 
 
-def _read_document(block: Fields) -> Iterator[Text | Image]:
+def _read_document(block: Fields) -> Iterator[Text | PicturePart]:
     """Only plain text documents are supported. Raises `UnsupportedModality` for others, such as PDF."""
     source = block.object("source")
     if source is not None and source.text("type") == "text":

@@ -26,9 +26,9 @@ from cortex.wire.fields.tools import ToolList, read_arguments
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import (
     GenerateRequest,
-    Image,
     Message,
     Part,
+    PicturePart,
     Reasoning,
     Role,
     Text,
@@ -98,10 +98,10 @@ class _OpenCalls:
 def _read_message(fields: Fields, calls: _OpenCalls) -> Message:
     """One message. An unknown role becomes `user`, because templates only know the standard roles."""
     role = _ROLES.get(fields.required_text("role").lower(), "user")
-    content: list[Text | Image] = []
+    content: list[Text | PicturePart] = []
     if text := fields.text("content"):
         content.append(Text(text=text))
-    content += request.read_images(fields)
+    content += request.read_pictures(fields)
     if role == "tool":
         name = fields.text("tool_name") or fields.text("name")
         call_id = calls.take(fields.text("tool_call_id"), name)

@@ -23,7 +23,7 @@ from cortex.wire.dialects.ollama.lines import (
 from cortex.wire.events import AnyEvent
 from cortex.wire.fields.body import Fields
 from cortex.wire.request_summary import RequestSummary
-from cortex.wire.requests import GenerateRequest, Image, Message, Text
+from cortex.wire.requests import GenerateRequest, Message, PicturePart, Text
 
 
 def read_summary(fields: Fields) -> RequestSummary:
@@ -40,7 +40,7 @@ def parse(body: bytes) -> GenerateRequest:
     """Raises `MalformedJSON`, `MissingModel` or `InvalidValue`."""
     fields = GENERATE.read(body)
     read = request.read_request(fields, read_summary(fields))
-    prompt, system, images = fields.text("prompt") or "", fields.text("system"), request.read_images(fields)
+    prompt, system, images = fields.text("prompt") or "", fields.text("system"), request.read_pictures(fields)
     if suffix := fields.text("suffix"):
         if images or system:
             raise fields.invalid("suffix", "what is filled in is text only; leave out 'images' and 'system'")
@@ -54,7 +54,7 @@ def parse(body: bytes) -> GenerateRequest:
     messages: list[Message] = []
     if system:
         messages.append(Message(role="system", parts=(Text(text=system),)))
-    parts: list[Text | Image] = [Text(text=prompt)] if prompt else []
+    parts: list[Text | PicturePart] = [Text(text=prompt)] if prompt else []
     messages.append(Message(role="user", parts=(*parts, *images)))
     return msgspec.structs.replace(read, messages=tuple(messages))
 

@@ -13,7 +13,7 @@ from cortex.wire.fields.sampling import MAX_TOP_LOGPROBS, read_sampling
 from cortex.wire.model_names import plain_name
 from cortex.wire.pictures.parts import from_base64, from_url
 from cortex.wire.request_summary import RequestSummary
-from cortex.wire.requests import GenerateRequest, Image, OutputFormat, Sampling, Thinking
+from cortex.wire.requests import GenerateRequest, OutputFormat, PicturePart, Sampling, Thinking
 from cortex.wire.tenant import read_tenant
 
 _EFFORTS = {"low": "low", "medium": "medium", "high": "high", "max": "high"}
@@ -126,11 +126,11 @@ def duration_s(text: str) -> float | None:
     return -seconds if text.startswith("-") else seconds
 
 
-def read_images(fields: Fields) -> tuple[Image, ...]:
+def read_pictures(fields: Fields) -> tuple[PicturePart, ...]:
     """The pictures of `images`, which are base64 texts."""
     name = fields.param("images")
     return tuple(_image(text, f"{name}[{number}]") for number, text in enumerate(fields.texts("images")))
 
 
-def _image(text: str, param: str) -> Image:
+def _image(text: str, param: str) -> PicturePart:
     return from_url(text, param) if ":" in text[:16] else from_base64(text, "", param)

@@ -29,9 +29,9 @@ from cortex.wire.pictures.parts import PICTURE_PARTS, picture_urls, read_url_par
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import (
     GenerateRequest,
-    Image,
     Message,
     Part,
+    PicturePart,
     Reasoning,
     Role,
     Sampling,
@@ -163,7 +163,7 @@ def _read_message(fields: Fields) -> Message:
     content = tuple(_read_content(fields))
     if role == "tool":
         call_id = fields.text("tool_call_id") or name or ""
-        results = tuple(part for part in content if isinstance(part, Text | Image))
+        results = tuple(part for part in content if isinstance(part, Text | PicturePart))
         return Message(role="tool", parts=(ToolResult(call_id=call_id, parts=results),), name=name)
     if role != "assistant":
         return Message(role=role, parts=content, name=name)
@@ -175,7 +175,7 @@ def _read_message(fields: Fields) -> Message:
     return Message(role="assistant", parts=tuple(parts), name=name)
 
 
-def _read_content(fields: Fields) -> Iterator[Text | Image | Reasoning]:
+def _read_content(fields: Fields) -> Iterator[Text | PicturePart | Reasoning]:
     content = fields.raw("content")
     if content is None or content == "":
         return
@@ -188,7 +188,7 @@ def _read_content(fields: Fields) -> Iterator[Text | Image | Reasoning]:
         yield _read_part(part)
 
 
-def _read_part(part: Fields) -> Text | Image | Reasoning:
+def _read_part(part: Fields) -> Text | PicturePart | Reasoning:
     match part.text("type"):
         case kind if kind in PICTURE_PARTS:
             return read_url_part(part)

@@ -32,7 +32,7 @@ from cortex.wire.errors import InsufficientCapacity, InvalidValue, LoadFailed
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import ModelState
 
-from ...node_calls import until
+from .....waiting import until
 from .commands import SERVER, START, NotedSizes, config, servers
 
 

@@ -9,7 +9,7 @@ import { Progress } from "./progress.js";
 
 const STATES = {
   ready: "good", loading: "busy", downloading: "busy", unloading: "busy", asleep: "quiet", recovering: "warn", failed: "bad",
-  unreachable: "bad",
+  unreachable: "bad", suspended: "quiet",
 };
 const PINNED = { operator: "Kept loaded by an operator", catalogue: "Kept loaded by models.toml" };
 const ON_DEVICE = new Set(["loading", "ready", "unloading", "recovering"]);

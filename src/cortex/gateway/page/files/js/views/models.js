@@ -10,7 +10,7 @@ import { Progress } from "./progress.js";
 import { Pull } from "./pull.js";
 
 const REFRESH_MS = 4000;
-const RANK = ["ready", "loading", "downloading", "recovering", "unloading", "asleep", "failed"];
+const RANK = ["ready", "loading", "downloading", "recovering", "unloading", "asleep", "failed", "suspended", "unreachable"];
 const STARTING = ["loading", "downloading", "recovering"];
 const KINDS = { ready: "good", loading: "busy", downloading: "busy", recovering: "warn", unloading: "busy", failed: "bad", unreachable: "bad" };
 

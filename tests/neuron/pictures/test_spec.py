@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from cortex.neuron.families.registry import BY_TYPE, family_of
-from cortex.neuron.vision.picture import PictureGrid, content_key
-from cortex.neuron.vision.spec import (
+from cortex.neuron.pictures.picture import PictureGrid, content_key
+from cortex.neuron.pictures.spec import (
     MAX_ASPECT,
     MAX_PICTURE_TOKENS,
     Detail,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from cortex.neuron.vision.picture import PictureGrid
+from cortex.neuron.pictures.picture import PictureGrid
 
 if TYPE_CHECKING:
     import numpy as np

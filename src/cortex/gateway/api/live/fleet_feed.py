@@ -81,7 +81,7 @@ class FleetFeed:
     def follow(self, exchange: Exchange, view: FleetView) -> Callable[[], None]:
         """Write to a started exchange until the returned function is called."""
         if not self._readers:
-            self._changes()  # what a first reader gets now is no change at the next tick
+            self._changes()  # the state that a first reader gets now is no change at the next tick
         reader = self._readers[exchange] = _Reader(view)
         self._write(exchange, reader, self._everything())
 

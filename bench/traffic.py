@@ -44,8 +44,8 @@ from urllib.parse import urlsplit
 from workloads import arriving_requests, percentile
 
 LONG_TOKENS, LONG_RESPONSE = 8192, 1024
-AGENT_START, AGENT_TURNS, AGENT_RESPONSE = 3000, 12, 40
-"""Tokens of the first prompt, turns, and tokens of a response."""
+AGENT_START, AGENT_RESPONSE = 3000, 40
+"""Tokens of the first prompt and of a response."""
 AGENT_RESULT = (5.3, 0.8)
 """The log-normal length of a tool's result: median 200 tokens."""
 AGENT_PAUSE_S = 0.5
@@ -267,11 +267,11 @@ def long_tasks(concurrency: int, requests: int, seed: int) -> list[Task]:
     return [Task(0.0, "text", draw.getrandbits(40), LONG_TOKENS, LONG_RESPONSE, requests) for _ in range(concurrency)]
 
 
-def agent_tasks(count: int, seconds: float, seed: int) -> list[Task]:
-    """Conversations that begin within the first half of `seconds`."""
+def agent_tasks(count: int, turns: int, seconds: float, seed: int) -> list[Task]:
+    """Conversations of `turns` requests that begin within the first half of `seconds`."""
     draw, at_s, tasks = random.Random(seed), 0.0, []
     for _ in range(count):
-        tasks.append(Task(at_s, "agent", draw.getrandbits(40), AGENT_START, AGENT_RESPONSE, AGENT_TURNS))
+        tasks.append(Task(at_s, "agent", draw.getrandbits(40), AGENT_START, AGENT_RESPONSE, turns))
         at_s += draw.expovariate(2 * count / seconds)
     return tasks
 
@@ -335,9 +335,8 @@ def run_tasks(server: Server, tasks: Sequence[Task], start_s: float) -> Ran:
 
 def run_processes(server: Server, tasks: Sequence[Task], processes: int) -> Ran:
     """Runs tasks in several processes, each of which has every so-manyth of them."""
-    start_s = time.monotonic() + START_DELAY_S
     if processes == 1:
-        return run_tasks(server, tasks, start_s)
+        return run_tasks(server, tasks, time.monotonic())
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         for _ in pool.map(abs, range(processes)):
             pass  # they have started
@@ -449,7 +448,7 @@ def workloads(options: argparse.Namespace, seed: int) -> Iterator[tuple[str, lis
         for count in map(int, options.concurrency.split(",")):
             yield f"long x{count}", long_tasks(count, options.long_requests, seed)
     if "agents" in names:
-        yield f"agents x{options.agents}", agent_tasks(options.agents, options.seconds, seed)
+        yield f"agents x{options.agents}", agent_tasks(options.agents, options.agent_turns, options.seconds, seed)
 
 
 def main() -> int:
@@ -464,6 +463,7 @@ def main() -> int:
     parser.add_argument("--concurrency", default="1,8,64,256", help="of long prompts")
     parser.add_argument("--long-requests", type=int, default=2, help="of each client, one after the other")
     parser.add_argument("--agents", type=int, default=32)
+    parser.add_argument("--agent-turns", type=int, default=12, help="requests of each agent, one after the other")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--seed", type=int, default=5, help="of the first run; each further one has the next")
     parser.add_argument("--processes", type=int, default=max(1, min(4, (os.cpu_count() or 2) // 2)))

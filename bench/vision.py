@@ -23,7 +23,7 @@ from cortex.neuron.engine.loading.loading import build_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.towers.tower import PixelGrid, Tower
-from cortex.neuron.vision.picture import Picture, PictureGrid
+from cortex.neuron.pictures.picture import Picture, PictureGrid
 from engine import matrix_limit
 from shapes import SHAPES
 from workloads import weights_read

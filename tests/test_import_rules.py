@@ -19,7 +19,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src"
 
 ENGINE_LIBRARIES = frozenset({"torch", "triton", "numpy", "safetensors", "tokenizers"})
-FAMILIES = {"neuron.families", "neuron.vision"}
+FAMILIES = {"neuron.families", "neuron.pictures"}
 KERNELS = {"neuron.kernels", "neuron.private_api", "neuron.delta_sizes", "system.cache_folder", "formats.quant_names"}
 LAYERS = {"neuron.layers", *KERNELS}
 MODELS = {"neuron.models", "neuron.weights", *FAMILIES, *LAYERS}
@@ -27,7 +27,7 @@ ENGINE = {"neuron.engine", "formats.units", "system.fair_turns", *MODELS}
 WORKER = {"neuron.worker", "system.engine_packages", "ipc", "routing", "system.tasks", "telemetry", "wire", *ENGINE}
 TOKENIZER = {"neuron.tokenizer_process", "ipc", "telemetry", "wire", "neuron.text", "neuron.weights", *FAMILIES}
 HUB = {"neuron.hub_process", "ipc", "neuron.weights", "wire"}
-PICTURES = {"neuron.picture_process", "ipc", "settings", "neuron.vision", "wire"}
+PICTURES = {"neuron.picture_process", "ipc", "settings", "neuron.pictures", "wire"}
 NODE = {"neuron.node", "neuron.config", "neuron.servers", "http", "system.private_file", "formats.quant_names"}
 NODE |= {*HUB, *PICTURES, *TOKENIZER, *WORKER}
 API = {"neuron.api", "system.build", "system.open_files", "system.service_manager", "foreign", "parsing", "http"}
@@ -128,7 +128,7 @@ RULES: dict[str, Rule] = {
     "neuron.models": Rule({*MODELS, "formats.units"}, ENGINE_LIBRARIES, frozenset({"transformers"})),
     "neuron.engine": Rule({*ENGINE, "neuron.text"}, ENGINE_LIBRARIES, frozenset({"llguidance"})),
     "neuron.text": Rule({"neuron.text", "neuron.weights", "wire", "settings", *FAMILIES}),
-    "neuron.vision": Rule({"neuron.vision"}, frozenset(), frozenset({"numpy", "PIL"})),
+    "neuron.pictures": Rule({"neuron.pictures"}, frozenset(), frozenset({"numpy", "PIL"})),
     "neuron.picture_process": Rule(PICTURES, frozenset({"msgspec", "numpy", "PIL"})),
     "neuron.config": Rule(
         {"neuron.picture_process", "neuron.servers", "wire", "settings", "system.cache_folder", "telemetry"}

@@ -166,10 +166,9 @@ def test_program_writes_all_runs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     report, url = tmp_path / "traffic.json", f"http://127.0.0.1:{server.port}"
-    options = ["--rates", "20", "--seconds", "0.2", "--concurrency", "2", "--long-requests", "1", "--agents", "1"]
-    monkeypatch.setattr(traffic, "AGENT_TURNS", 2)
-    monkeypatch.setattr(traffic, "START_DELAY_S", 0.0)
+    options = ["--rates", "20", "--seconds", "0.2", "--concurrency", "2", "--long-requests", "1"]
     program = ["traffic.py", "--url", url, "--model", "m", "--json", str(report), "--runs", "2", "--processes", "1"]
+    options += ["--agents", "1", "--agent-turns", "2"]
     monkeypatch.setattr(sys, "argv", [*program, *options])
     assert traffic.main() == 0
     results = json.loads(report.read_text())["results"]

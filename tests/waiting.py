@@ -1,4 +1,13 @@
-"""How long tests wait for what must happen."""
+"""How long tests wait for what must happen, and how they wait for what no event tells."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
 
 WAIT_S = 120.0
 """Limit of every wait for something that happens in a healthy run: only reached on failure, on a slow machine, too.
@@ -6,3 +15,21 @@ The limit of a whole test is `timeout` in pyproject.toml."""
 
 NEVER_S = 10 * WAIT_S
 """How long something lasts that a test ends, or that must not end while a test runs."""
+
+
+async def until(found: Callable[[], T], problem: str = "it did not happen in time") -> T:
+    """What `found` returns, once that is true. Fails with `problem` after `WAIT_S`."""
+    deadline = time.monotonic() + WAIT_S
+    while not (result := found()):
+        assert time.monotonic() < deadline, problem
+        await asyncio.sleep(0.005)
+    return result
+
+
+def wait_until(found: Callable[[], T], problem: str | Callable[[], str] = "it did not happen in time") -> T:
+    """`until` without a loop, for what other programs do."""
+    deadline = time.monotonic() + WAIT_S
+    while not (result := found()):
+        assert time.monotonic() < deadline, problem if isinstance(problem, str) else problem()
+        time.sleep(0.05)
+    return result

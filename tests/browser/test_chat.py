@@ -219,7 +219,7 @@ def test_pictures_are_chosen_pasted_dropped_removed_and_sent(page: Page, stage: 
     drop(page, "paste", blue, "pasted.png", "image/png")
     attached.get_by_alt_text("pasted.png").wait_for()
     drop(page, "drop", b"%PDF", "notes.pdf", "application/pdf")
-    page.get_by_text("notes.pdf is no picture that can be sent").wait_for()
+    page.get_by_text("notes.pdf cannot be sent as a picture").wait_for()
     drop(page, "drop", red, "dropped.png", "image/png")
     attached.get_by_alt_text("dropped.png").wait_for()
     assert attached.locator("img").count() == 3

@@ -24,7 +24,7 @@ from cortex.neuron.kernels.native.library import native_library_or_none
 
 from ..ports import free_port
 from ..programs import PYTHONPATH
-from ..waiting import WAIT_S
+from ..waiting import WAIT_S, wait_until
 
 MARK = "E2E_TEST_RUN"
 
@@ -39,6 +39,9 @@ class Run:
     neuron_port: int
     mark: str
     lines: list[str] = field(default_factory=list)
+    _printed: threading.Condition = field(default_factory=threading.Condition)
+    _has_ended: bool = False
+    """Nothing more is printed."""
     _reader: threading.Thread | None = None
 
     def __post_init__(self) -> None:
@@ -56,15 +59,19 @@ class Run:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self.lines.append(line)
+            with self._printed:
+                self.lines.append(line)
+                self._printed.notify_all()
+        with self._printed:
+            self._has_ended = True
+            self._printed.notify_all()
 
     def wait_ready(self) -> None:
         """Returns once it has printed that it is ready, and how it is used."""
-        deadline = time.monotonic() + WAIT_S
-        while "Ctrl-C stops everything.\n" not in self.lines:
-            assert self.process.poll() is None, f"cortex up ended with {self.process.returncode}:\n{self.output}"
-            assert time.monotonic() < deadline, f"not ready after {WAIT_S:g} s:\n{self.output}"
-            time.sleep(0.02)
+        with self._printed:
+            self._printed.wait_for(lambda: self._has_ended or "Ctrl-C stops everything.\n" in self.lines, WAIT_S)
+        assert not self._has_ended, f"cortex up ended with {self.process.wait(WAIT_S)}:\n{self.output}"
+        assert "Ctrl-C stops everything.\n" in self.lines, f"not ready after {WAIT_S:g} s:\n{self.output}"
 
     def stop(self, number: signal.Signals = signal.SIGINT) -> int:
         if self.process.poll() is None:
@@ -94,18 +101,15 @@ class Run:
         return found
 
     def assert_nothing_left(self) -> None:
-        deadline = time.monotonic() + WAIT_S
-        while left := self.processes():
-            assert time.monotonic() < deadline, f"left running: {left}"
-            time.sleep(0.05)
+        wait_until(lambda: not self.processes(), lambda: f"left running: {self.processes()}")
 
     def wait_for_program(self, name: str) -> int:
         """The process of the gateway or the neuron, once there is one."""
-        deadline = time.monotonic() + WAIT_S
-        while not (found := [line for line in self.processes() if f"-m cortex.{name}" in line and "--config" in line]):
-            assert time.monotonic() < deadline, self.output
-            time.sleep(0.02)
-        return int(found[0].split()[0])
+        started = wait_until(
+            lambda: [line for line in self.processes() if f"-m cortex.{name}" in line and "--config" in line],
+            lambda: self.output,
+        )
+        return int(started[0].split()[0])
 
     def assert_one_line_fault(self, *expected: str, code: int | None = None) -> None:
         """The run ended by itself with one readable line and left nothing behind."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from anthropic.types import TextBlock, ThinkingBlock, ToolUseBlock
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from ..neuron.tiny_models import llama_config, llama_weights, write_checkpoint
-from ..waiting import WAIT_S
+from ..waiting import WAIT_S, wait_until
 from .foreign_server import CONTEXT_TOKENS, KEY, ForeignServer
 
 if TYPE_CHECKING:
@@ -101,10 +100,7 @@ def fleet(start: Start, elsewhere: ForeignServer, tmp_path_factory: pytest.TempP
 @pytest.fixture(scope="module")
 def chat(fleet: Run) -> openai.OpenAI:
     client = openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="any", max_retries=0, timeout=WAIT_S)
-    deadline_s = time.monotonic() + WAIT_S
-    while FOREIGN not in {model.id for model in client.models.list()}:
-        assert time.monotonic() < deadline_s, "the foreign server never joined"
-        time.sleep(0.05)
+    wait_until(lambda: FOREIGN in {model.id for model in client.models.list()}, "the foreign server never joined")
     return client
 
 

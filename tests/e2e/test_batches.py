@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from cortex.cli.cortex import cortex
 from cortex.cli.up.demo import SMOLLM2
 
-from ..waiting import WAIT_S
+from ..waiting import WAIT_S, wait_until
 
 if TYPE_CHECKING:
     from .conftest import Run
@@ -62,10 +62,7 @@ def test_anthropic_client_gets_a_result_for_every_request(up: Run) -> None:
     client = anthropic.Anthropic(base_url=up.url, api_key="any", max_retries=0, timeout=WAIT_S)
     requests: Any = [{"custom_id": country, "params": question(country)} for country in CAPITALS]
     batch = client.messages.batches.create(requests=requests)
-    deadline_s = time.monotonic() + WAIT_S
-    while client.messages.batches.retrieve(batch.id).processing_status != "ended":
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
+    wait_until(lambda: client.messages.batches.retrieve(batch.id).processing_status == "ended")
 
     found = {each.custom_id: each.result for each in client.messages.batches.results(batch.id)}
     assert found.keys() == CAPITALS.keys()

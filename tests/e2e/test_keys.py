@@ -6,9 +6,8 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anthropic
 import openai
@@ -17,7 +16,7 @@ import pytest
 from cortex.cli.up.demo import SMOLLM2
 from cortex.gateway.ledger.keys import as_toml, generate
 
-from ..waiting import WAIT_S
+from ..waiting import WAIT_S, wait_until
 
 if TYPE_CHECKING:
     from .conftest import Gateway, StartSecondGateway
@@ -67,15 +66,11 @@ def test_request_with_the_right_key_is_served_and_recorded(keyed: Gateway) -> No
     assert ask_anthropic(keyed, KEY.text).content
     command = [sys.executable, "-m", "cortex.cli.cortex", "usage", "--config", str(keyed.config), "--json"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
-    deadline = time.monotonic() + WAIT_S
-    while True:
-        shown = subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=WAIT_S, env=environment
-        ).stdout
-        rows = json.loads(shown)
-        if rows and rows[0]["requests"] == 2:
-            break
-        assert time.monotonic() < deadline, shown
-        time.sleep(0.2)
-    assert rows[0]["name"] == "anna"
-    assert rows[0]["completion_tokens"] == 8
+
+    def usage() -> list[dict[str, Any]]:
+        run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=WAIT_S, env=environment)
+        return [row for row in json.loads(run.stdout) if row["requests"] == 2]
+
+    (row,) = wait_until(usage)
+    assert row["name"] == "anna"
+    assert row["completion_tokens"] == 8

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Mapping
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from aiohttp import ClientSession, ClientTimeout
 
 from cortex.fleet.catalogue import Catalogue
 from cortex.fleet.rules import EvictionRules
+from cortex.gateway.batches.runner import BatchLimits
 from cortex.gateway.config import (
     ActivitySection,
     BatchesSection,
@@ -28,15 +30,16 @@ from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.store import LedgerSection
 from cortex.gateway.ledger.users import SignInSection
 from cortex.gateway.pictures import PictureFetcher
+from cortex.gateway.proxy.services import RequestLimits
 from cortex.gateway.server import Gateway
 from cortex.settings import Listen
 from cortex.telemetry.tracing import TelemetrySection
 
 from ..ports import free_port
-from ..waiting import WAIT_S
+from ..waiting import WAIT_S, until
 from .fake_neuron import JSON, FakeNeuron, StartNeuron
 from .postgres_server import postgres_url
-from .started_gateway import Client, Process, SpawnGateway, StartGateway, until
+from .started_gateway import Client, Process, SpawnGateway, StartGateway
 
 __all__ = ["postgres_url"]
 
@@ -66,6 +69,9 @@ async def start_gateway(tmp_path: Path) -> AsyncIterator[StartGateway]:
             ledger: LedgerSection | None = None,
             pictures: PicturesSection | None = None,
             fetcher: PictureFetcher | None = None,
+            clock: Callable[[], float] = time.monotonic,
+            request_limits: RequestLimits | None = None,
+            batch_limits: BatchLimits | None = None,
             **gateway: Any,
         ) -> Client:
             sections = [
@@ -99,7 +105,15 @@ async def start_gateway(tmp_path: Path) -> AsyncIterator[StartGateway]:
                 ledger=ledger or LedgerSection(),
                 pictures=pictures or PicturesSection(),
             )
-            started = Gateway(config, catalogue or Catalogue(), tmp_path, fetcher=fetcher)
+            started = Gateway(
+                config,
+                catalogue or Catalogue(),
+                tmp_path,
+                fetcher=fetcher,
+                clock=clock,
+                request_limits=request_limits,
+                batch_limits=batch_limits,
+            )
             _, port = await started.start()
             opened.append(started)
             return Client(started, port, session)
@@ -122,7 +136,7 @@ async def neurons() -> AsyncIterator[StartNeuron]:
 
     yield start
     for node in started:
-        node.silent = False
+        node.control_gate.set()
         await node.stop()
 
 

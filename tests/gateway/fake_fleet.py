@@ -20,6 +20,7 @@ from cortex.gateway.dispatch.fleet_state import DispatchSettings
 from cortex.gateway.dispatch.leases import Lease, PendingRequest
 from cortex.gateway.dispatch.model_jobs import Cause, MemberPlan
 from cortex.gateway.dispatch.operator.commands import OperatorCommands
+from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import CortexError
 from cortex.wire.node.bench import BenchResult
 from cortex.wire.node.contexts import ContextSizes
@@ -75,7 +76,7 @@ class FakeFleet:
         self.suspended: list[str] = []
         self.woken: list[str] = []
         self.forgotten: list[tuple[str, str]] = []
-        self.surveys: list[tuple[str, str]] = []
+        self.inspections: list[tuple[str, str]] = []
         self.ready: dict[str, dict[str, float]] = {name: {} for name in self.sizes}
         self.running: dict[tuple[str, str], int] = {}
         self.benches: dict[tuple[str, str], BenchResult] = {}
@@ -118,8 +119,8 @@ class FakeFleet:
     def recycle(self, node: str, devices: tuple[int, ...]) -> None:
         self.recycled.append((node, devices))
 
-    def survey(self, node: str, requests: tuple[LoadRequest, ...]) -> None:
-        self.surveys += [(node, request.model_id) for request in requests]
+    def inspect(self, node: str, requests: tuple[LoadRequest, ...]) -> None:
+        self.inspections += [(node, request.model_id) for request in requests]
 
     def forget(self, node: str, model: str) -> None:
         self.forgotten.append((node, model))
@@ -218,6 +219,7 @@ class FakeFleet:
                 devices=devices,
                 max_devices_per_model=self.num_devices,
                 harnesses=("torch", "vllm"),
+                dialects=tuple(DIALECTS),
                 group_harnesses=("vllm",),
             )
             self.dispatcher.observed(node, discovery, health)

@@ -34,7 +34,6 @@ from cortex.wire.node.protocol import (
     Capabilities,
     Device,
     DeviceHealth,
-    Dialect,
     Discovery,
     DiskUse,
     Health,
@@ -116,11 +115,11 @@ class FakeNeuron:
     """Of its models that are ready."""
     forgotten_bytes: int = 1
     """What a model counts as whose size was forgotten."""
-    silent: bool = False
-    """Accept control requests and never respond."""
+    control_gate: asyncio.Event = field(default_factory=opened_gate)
+    """It responds to control requests once this is set."""
     asked: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the first control request has arrived."""
-    dialects: tuple[Dialect, ...] = ("openai_chat", "openai_completions", "openai_responses", "anthropic_messages")
+    dialects: tuple[str, ...] = ("openai_chat", "openai_completions", "openai_responses", "anthropic_messages")
     seen: list[Seen] = field(default_factory=list)
     load_requests: list[LoadRequest] = field(default_factory=list)
     unload_requests: list[UnloadRequest] = field(default_factory=list)
@@ -254,22 +253,21 @@ class FakeNeuron:
             runner, self._runner = self._runner, None
             await runner.cleanup()
 
-    async def _pause_if_silent(self) -> None:
+    async def _pass_control_gate(self) -> None:
         self.asked.set()
-        while self.silent:
-            await asyncio.sleep(0.01)
+        await self.control_gate.wait()
 
     async def _discovery(self, request: web.Request) -> web.Response:
-        await self._pause_if_silent()
+        await self._pass_control_gate()
         return _json(self.discovery())
 
     async def _health(self, request: web.Request) -> web.Response:
         self.polls += 1
-        await self._pause_if_silent()
+        await self._pass_control_gate()
         return _json(self.health())
 
     async def _foreign_models(self, request: web.Request) -> web.Response:
-        await self._pause_if_silent()
+        await self._pass_control_gate()
         return _json({"object": "list", "data": [{"id": model, "object": "model"} for model in self.sizes]})
 
     async def _load(self, request: web.Request) -> web.Response:

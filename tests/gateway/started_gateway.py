@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import urllib.request
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -33,6 +32,13 @@ class Client:
         async with self.session.get(self.url + path, headers=headers) as response:
             return response.status, msgspec.json.decode(await response.read())
 
+    async def get_until(self, path: str, holds: Callable[[Any], object], **headers: str) -> Any:
+        """The body of the first response that `holds`."""
+        async with asyncio.timeout(WAIT_S):
+            while not holds(body := (await self.get(path, **headers))[1]):
+                await asyncio.sleep(0.01)
+        return body
+
     async def post(self, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
         data = body if isinstance(body, bytes | None) else msgspec.json.encode(body)
         async with self.session.post(self.url + path, data=data, headers=headers) as response:
@@ -49,14 +55,6 @@ class Client:
 
     def metrics(self) -> str:
         return self.gateway.metrics.exposition().decode()
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    """Wait until `condition` holds."""
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        await asyncio.sleep(0.005)
 
 
 class Process:

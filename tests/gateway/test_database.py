@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 
 from cortex.gateway.database import (
+    WORK_S,
     Database,
     DatabaseConnection,
     Schema,
@@ -128,15 +129,15 @@ async def test_work_fails_whole_while_the_database_is_unusable_and_goes_on_after
     other = sqlite3.connect(path)
     connect = Sqlite.connect
 
-    def connect_to_unusable(driver: Sqlite) -> DatabaseConnection:
+    def connect_to_unusable(driver: Sqlite, work_s: float) -> DatabaseConnection:
         if fault == "gone":
             raise sqlite3.OperationalError("disk I/O error")
-        connection: Any = connect(driver)
+        connection: Any = connect(driver, work_s)
         connection.execute("PRAGMA max_page_count = 1")  # at least what it has
         return cast("DatabaseConnection", connection)
 
     with monkeypatch.context() as unusable:
-        unusable.setattr("cortex.gateway.database.WORK_S", 0.05)
+        database.work_s = 0.05
         database.close_connection()
         if fault == "locked":
             other.execute("BEGIN IMMEDIATE")
@@ -148,6 +149,7 @@ async def test_work_fails_whole_while_the_database_is_unusable_and_goes_on_after
         was_failing = database.is_failing
         assert was_failing
     other.rollback()
+    database.work_s = WORK_S
     assert other.execute("SELECT a FROM t").fetchall() == [("first",)], "nothing of a failed transaction"
     database.close_connection()
     assert await rows.flush()

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import AsyncIterator
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,18 +17,19 @@ import uvloop
 from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
-from cortex.gateway import server
+from cortex.fleet.catalogue import Catalogue
+from cortex.gateway.config import Config
 from cortex.gateway.ledger.keys import generate
 from cortex.gateway.metrics import OVERHEAD_BUCKETS
-from cortex.gateway.proxy.services import Services
+from cortex.gateway.server import Gateway
 from cortex.parsing import envelope as envelopes
 from cortex.parsing.envelope import RelayedBody
 from cortex.wire.node import usage_report
 from cortex.wire.node.protocol import DeviceHealth, ModelLoad, ModelState
 
+from ..waiting import until
 from .fake_neuron import GB, plain_response
 from .fake_responses import REPORTED, begin_stream, chunk
-from .started_gateway import until
 
 if TYPE_CHECKING:
     from .fake_neuron import FakeNeuron, StartNeuron
@@ -93,12 +95,8 @@ def value(found: Samples, name: str, labels: dict[str, str]) -> float:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The clock of gateways that are started later."""
-    clock = Clock()
-    monkeypatch.setattr(server, "time", clock)
-    monkeypatch.setattr(Services, "clock", clock.monotonic)
-    return clock
+def clock() -> Clock:
+    return Clock()
 
 
 @pytest.fixture
@@ -117,7 +115,7 @@ async def measured(
         index=0, total_bytes=24 * GB, free_bytes=3 * GB, utilisation=0.5, temperature_c=61.0, worker="running"
     )
     monkeypatch.setattr(beast, "health", lambda: msgspec.structs.replace(plain(), devices=(device,)))
-    client = await start_gateway(beast, keys=(key.section,))
+    client = await start_gateway(beast, keys=(key.section,), clock=clock.monotonic)
     headers = {"Authorization": f"Bearer {key.text}"}
     body = {"model": "a", "messages": [], "max_tokens": 5}
     for path in ("/v1/chat/completions", "/v1/messages"):
@@ -193,10 +191,11 @@ async def test_waiting_for_a_load_does_not_count_as_overhead(measured: Measured,
     assert value(found, "cortex_queue_depth", {"model": "c"}) == 0
 
 
-def test_requests_are_measured_with_a_clock_finer_than_the_smallest_bucket() -> None:
+def test_requests_are_measured_with_a_clock_finer_than_the_smallest_bucket(tmp_path: Path) -> None:
     async def shortest_difference_s() -> float:
         """Within one turn of the loop that gateways run on."""
-        readings = [Services.clock() for _ in range(100_000)]
+        clock = Gateway(Config(), Catalogue(), tmp_path)._services.clock  # noqa: SLF001
+        readings = [clock() for _ in range(100_000)]
         return min((later - earlier for earlier, later in pairwise(readings) if later > earlier), default=math.inf)
 
     assert uvloop.run(shortest_difference_s()) < OVERHEAD_BUCKETS[0]

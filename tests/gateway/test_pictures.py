@@ -25,9 +25,9 @@ from cortex.wire.node.protocol import Capabilities, ModelState
 from ..certificates import Authority
 from ..picture_files import base64_of, data_url, picture
 from ..ports import free_port
-from ..waiting import NEVER_S, WAIT_S
+from ..waiting import NEVER_S, WAIT_S, until
 from .fake_neuron import GB, FakeNeuron, StartNeuron
-from .started_gateway import StartGateway, until
+from .started_gateway import StartGateway
 
 FILE = picture(64, 48)
 PUBLIC = "93.184.216.34"
@@ -317,8 +317,7 @@ async def test_files_count_as_buffered_until_the_response_ends(
     client = await start_gateway(beast, pictures=ALLOWED, fetcher=site.fetcher)
     buffered, body = client.gateway.server.buffered, chat("https://pics.test/x.png")
     asking = asyncio.create_task(client.post("/v1/chat/completions", body))
-    while not beast.load_requests:
-        await asyncio.sleep(0.01)
+    await until(lambda: beast.load_requests)
     assert buffered.num_bytes > len(base64_of(FILE))
     beast.load_gate.set()
     assert (await asking)[0] == 200

@@ -18,9 +18,9 @@ from cortex.gateway.ledger.keys import NewKey, as_toml, generate
 from cortex.gateway.server import Gateway
 from cortex.wire.node.protocol import ModelState
 
-from ..waiting import WAIT_S
+from ..waiting import WAIT_S, until
 from .fake_neuron import GB
-from .started_gateway import Client, until
+from .started_gateway import Client
 
 if TYPE_CHECKING:
     from .fake_neuron import StartNeuron
@@ -221,14 +221,14 @@ async def test_listen_change_applies_the_rest_and_names_the_restart(
 async def test_file_that_changes_during_the_start_is_read_again(
     spawn: SpawnGateway, neurons: StartNeuron, tmp_path: Path
 ) -> None:
-    slow = await neurons("slow", silent=True)  # the start waits for its first response
+    slow = await neurons("slow", control_gate=asyncio.Event())  # the start waits for its first response
     added = generate("added", operator=True)
     starting = asyncio.ensure_future(spawn(slow))
     async with asyncio.timeout(WAIT_S):
         await slow.asked.wait()
     with (tmp_path / "cortex.toml").open("a") as config:
         config.write(as_toml(added.section))
-    slow.silent = False
+    slow.control_gate.set()
     gateway = await starting
     await until(lambda: "configuration reloaded" in gateway.log)
     async with ClientSession() as session:

@@ -19,9 +19,8 @@ from cortex.system.exits import ExitCode
 from cortex.wire.node.protocol import ModelState
 
 from ..ports import free_port
-from ..waiting import WAIT_S
+from ..waiting import WAIT_S, until
 from .fake_neuron import GB
-from .started_gateway import until
 
 if TYPE_CHECKING:
     from .fake_neuron import FakeNeuron, StartNeuron

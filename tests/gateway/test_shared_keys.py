@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from cortex.gateway.database import Database, StoreError
+from cortex.gateway.database import WORK_S, Database, StoreError
 from cortex.gateway.ledger import key_store
 from cortex.gateway.ledger.groups import GroupSection
 from cortex.gateway.ledger.keys import NewKey, generate
@@ -101,18 +101,18 @@ async def test_counters_of_keys_and_groups_are_equal_at_all_gateways(shared: tup
 
 
 async def test_keys_stay_in_force_while_the_database_is_frozen(
-    shared: tuple[Client, Client], postgres_url: str, monkeypatch: pytest.MonkeyPatch
+    shared: tuple[Client, Client], postgres_url: str
 ) -> None:
     first, _ = shared
     _, made = await call(first, "POST", "/keys", {"name": "carl"})
-    with frozen(postgres_url), monkeypatch.context() as impatient:
-        impatient.setattr("cortex.gateway.database.WORK_S", 0.5)
-        impatient.setattr("cortex.gateway.database.CONNECT_S", 2.0)
+    with frozen(postgres_url):
+        first.gateway.database.work_s = 0.5
         assert (await call(first, "POST", "/v1/chat/completions", CHAT, made["key"]))[0] == 200
         status, body = await call(first, "POST", "/keys", {"name": "dora"})
         assert (status, body["error"]["code"]) == (503, "database_unavailable")
         _, listed = await call(first, "GET", "/keys")
         assert [key["name"] for key in listed["keys"]] == ["admin", "carl"], "with what this gateway knows"
+    first.gateway.database.work_s = WORK_S
     async with asyncio.timeout(WAIT_S):
         while (await call(first, "POST", "/keys", {"name": "dora"}))[0] != 201:
             await asyncio.sleep(0.05)

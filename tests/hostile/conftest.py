@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from ..gateway.conftest import neurons, spawn, start_gateway
-from ..neuron.api.conftest import api, chat_body, keepalive_s, node, node_keys, text, text_files, until
+from ..neuron.api.conftest import api, chat_body, keepalive_s, node, node_keys, text, text_files
 
 __all__ = [
     "api",
@@ -22,7 +22,6 @@ __all__ = [
     "start_gateway",
     "text",
     "text_files",
-    "until",
 ]
 
 

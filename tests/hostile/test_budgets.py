@@ -23,8 +23,8 @@ from cortex.wire.node.protocol import ModelState
 
 from ..gateway.fake_neuron import GB, FakeNeuron
 from ..gateway.fake_responses import REPORTED, begin_stream, chunk
-from ..gateway.started_gateway import Process, until
-from ..waiting import NEVER_S
+from ..gateway.started_gateway import Process
+from ..waiting import NEVER_S, until
 
 if TYPE_CHECKING:
     from ..gateway.fake_neuron import FakeNeuron, StartNeuron

@@ -81,10 +81,10 @@ async def attacked(tmp_path: Path, scaled: Callable[[int, int], int]) -> AsyncIt
         with_giant(snapshot(hub, f"giant-{name.partition('.')[0]}"), name, scaled(12, 200))
     with_parts(snapshot(hub, "parts"), scaled(4, 120))
     hostile = sorted(folder.name.removeprefix("models--").replace("--", "/") for folder in hub.iterdir())
-    write_model(snapshot(hub, "zz-good"), inner=128)  # surveyed last
+    write_model(snapshot(hub, "zz-good"), inner=128)  # inspected last
     config = tmp_path / "neuron.toml"
     config.write_text(
-        f'listen = "127.0.0.1:{port}"\n[limits]\nsurvey_cpu_s = 1\nsurvey_memory_mb = 256\n'
+        f'listen = "127.0.0.1:{port}"\n[limits]\ninspection_cpu_s = 1\ninspection_memory_mb = 256\n'
         f'[harness.torch]\nhf_cache = "{hub}"\n'
     )
     log = tmp_path / "log"

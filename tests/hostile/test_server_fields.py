@@ -6,10 +6,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from aiohttp import web
 
 from cortex.gateway.ledger.keys import NewKey, generate
 
-from ..gateway.fake_neuron import GB, FakeNeuron
+from ..gateway.fake_neuron import GB, FakeNeuron, Seen
 from ..picture_files import base64_of, data_url, picture
 
 if TYPE_CHECKING:
@@ -66,6 +67,57 @@ async def test_unknown_field_of_a_limited_key_is_rejected_by_name(
     assert len(foreign.seen) == 2
 
 
+def multipart(*fields: tuple[str, str]) -> bytes:
+    parts = [f'--A\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n' for name, value in fields]
+    return "".join([*parts, "--A--\r\n"]).encode()
+
+
+OPAQUE: dict[str, tuple[str, str, bytes, bytes]] = {
+    # path, content type, fields that servers know, and one that may choose a model
+    "JSON": (
+        *("/v1/audio/speech", "application/json"),
+        b'{"model": "a", "input": "hi", "voice": "v", "speed": 1.1}',
+        b'{"model": "a", "input": "hi", "extra_body": {"model": "b"}}',
+    ),
+    "form": (
+        *("/v1/images/edits", "application/x-www-form-urlencoded"),
+        *(b"model=a&prompt=x&n=1&size=8x8", b"model=a&lora=b"),
+    ),
+    "multipart": (
+        *("/v1/audio/transcriptions", "multipart/form-data; boundary=A"),
+        multipart(("model", "a"), ("timestamp_granularities[]", "word")),
+        multipart(("model", "a"), ("models", "b")),
+    ),
+    "query": ("/v1/audio/speech", "", b"model=a&language=en", b"model=a&model_id=b"),
+}
+
+
+@pytest.mark.parametrize("name", OPAQUE)
+async def test_media_routes_send_no_unknown_field_of_a_key_with_models(
+    neurons: StartNeuron, start_gateway: StartGateway, bound: NewKey, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    async def respond(node: FakeNeuron, request: web.Request, body: Any) -> web.StreamResponse:
+        return web.json_response({})
+
+    monkeypatch.setattr(Seen, "body", property(lambda _: {}))
+    free = generate("free")
+    foreign = await neurons("foreign", sizes={"a": GB, "b": GB}, respond=respond)
+    client = await start_gateway(foreign=(foreign,), keys=(bound.section, free.section))
+    path, content_type, known, unknown = OPAQUE[name]
+
+    async def reply_to(key: NewKey, sent: bytes) -> tuple[int, str]:
+        url, data = (path, sent) if content_type else (f"{path}?{sent.decode()}", b"")
+        headers = {"authorization": f"Bearer {key.text}", "content-type": content_type or "application/json"}
+        async with client.session.post(client.url + url, data=data, headers=headers) as response:
+            return response.status, await response.text()
+
+    for key, sent in ((bound, known), (free, known), (free, unknown)):
+        assert await reply_to(key, sent) == (200, "{}")
+    status, text = await reply_to(bound, unknown)
+    assert (status, "not known here" in text) == (400, True), text
+    assert len(foreign.seen) == 3
+
+
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
@@ -116,6 +168,7 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "list in a call": (
         "/api/chat",
         {
+            "stream": False,
             "messages": [
                 *SAID,
                 {
@@ -123,7 +176,7 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
                     "tool_calls": [{"function": {"name": "f", "arguments": {"images": [FAKE, FAKE]}}}],
                 },
                 {"role": "tool", "content": "x"},
-            ]
+            ],
         },
     ),
 }

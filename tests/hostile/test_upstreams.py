@@ -14,13 +14,11 @@ from aiohttp import web
 
 from cortex.gateway.config import ResponsesSection
 from cortex.gateway.ledger.keys import generate
-from cortex.gateway.proxy import translation
 from cortex.gateway.proxy.routes import OPAQUE, ROUTES
 from cortex.wire.node.protocol import ModelState
 
 from ..gateway.fake_neuron import GB, opened_gate
-from ..gateway.started_gateway import until
-from ..waiting import WAIT_S
+from ..waiting import WAIT_S, until
 from .target import MEBIBYTE
 
 MAX_SENT_BYTES = 256 * MEBIBYTE
@@ -144,9 +142,8 @@ async def test_endless_whole_responses_are_cut_off_with_502(
     ],
 )
 async def test_endless_streams_that_are_translated_end_with_an_error(
-    start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch, head: bytes, rest: bytes
+    start_gateway: StartGateway, head: bytes, rest: bytes
 ) -> None:
-    monkeypatch.setattr(translation, "MAX_STREAM_BYTES", 4 * MEBIBYTE)
     server = EndlessServer(head, rest)
     async with running(server):
         client = await start_gateway(foreign=(server,))
@@ -210,11 +207,8 @@ EVERY_PATH = (*(path.decode() for path in (*ROUTES, *OPAQUE)), "/upstream/a/v1/o
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_no_route_holds_an_endless_response(
-    start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch, stream: bool
-) -> None:
+async def test_no_route_holds_an_endless_response(start_gateway: StartGateway, stream: bool) -> None:
     """It is cut off, or held back by a client that does not read."""
-    monkeypatch.setattr(translation, "MAX_STREAM_BYTES", 4 * MEBIBYTE)
     head = OK + (EVENTS if stream else JSON) + CHUNKED
     server = EndlessServer(head, delta(TEXT) if stream else chunk(TEXT))
     reached = set()
@@ -290,8 +284,6 @@ async def test_an_endless_error_ends_a_response_in_the_background(
     client: Client = await start_gateway(beast, responses=ResponsesSection())
     status, found = await client.post("/v1/responses", {"model": "a", "input": "hi", "background": True})
     assert status == 200, found
-    async with asyncio.timeout(WAIT_S):
-        while found["status"] in ("queued", "in_progress"):
-            await asyncio.sleep(0.02)
-            _, found = await client.get(f"/v1/responses/{found['id']}")
+    path = f"/v1/responses/{found['id']}"
+    found = await client.get_until(path, lambda found: found["status"] not in ("queued", "in_progress"))
     assert found["status"] == "failed"

@@ -23,10 +23,10 @@ from cortex.http.server.server import AdmitHead, Handler, Response, Server
 from cortex.http.ticker import Ticker
 from cortex.http.upstream.faults import UpstreamFault
 from cortex.http.upstream.pool import Pool
-from cortex.wire.error_encoding import envelope
-from cortex.wire.errors import CortexError, Family
+from cortex.wire.error_encoding import OPENAI
+from cortex.wire.errors import CortexError
 
-from ..waiting import WAIT_S
+from ..waiting import WAIT_S, until
 
 TICK_S = 0.02
 
@@ -36,14 +36,6 @@ def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     return {"uvloop": uvloop.new_event_loop}
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    """Return once `condition` holds; fail after `WAIT_S`."""
-    deadline = asyncio.get_running_loop().time() + WAIT_S
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline, "the condition never held"
-        await asyncio.sleep(0.005)
 
 
 def reset(writer: asyncio.StreamWriter) -> None:
@@ -187,7 +179,7 @@ class RecordingObserver:
 
 
 def reject(error: CortexError, path: bytes) -> Response:
-    body = json.dumps(envelope(error, Family.OPENAI)).encode()
+    body = json.dumps(OPENAI.envelope(error)).encode()
     return Response(error.status, ((b"content-type", b"application/json"),), body)
 
 
@@ -202,7 +194,7 @@ class Harness:
         self.nodes: list[Node] = []
         self.writers: list[asyncio.StreamWriter] = []
         self.observers: list[RecordingObserver] = []
-        self.eventually = eventually
+        self.eventually = until
         self.read_message = read_message
         self.reset = reset
         self.pausable = pausable
@@ -284,12 +276,12 @@ class Harness:
             pool.close()
         for node in self.nodes:
             node.close()
-        await eventually(lambda: not any(server.connections for server in self.servers))
+        await until(lambda: not any(server.connections for server in self.servers))
         for server in self.servers:
             assert server.num_exchanges == 0
             assert server.buffered.num_bytes == 0
-        await eventually(lambda: not any(pool.num_calls or pool.connections for pool in self.pools))
-        await eventually(lambda: len(self.ticker) == 0)
+        await until(lambda: not any(pool.num_calls or pool.connections for pool in self.pools))
+        await until(lambda: len(self.ticker) == 0)
 
 
 @pytest.fixture

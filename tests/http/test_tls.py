@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import ssl
 import subprocess
+from asyncio.constants import SSL_SHUTDOWN_TIMEOUT
 from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -127,6 +128,21 @@ async def test_unfinished_handshakes_count_as_connections(
     for _, writer in silent:
         writer.close()
     assert (await get_in_the_end(port, context)).endswith(b"hello")
+
+
+async def test_shutdown_does_not_wait_for_the_library_to_close_idle_connections(
+    harness: Harness, certificate: Certificate, authority: Authority
+) -> None:
+    """A client that reads nothing until its next request does not confirm the end."""
+    port = await listen(harness, certificate, respond, ClientLimits(linger_s=0.1))
+    context = ssl.create_default_context(cafile=authority.own.cert)
+    reader, writer = await asyncio.open_connection("localhost", port, ssl=context)
+    writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    await reader.readuntil(b"hello")
+    writer.transport.pause_reading()  # type: ignore[attr-defined]
+    async with asyncio.timeout(SSL_SHUTDOWN_TIMEOUT / 2):
+        await harness.servers[-1].close(grace_s=WAIT_S)
+    writer.transport.abort()
 
 
 @pytest.mark.parametrize(

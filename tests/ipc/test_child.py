@@ -6,13 +6,13 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
 
 from cortex.ipc.start import start_child
 
+from ..processes import alive, wait_end
 from ..waiting import WAIT_S
 
 CHILD = """
@@ -52,13 +52,6 @@ threading.Thread(target=run).start()
 """
 
 
-def is_running(process_id: int) -> bool:
-    try:
-        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 async def test_child_ignores_termination_signals_and_exits_when_its_socket_closes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,12 +78,9 @@ def test_child_is_killed_with_its_parent(tmp_path: Path, program: str) -> None:
     with parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
-        assert is_running(child)
+        assert alive(child)
         parent.kill()
-    deadline_s = time.monotonic() + WAIT_S
-    while is_running(child) and time.monotonic() < deadline_s:
-        time.sleep(0.02)
-    assert not is_running(child)
+    wait_end(child)
 
 
 def test_helper_processes_start_without_asyncio_and_settings() -> None:

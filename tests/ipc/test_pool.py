@@ -25,27 +25,19 @@ if JOBS not in sys.path:
 
 from pool_jobs import Done, do  # noqa: E402
 
-from ..waiting import WAIT_S  # noqa: E402
+from ..processes import alive, wait_end  # noqa: E402
+from ..waiting import WAIT_S, until  # noqa: E402
 
 HELPER = Helper(name="jobs", purpose="the process of jobs", module="pool_jobs", memory_bytes=64 << 20)
 DO = function_of(do)
 
 
-def is_alive(process_id: int) -> bool:
-    try:
-        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 async def until_gone(process_id: int) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while is_alive(process_id):
-            await asyncio.sleep(0.01)
+    await asyncio.to_thread(wait_end, process_id)
 
 
 def children_of(process_id: int) -> set[int]:
-    if not is_alive(process_id):
+    if not alive(process_id):
         return set()
     return {int(child) for child in Path(f"/proc/{process_id}/task/{process_id}/children").read_text().split()}
 
@@ -54,9 +46,7 @@ async def started_call(pool: HelperPool) -> tuple[asyncio.Task[Done], int]:
     """A call that never ends, and the new process that runs it."""
     before = children_of(pool.process_id or 0)
     task = asyncio.create_task(pool.call(DO, "never", 0, in_background=True))
-    async with asyncio.timeout(WAIT_S):
-        while not (new := children_of(pool.process_id or 0) - before):
-            await asyncio.sleep(0.01)
+    new = await until(lambda: children_of(pool.process_id or 0) - before)
     return task, new.pop()
 
 
@@ -93,7 +83,7 @@ async def test_cancelled_call_ends_its_process_and_no_other(pool: HelperPool) ->
     cancelled, cancelled_id = await started_call(pool)
     cancelled.cancel()
     await until_gone(cancelled_id)
-    assert is_alive(kept_id)
+    assert alive(kept_id)
     assert (await pool.call(DO, "", 7)).number == 7
     kept.cancel()
     await asyncio.wait({kept, cancelled})
@@ -125,9 +115,7 @@ async def test_running_calls_are_repeated_once_when_their_process_ends(pool: Hel
     task, worker_id = await started_call(pool)
     os.kill(pool.process_id or 0, signal.SIGKILL)
     await until_gone(worker_id)
-    async with asyncio.timeout(WAIT_S):
-        while not (pool.process_id and children_of(pool.process_id)):
-            await asyncio.sleep(0.01)
+    await until(lambda: pool.process_id and children_of(pool.process_id))
     os.kill(pool.process_id or 0, signal.SIGKILL)
     with pytest.raises(PoolLost):
         await task
@@ -191,9 +179,9 @@ def test_helper_of_a_thread_runs_calls_itself_and_ends_with_its_block() -> None:
     with HelperOfThread(msgspec.structs.replace(HELPER, arguments=(prefix,)), os.environ) as helper:
         assert helper.call(named, meanwhile=lambda: None) == b"\xff helper"
         done = helper.call(DO, "", 3, meanwhile=lambda: None)
-        assert (done.number, is_alive(done.process_id)) == (3, True)
+        assert (done.number, alive(done.process_id)) == (3, True)
         with pytest.raises(InvalidValue):
             helper.call(DO, "reject", 0, meanwhile=lambda: None)
         with pytest.raises(PoolLost):
             helper.call(DO, "crash", 0, meanwhile=lambda: None)
-    assert not is_alive(done.process_id)
+    assert not alive(done.process_id)

@@ -16,7 +16,6 @@ from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import CortexError
 from cortex.wire.fields.tables.table import FieldTable
 from cortex.wire.model_names import plain_name
-from cortex.wire.node.protocol import Dialect
 from cortex.wire.pictures.files import take_files
 
 from ..examples import MANY
@@ -24,8 +23,8 @@ from ..picture_files import base64_of, data_url, picture
 
 FILE = picture(600, 300)
 SAID = [{"role": "user", "content": "hello"}]
-LEAST: dict[Dialect, dict[str, Any]] = {
-    name: {field: SAID if field == "messages" else "hello" for field in codec.CONVERSATION if field != "system"}
+LEAST: dict[str, dict[str, Any]] = {
+    name: {field: SAID if field == "messages" else "hello" for field in codec.conversation if field != "system"}
     for name, codec in DIALECTS.items()
 }
 """The fields that a body must have."""
@@ -46,9 +45,9 @@ def examples(table: FieldTable) -> dict[str, list[Any]]:
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> tuple[Dialect, dict[str, Any]]:
+def requests(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     dialect = draw(st.sampled_from(sorted(DIALECTS)))
-    table, least = DIALECTS[dialect].FIELDS, LEAST[dialect]
+    table, least = DIALECTS[dialect].fields, LEAST[dialect]
     values = examples(table)
     named = st.sampled_from(sorted(values))
     names = draw(st.lists(named, max_size=4, unique=True))
@@ -57,32 +56,32 @@ def requests(draw: st.DrawFn) -> tuple[Dialect, dict[str, Any]]:
     return dialect, {"model": "m:latest", **least, **fields, other: 7}
 
 
-def check(dialect: Dialect, body: dict[str, Any]) -> None:
+def check(dialect: str, body: dict[str, Any]) -> None:
     """Both read the same, or the parser rejects the body. The gateway rejects nothing that the parser takes."""
     sent = msgspec.json.encode({name: value for name, value in body.items() if name not in STORED})
     try:
         request = DIALECTS[dialect].parse(sent)
     except CortexError:
         return
-    facts = envelope.read(sent, dialect).facts
-    model = plain_name(facts.model) if dialect.startswith("ollama") else facts.model
+    summary = envelope.read(sent, dialect).summary
+    model = plain_name(summary.model) if dialect.startswith("ollama") else summary.model
     assert model == request.model
-    assert facts.stream == request.stream
-    assert facts.completion_limit == request.sampling.max_tokens
-    assert facts.num_choices == request.num_choices
-    assert facts.loads_only == request.loads_only
-    assert facts.unloads == (request.keep_alive_s == 0)
+    assert summary.stream == request.stream
+    assert summary.completion_limit == request.sampling.max_tokens
+    assert summary.num_choices == request.num_choices
+    assert summary.loads_only == request.loads_only
+    assert summary.unloads == (request.keep_alive_s == 0)
 
 
 @MANY
 @given(requests())
-def test_envelope_and_parser_agree(drawn: tuple[Dialect, dict[str, Any]]) -> None:
+def test_envelope_and_parser_agree(drawn: tuple[str, dict[str, Any]]) -> None:
     check(*drawn)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_envelope_and_parser_agree_on_every_field_alone(dialect: Dialect) -> None:
-    table, least = DIALECTS[dialect].FIELDS, LEAST[dialect]
+def test_envelope_and_parser_agree_on_every_field_alone(dialect: str) -> None:
+    table, least = DIALECTS[dialect].fields, LEAST[dialect]
     num_checked = 0
     for name, values in examples(table).items():
         context = table.get(name)
@@ -94,7 +93,7 @@ def test_envelope_and_parser_agree_on_every_field_alone(dialect: Dialect) -> Non
 
 def test_limits_of_a_chat_are_those_of_its_parser() -> None:
     def limit(**fields: Any) -> int | None:
-        return envelope.read(msgspec.json.encode({"model": "m", **fields}), "openai_chat").facts.completion_limit
+        return envelope.read(msgspec.json.encode({"model": "m", **fields}), "openai_chat").summary.completion_limit
 
     assert limit(n_predict=20) == 20
     assert limit(n_predict=-1) is None
@@ -121,7 +120,7 @@ PARTS: list[Any] = [
 
 
 @st.composite
-def conversations(draw: st.DrawFn) -> tuple[Dialect, dict[str, Any]]:
+def conversations(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     dialect = draw(st.sampled_from(sorted(DIALECTS)))
     some_parts = st.lists(st.sampled_from(PARTS), max_size=3)
     kinds = st.sampled_from([None, "message", "function_call_output", "reasoning"])
@@ -144,14 +143,14 @@ def conversations(draw: st.DrawFn) -> tuple[Dialect, dict[str, Any]]:
 
 @MANY
 @given(conversations())
-def test_pictures_are_counted_where_the_parser_finds_them(drawn: tuple[Dialect, dict[str, Any]]) -> None:
+def test_pictures_are_counted_where_the_parser_finds_them(drawn: tuple[str, dict[str, Any]]) -> None:
     dialect, body = drawn
     encoded = json.dumps(body).encode()
     try:
         request, files = take_files(DIALECTS[dialect].parse(encoded))
     except CortexError:
         return
-    facts = envelope.read(encoded, dialect).facts
-    assert facts.has_pictures == bool(files)
-    assert facts.picture_bytes == sum(len(base64_of(file)) for file in files)
-    assert facts.picture_tokens == 256 * len(request.pictures)
+    summary = envelope.read(encoded, dialect).summary
+    assert summary.has_pictures == bool(files)
+    assert summary.picture_bytes == sum(len(base64_of(file)) for file in files)
+    assert summary.picture_tokens == 256 * len(request.pictures)

@@ -30,7 +30,6 @@ from cortex.wire.errors import (
     RateLimitExceeded,
 )
 from cortex.wire.fields.raw_fields import replace_fields
-from cortex.wire.node.protocol import Dialect
 from cortex.wire.packed_request import PackedRequest, unpack
 
 LONG = "x" * LARGE_BYTES
@@ -55,7 +54,7 @@ async def parser() -> AsyncIterator[BodyParser]:
 
 @pytest.mark.parametrize("text", ["short", LONG], ids=["here", "elsewhere"])
 async def test_request_is_parsed_packed_and_translated(parser: BodyParser, text: str) -> None:
-    dialects: list[Dialect] = ["openai_chat", "openai_responses", "anthropic_messages"]
+    dialects = ["openai_chat", "openai_responses", "anthropic_messages"]
     for dialect in dialects:
         expected = DIALECTS[dialect].parse(body(text))
         packed = await parser.parse(dialect, body(text), CLIENT)
@@ -137,14 +136,14 @@ async def test_relayed_body_reads_the_same_here_and_elsewhere(
     parser: BodyParser, text: str, fields: dict[str, Any]
 ) -> None:
     sent = body(text, prompt=["a", "b"], **fields)
-    dialects: list[Dialect] = ["openai_chat", "openai_completions", "openai_responses", "anthropic_messages"]
+    dialects = ["openai_chat", "openai_completions", "openai_responses", "anthropic_messages"]
     for dialect in dialects:
         for generates in (True, False):
             here = envelopes.read_relayed(sent, dialect, generates=generates, strip_billing=True)
             elsewhere = await parser.read_relayed(dialect, sent, CLIENT, generates=generates, strip_billing=True)
             assert elsewhere.body == here.body
             assert elsewhere.is_stripped == here.is_stripped == (dialect in BILLED and "system" in fields)
-            assert elsewhere.envelope.facts == here.envelope.facts
+            assert elsewhere.envelope.summary == here.envelope.summary
             assert list(map(bytes, elsewhere.envelope.conversation)) == list(map(bytes, here.envelope.conversation))
 
 
@@ -208,7 +207,7 @@ async def test_conversation_is_completed_with_history_and_references(parser: Bod
     ids = [item.get("id") for item in request.pop("input")]
     assert ids == [f"msg_{'a' * 32}_in0", f"msg_{'a' * 32}_0", f"msg_{'b' * 32}_0", None]
     assert request == {"model": "m", "top_p": 0.5, "stream": True}
-    assert envelope.facts.stream
+    assert envelope.summary.stream
     assert json.loads(bytes(envelope.input)) == json.loads(whole)["input"]
     assert own is not None
     assert [item["id"] for item in json.loads(own)] == [f"msg_{'b' * 32}_0", f"msg_{'c' * 32}_in1"]

@@ -11,7 +11,6 @@ from cortex.parsing.envelope import read
 from cortex.parsing.picture_scan import FoundPictures
 from cortex.parsing.picture_scan import find_pictures as find_in
 from cortex.wire.dialects.registry import DIALECTS
-from cortex.wire.node.protocol import Dialect
 from cortex.wire.pictures.files import MAX_PICTURES
 
 from ..picture_files import base64_of, data_url, picture
@@ -25,15 +24,15 @@ FILES = [
 TOKENS = 37 * 19
 
 
-def find_pictures(body: bytes, dialect: Dialect) -> FoundPictures:
-    return find_in(body, DIALECTS[dialect].FIELDS.scan(body), dialect)
+def find_pictures(body: bytes, dialect: str) -> FoundPictures:
+    return find_in(body, DIALECTS[dialect].fields.scan(body), dialect)
 
 
 def said(content: Any, **more: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content, **more}]
 
 
-def bodies(file: bytes) -> dict[Dialect, dict[str, Any]]:
+def bodies(file: bytes) -> dict[str, dict[str, Any]]:
     text = base64_of(file)
     source = {"type": "base64", "media_type": "image/png", "data": text}
     return {
@@ -58,10 +57,10 @@ def test_picture_counts_as_tokens_instead_of_bytes(file: bytes) -> None:
 
 def test_facts_have_what_was_found() -> None:
     body = json.dumps({"model": "m", **bodies(FILES[0])["openai_chat"]}).encode()
-    facts = read(body, "openai_chat").facts
-    assert facts.has_pictures
-    assert (facts.picture_bytes, facts.picture_tokens) == (len(base64_of(FILES[0])), TOKENS)
-    plain = read(b'{"model": "m", "messages": [{"role": "user", "content": "hi"}]}', "openai_chat").facts
+    summary = read(body, "openai_chat").summary
+    assert summary.has_pictures
+    assert (summary.picture_bytes, summary.picture_tokens) == (len(base64_of(FILES[0])), TOKENS)
+    plain = read(b'{"model": "m", "messages": [{"role": "user", "content": "hi"}]}', "openai_chat").summary
     assert not plain.has_pictures
 
 
@@ -80,7 +79,7 @@ def test_facts_have_what_was_found() -> None:
 )
 def test_text_is_no_picture(content: Any) -> None:
     body = json.dumps({"messages": said(content)}).encode()
-    dialects: tuple[Dialect, ...] = ("openai_chat", "anthropic_messages")
+    dialects: tuple[str, ...] = ("openai_chat", "anthropic_messages")
     for dialect in dialects:
         assert find_pictures(body, dialect).num_bytes == 0
 

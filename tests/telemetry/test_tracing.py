@@ -9,6 +9,7 @@ import time
 import pytest
 
 from cortex.settings import SettingsError
+from cortex.telemetry.otlp import OtlpTracer
 from cortex.telemetry.tracing import UNTRACED, NoTracer, TelemetrySection, open_tracer
 
 from ..waiting import NEVER_S, WAIT_S
@@ -80,10 +81,9 @@ def test_rejects_an_endpoint_that_is_not_a_url() -> None:
 
 
 def test_hanging_collector_does_not_delay_the_exit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cortex.telemetry.otlp.EXPORT_TIMEOUT_S", 0.2)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", str(NEVER_S))  # the exporter's own
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        tracer = open_tracer(TelemetrySection(endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}"), "cortex")
+        tracer = OtlpTracer(f"http://127.0.0.1:{silent.getsockname()[1]}", 1.0, "cortex", export_timeout_s=0.2)
         tracer.begin("a", None).end({})
         began = time.monotonic()
         tracer.close()

@@ -8,11 +8,10 @@ import msgspec
 import pytest
 
 from cortex.wire.dialects.registry import DIALECTS
-from cortex.wire.node.protocol import Dialect
 from cortex.wire.preset import Preset
 
 USER = {"role": "user", "content": "hi"}
-BODIES: dict[Dialect, dict[str, Any]] = {
+BODIES: dict[str, dict[str, Any]] = {
     "openai_chat": {"model": "m", "messages": [USER]},
     "anthropic_messages": {"model": "m", "max_tokens": 5, "messages": [USER]},
     "openai_responses": {"model": "m", "input": "hi"},
@@ -21,12 +20,14 @@ BODIES: dict[Dialect, dict[str, Any]] = {
 }
 
 
-def applied(preset: Preset, dialect: Dialect, **more: Any) -> Any:
-    return DIALECTS[dialect].parse(preset.applied(msgspec.json.encode(BODIES[dialect] | more), dialect))
+def applied(preset: Preset, dialect: str, **more: Any) -> Any:
+    return DIALECTS[dialect].parse(
+        preset.applied(msgspec.json.encode(BODIES[dialect] | more), DIALECTS[dialect].preset)
+    )
 
 
 @pytest.mark.parametrize("dialect", BODIES)
-def test_parameters_system_prompt_and_reasoning_reach_the_request_in_every_dialect(dialect: Dialect) -> None:
+def test_parameters_system_prompt_and_reasoning_reach_the_request_in_every_dialect(dialect: str) -> None:
     preset = Preset(
         set_params={"temperature": 0.25, "max_tokens": 7, "stop": ["X"]}, system="be brief", reasoning="low"
     )
@@ -40,7 +41,7 @@ def test_parameters_system_prompt_and_reasoning_reach_the_request_in_every_diale
 
 
 @pytest.mark.parametrize("dialect", BODIES)
-def test_reasoning_none_disables_it(dialect: Dialect) -> None:
+def test_reasoning_none_disables_it(dialect: str) -> None:
     assert applied(Preset(reasoning="none"), dialect).thinking.enabled is False
 
 
@@ -71,7 +72,7 @@ def test_request_that_only_loads_stays_one() -> None:
 
 def test_opaque_bodies_get_the_fields_alone() -> None:
     preset = Preset(set_params={"voice": "x"}, system="s", reasoning="low")
-    body = preset.applied(b'{"model":"m","input":"hi"}', "openai_chat", is_opaque=True)
+    body = preset.applied(b'{"model":"m","input":"hi"}', DIALECTS["openai_chat"].preset, is_opaque=True)
     assert msgspec.json.decode(body) == {"model": "m", "input": "hi", "voice": "x"}
 
 

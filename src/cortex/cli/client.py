@@ -56,7 +56,7 @@ _REMEDIES: dict[int | str, str] = {
 """By the error code of the gateway, or by the HTTP status."""
 
 _STORED_S = 3600.0
-"""A gateway responds to a file of gigabytes when its node has it."""
+"""A gateway responds to an upload of gigabytes only when its node has the file."""
 
 
 def exit_code_for(status: int, code: str) -> ExitCode:
@@ -65,7 +65,7 @@ def exit_code_for(status: int, code: str) -> ExitCode:
 
 
 _ROUTE_ADVICE = re.compile(r"[:;] GET /\S+ lists [^;]*")
-"""What an error advises to programs; people get a command instead."""
+"""Advice in an error for programs, which commands replace by a command to run."""
 
 
 class GatewayUnreachable(CommandError):
@@ -109,9 +109,7 @@ class GatewayClient:
             raise CommandError(f"{url} is not a gateway address", f"write it like {DEFAULT_URL}", ExitCode.USAGE)
         api_key = (api_key or "").strip()
         if not is_one_key(api_key):
-            raise CommandError(
-                "the key has a character that no key has", "set CORTEX_API_KEY to one key", ExitCode.USAGE
-            )
+            raise CommandError("the key contains an invalid character", "set CORTEX_API_KEY to one key", ExitCode.USAGE)
         self._host = host
         self._base = parts.path.rstrip("/").removesuffix("/v1")
         self.url = f"{parts.scheme}://{parts.netloc}{self._base}"
@@ -179,7 +177,7 @@ class GatewayClient:
             raise CommandError(f"cannot read {file} ({reason})", "name a file", ExitCode.USAGE) from problem
 
     def has(self, path: str) -> bool:
-        """Whether there is what `GET path` names."""
+        """Whether the resource at `GET path` exists."""
         try:
             with self._exchange("GET", path, None):
                 return True
@@ -198,7 +196,7 @@ class GatewayClient:
                 pass
 
     def download(self, path: str, out: IO[bytes]) -> None:
-        """Write what `GET path` responds to `out`, piece by piece."""
+        """Write the response to `GET path` to `out`, piece by piece."""
         with self._exchange("GET", path, None) as response:
             while data := self._piece(response):
                 out.write(data)

@@ -61,7 +61,7 @@ class Group(click.Group):
     command_class = Command
 
     def __init__(self, *args: Any, check_environment: Callable[[Mapping[str, str]], None] | None = None, **kwargs: Any):
-        """`check_environment`: of a program. Raises SettingsError for variables that it does not know."""
+        """`check_environment` raises SettingsError for variables that the program does not know."""
         super().__init__(*args, **{"context_settings": HELP_OPTIONS, **kwargs})
         self.params.append(_verbose_option())
         self.check_environment = check_environment

@@ -20,7 +20,7 @@ class DeviceView(NodeValue, frozen=True, kw_only=True):
     free_bytes: int
     foreign_bytes: int = 0
     ceiling_bytes: int | None = None
-    """The most that models may hold there."""
+    """Ceiling for models there."""
     extra_replica_bytes: int = 0
     """The part of `free_bytes` that extra replicas hold."""
     kv_host_bytes: int = 0
@@ -41,12 +41,12 @@ class HostView(HostHealth, frozen=True, kw_only=True):
 
     @property
     def used_bytes(self) -> int:
-        """What models have of it."""
+        """Bytes that models hold."""
         return self.weight_bytes + self.sleeping_bytes + self.kv_bytes
 
     @property
     def in_words(self) -> str:
-        """What it is used for: `40.0 GiB weights, 12.0 GiB asleep`."""
+        """Its use as text: `40.0 GiB weights, 12.0 GiB asleep`."""
         parts = {"weights": self.weight_bytes, "asleep": self.sleeping_bytes, "KV pages": self.kv_bytes}
         parts["page-locked"] = self.locked_bytes
         return ", ".join(f"{size(num_bytes)} {name}" for name, num_bytes in parts.items() if num_bytes)
@@ -72,12 +72,12 @@ class NodeView(NodeValue, frozen=True, kw_only=True):
     draining: bool = False
     drained: bool = False
     sleep: str = "awake"
-    """`asleep`, `waking`, `suspending` or `lost` where the gateway has suspended it."""
+    """`asleep`, `waking`, `suspending` or `lost`, for a node that the gateway has suspended."""
     watts: float | None = None
-    """What its devices and processor packages draw."""
+    """Power draw of its devices and processor packages."""
     problem: str | None = None
     ceiling_bytes: int | None = None
-    """The most that models may hold over all devices."""
+    """Ceiling for models over all devices."""
     host: HostView | None = None
     devices: tuple[DeviceView, ...] = ()
     models: tuple[HeldModel, ...] = ()
@@ -85,7 +85,7 @@ class NodeView(NodeValue, frozen=True, kw_only=True):
     cold_reasons: dict[str, str] = msgspec.field(default_factory=dict)
     """Models whose last load failed there, or that it lost → why."""
     absent_models: dict[str, str] = msgspec.field(default_factory=dict)
-    """Models whose path has no files there, or damaged ones → why."""
+    """Models whose files are missing or damaged there → why."""
     members: tuple[ModelStatus, ...] = ()
     """Parts of models that other nodes serve."""
     files: dict[str, int] = msgspec.field(default_factory=dict)
@@ -93,7 +93,7 @@ class NodeView(NodeValue, frozen=True, kw_only=True):
 
     @property
     def is_reserve(self) -> bool:
-        """Whether it sleeps, and is woken when it is needed."""
+        """Whether it sleeps and is woken when needed."""
         return self.sleep in RESERVES
 
 
@@ -120,7 +120,7 @@ def missing_files(listed: Iterable[dict[str, Any]]) -> Iterator[str]:
 
 
 def failed_loads(listed: Iterable[dict[str, Any]]) -> Iterator[str]:
-    """Why models that no node serves are not loaded, for each node where a load failed."""
+    """Models that no node serves, with the reason of each node where a load failed."""
     for entry in listed:
         if not entry.get("loaded") and "alias_of" not in entry:
             for node, reason in entry.get("failures", {}).items():
@@ -128,7 +128,7 @@ def failed_loads(listed: Iterable[dict[str, Any]]) -> Iterator[str]:
 
 
 def without_name(model: str, reason: str) -> str:
-    """The reason of a model for a line that begins with its name."""
+    """A model's reason without its name, for a line that begins with the name."""
     return reason.removeprefix(f"{model}: ")
 
 

@@ -1,4 +1,4 @@
-"""Where commands read keys and usage: from a configuration and its database on this machine, or from a gateway."""
+"""The source of keys and usage for commands: a configuration and its database on this machine, or a gateway."""
 
 from __future__ import annotations
 

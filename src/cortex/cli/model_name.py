@@ -11,7 +11,7 @@ from cortex.cli.client import DEFAULT_URL, GatewayClient
 from cortex.cli.failures import CommandError
 
 _TIMEOUT_S = 1.0
-"""A shell waits for the list while the user does."""
+"""Time limit of the list, for which the user waits."""
 
 
 class ModelName(click.types.StringParamType):

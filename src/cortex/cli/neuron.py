@@ -50,7 +50,7 @@ def neuron() -> None:
 @neuron.command()
 @config_option
 @click.option(
-    "-p", "--port", type=click.IntRange(1, 65535), help="Listen here instead of where the configuration says."
+    "-p", "--port", type=click.IntRange(1, 65535), help="Address to listen on, instead of the configured one."
 )
 @click.option("--insecure", is_flag=True, help="Let other machines use this node without a key.")
 def serve(config: Path | None, port: int | None, insecure: bool) -> None:
@@ -117,7 +117,7 @@ def discover(config: Path | None, as_json: bool) -> None:
 @config_option
 @click.option("--model", help="Only the files of this model.")
 @click.option("--tenant", help="Only files with pages of this tenant, as `cortex keys list --json` prints it.")
-@click.option("--unused-days", type=click.FloatRange(0), help="Only files that were not used for this long.")
+@click.option("--unused-days", type=click.FloatRange(0), help="Only files that were not used for this many days.")
 @click.option("--all", "everything", is_flag=True, help="All files.")
 @json_option
 def forget(
@@ -130,15 +130,15 @@ def forget(
 ) -> None:
     """Delete KV pages on disk (`limits.kv_disk_mb`).
 
-    The node may run meanwhile: it computes what it does not find. Pages in its memory stay, and may be written again;
-    `cortex forget` deletes these, too.
+    The node may be running: it recomputes missing pages. Pages in its memory stay and may be written again; `cortex
+    forget` deletes these too.
     """
     from cortex.neuron.engine.host_pages.block_files import purge
     from cortex.neuron.engine.host_pages.store import ChosenBlocks
 
     if not everything and model is None and tenant is None and unused_days is None:
         remedy = "name --model, --tenant or --unused-days, or use --all"
-        raise CommandError("nothing was chosen", remedy, ExitCode.USAGE)
+        raise CommandError("nothing is selected", remedy, ExitCode.USAGE)
     tenants = () if tenant is None else (tenant.lower().encode(),)
     if not all(re.fullmatch(b"[0-9a-f]{8,32}", each) for each in tenants):
         raise CommandError(f"{tenant!r} is not a tenant", "give its hexadecimal digits", ExitCode.USAGE)
@@ -154,11 +154,11 @@ def forget(
 @neuron.command("warmup")
 @click.argument("models", nargs=-1, required=True, metavar="MODEL...")
 @click.option(
-    "--card", type=click.Choice(warmup.CARD_NAMES), help="Compile for this card. [default: the one that is here]"
+    "--card", type=click.Choice(warmup.CARD_NAMES), help="Card to compile for. [default: the card of this host]"
 )
-@click.option("--quant", help="As the model will be loaded: q4, q5, q6, q8 or fp8.")
+@click.option("--quant", help="Quantisation at load: q4, q5, q6, q8 or fp8.")
 @click.option("--kv-dtype", type=click.Choice(["auto", "fp8"]), default="auto", show_default=True)
-@click.option("--context-tokens", type=click.IntRange(1), help="As the model will be loaded.")
+@click.option("--context-tokens", type=click.IntRange(1), help="Context length of the later loads.")
 @click.option("--max-num-seqs", type=click.IntRange(1), default=256, show_default=True)
 @click.option("--tensor-parallel", type=click.IntRange(1), default=1, show_default=True)
 @json_option
@@ -174,9 +174,9 @@ def warmup_command(
 ) -> None:
     """Compile the kernels of models ahead.
 
-    A first load then takes no longer than a later one. MODEL is a directory, a GGUF file, or OWNER/NAME on the Hub, of
-    which only the config is downloaded. With --card no GPU is needed: run it when you build an image. Versions of
-    Triton that build a function in C to launch each kernel do so at the first load then, as that needs the driver.
+    The first load then takes no longer than later ones. MODEL is a directory, a GGUF file, or OWNER/NAME on the Hub, of
+    which only the config is downloaded. With --card no GPU is needed, for example when you build an image. Versions of
+    Triton that compile a C launcher for each kernel still do so at the first load, because that needs the driver.
     """
     require_engine()
     from cortex.neuron.engine.request import LoadSpec
@@ -191,7 +191,7 @@ def warmup_command(
 def tp_smoke_command(devices: str, as_json: bool) -> None:
     """Measure the link between devices.
 
-    Says whether a model should be divided among them.
+    Shows whether dividing a model among them pays.
     """
     require_engine()
     try:
@@ -207,7 +207,7 @@ def tp_smoke_command(devices: str, as_json: bool) -> None:
 @config_option
 @json_option
 def doctor(config: Path | None, as_json: bool) -> int:
-    """Check the usual problems of a node and say how to fix them."""
+    """Check a node for common problems and suggest fixes."""
     return report(_findings(config or file_here("neuron.toml")), as_json)
 
 

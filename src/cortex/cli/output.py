@@ -20,7 +20,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON f
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _PADDING = re.compile(r" +\n")
 _PIPE_WIDTH = 10_000
-"""The width of lines that are not for a terminal: nothing is wrapped or cut. Trailing spaces are removed."""
+"""Line width when not writing to a terminal, so that nothing is wrapped or cut. Trailing spaces are removed."""
 
 STATE_STYLES = {
     "ready": "green",
@@ -50,12 +50,12 @@ class _WithoutPadding:
 
 
 def for_terminal(text: str) -> str:
-    """Text of models, clients and nodes without control characters, which could command the terminal."""
+    """Text of models, clients and nodes without control characters, which could control the terminal."""
     return _CONTROLS.sub("", text)
 
 
 class PlainConsole(Console):
-    """Shows text as it is: brackets, such as `[[models]]`, are no markup. A terminal gets no control characters."""
+    """Shows text literally: brackets, such as `[[models]]`, are not markup. A terminal gets no control characters."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, **options)
@@ -75,7 +75,8 @@ def console() -> Console:
 
 
 def file_here(name: str) -> Path | None:
-    """The configuration in the working directory, if there is one. Says so, since nobody named it."""
+    """The configuration in the working directory, if there is one. Prints its path, because the user did not name
+    it."""
     path = Path(name)
     if not path.is_file():
         return None

@@ -1,4 +1,4 @@
-"""The environment file of a service: what systemd sets for it, and a command that checks it must know."""
+"""The environment file of a service, which commands read as systemd does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def use_environment_file(config: Path | None, environ: MutableMapping[str, str] 
 
 
 def parse(text: str) -> dict[str, str]:
-    """The assignments in `text`, read as systemd reads them. Lines that are none are left out, as there."""
+    """The assignments in `text`, as systemd reads them; other lines are ignored."""
     found = {}
     for line in text.replace("\\\n", "").splitlines():
         name, separator, value = line.strip().partition("=")

@@ -1,4 +1,4 @@
-"""`neuron tp-smoke`: whether several devices can share a model, and how much that costs per token."""
+"""`neuron tp-smoke`: measures whether several devices can share a model, and the cost per token."""
 
 from __future__ import annotations
 

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 CARD_NAMES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 HUB_FILES = ("*.json",)
-"""What is downloaded of a model that is not here: its config, and no weights."""
+"""Files to download of a missing model: its config, no weights."""
 
 
 class Compiled(NamedTuple):
-    """How many kernels are compiled, of those that are known to be needed."""
+    """Number of compiled kernels, of those known to be needed."""
 
     done: int
     known: int
@@ -57,8 +57,8 @@ def run(models: tuple[str, ...], card: str | None, spec: LoadSpec, num_ranks: in
 def _compiled(
     spec: LoadSpec, card: str | None, num_ranks: int, show: Callable[[int, int], None]
 ) -> tuple[str, int] | str:
-    """What `warm_here` returns, from a process of its own: in one, all kernels are compiled for the same card, and none
-    can be launched."""
+    """The result of `warm_here`, run in a separate process, because a process compiles kernels for one card only and
+    cannot launch them."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_compile, args=(theirs, spec, card, num_ranks), daemon=True)

@@ -42,14 +42,14 @@ class Cost(Section, frozen=True):
     output: Price = 0.0
 
     def of(self, *, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> float:
-        """What these tokens cost; `cached_tokens` are part of the prompt."""
+        """The cost of these tokens; `cached_tokens` are part of the prompt."""
         fresh = prompt_tokens - cached_tokens
         return (fresh * self.input + cached_tokens * self.cached_input + completion_tokens * self.output) / 1e6
 
 
 class ModelSpec(Section, LoadOptions, frozen=True, kw_only=True):
-    """A model of the fleet. Only `id` is required. How a model is loaded that says nothing here is as its node is
-    configured; changes apply from the next load on."""
+    """A model of the fleet. Only `id` is required. Load options that are not set here are those of the node's
+    configuration. Changes apply from the next load on."""
 
     id: Annotated[str, msgspec.Meta(min_length=1)]
     """The name clients use."""
@@ -58,9 +58,9 @@ class ModelSpec(Section, LoadOptions, frozen=True, kw_only=True):
     min_device_vram_mb: Amount = 0
     """Devices smaller than this are not considered."""
     pinned_on: tuple[str, ...] = ()
-    """Nodes that always keep it; they are preferred, and never evict it."""
+    """Nodes that always keep it loaded. They are preferred and never evict it."""
     only_on: tuple[str, ...] = ()
-    """It is loaded on these nodes and no others. Empty: on every node."""
+    """The only nodes where it is loaded. Empty: any node."""
     nodes: Annotated[int, msgspec.Meta(ge=2, le=MAX_NODES)] | tuple[str, ...] = ()
     """For a model that outgrows a node: the number of nodes that run it together, or their names, of which the first
     serves it. Its `harness` must be a server that runs on several nodes, such as `vllm`, and every node needs a
@@ -71,29 +71,29 @@ class ModelSpec(Section, LoadOptions, frozen=True, kw_only=True):
     priority: int = 0
     """A model never evicts one of higher priority."""
     queue_priority: int | None = None
-    """Among models that wait for memory, the highest value is loaded first. When absent: `priority`."""
+    """When models wait for memory, the one with the highest value is loaded first. When absent: `priority`."""
     evict_cost: Price = 1.0
     """The relative cost of evicting the model: the cheapest model is evicted first."""
     max_requests: Count | None = None
-    """Requests for the model at once, running and waiting together; further ones are rejected with 429. Absent: they
-    wait."""
+    """Concurrent requests for the model, running and waiting together; further ones are rejected with 429. When absent:
+    no limit, they wait."""
     ttl_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
-    """After this long without a request the model is put to sleep, and unloaded after as long again. Where its node has
-    no host memory for that, it is unloaded at once. When absent, `eviction.ttl_s` counts; 0: it stays until its room is
+    """After this long without a request the model is put to sleep, and after the same time again it is unloaded. It is
+    unloaded at once if its node lacks the host memory. When absent: `eviction.ttl_s`; 0: it stays until its memory is
     needed."""
     cost: Cost = Cost()
     tokens_per_request: Amount = 1000
-    """What one request counts in the budget of its key where its response reports no tokens: speech, images, and what
-    else a server does (`[[harnesses]]`)."""
+    """Cost charged to the key's budget per request whose response reports no tokens, such as speech, images and other
+    services of a server (`[[harnesses]]`)."""
     tokens_per_minute: Amount = 0
-    """What a minute of the work on such a request counts in addition."""
+    """Additional cost per minute of work on such a request."""
     preset: Preset = Preset()
-    """Fields of requests for it, such as `{ system = "Be brief.", set_params = { temperature = 0 } }`. Those of an
+    """Fields to add to its requests, such as `{ system = "Be brief.", set_params = { temperature = 0 } }`. Those of an
     alias take precedence."""
     capabilities: tuple[Capability, ...] = ()
-    """Shown to clients; as the node reports when empty."""
+    """Shown to clients. Empty: as the node reports."""
     display_name: str | None = None
-    """Shown to clients in `/v1/models`, besides the id."""
+    """Shown to clients in `/v1/models` in addition to the id."""
     description: str | None = None
     """The same."""
     license: str | None = None
@@ -101,7 +101,7 @@ class ModelSpec(Section, LoadOptions, frozen=True, kw_only=True):
     loading_state: LoadingState | None = None
     """Takes precedence over `gateway.loading_state`."""
     metadata: dict[str, Any] = msgspec.field(default_factory=dict)
-    """The same, any values, as `metadata` and as `meta.llamaswap`."""
+    """Any values, shown as `metadata` and as `meta.llamaswap`."""
     unlisted: bool = False
     """Leave the model and its aliases out of the lists of models; requests that name it are served. `/v1/models` has it
     with `?unlisted=true`."""
@@ -149,12 +149,12 @@ class ModelSpec(Section, LoadOptions, frozen=True, kw_only=True):
 
     @property
     def node_names(self) -> tuple[str, ...]:
-        """Those that the operator names."""
+        """The nodes that the operator names."""
         return () if isinstance(self.nodes, int) else self.nodes
 
     @property
     def part(self) -> ModelSpec:
-        """What one of its nodes runs."""
+        """The part that one of its nodes runs."""
         count = max(1, self.tensor_parallel // self.num_nodes)
         return msgspec.structs.replace(self, nodes=(), tensor_parallel=count)
 
@@ -169,7 +169,7 @@ class ModelSpec(Section, LoadOptions, frozen=True, kw_only=True):
 
     @property
     def turn(self) -> int:
-        """Models that wait are loaded in descending order of this."""
+        """Waiting models are loaded in descending order of this."""
         return self.priority if self.queue_priority is None else self.queue_priority
 
     @property
@@ -177,7 +177,7 @@ class ModelSpec(Section, LoadOptions, frozen=True, kw_only=True):
         return None if self.vram_mb is None else self.vram_mb * MEBIBYTE
 
     def is_pinned_on(self, node: str) -> bool:
-        """Whether `node` must keep the model. One that is pinned without naming nodes is kept wherever it is."""
+        """Whether `node` must keep the model. A model pinned without named nodes is kept wherever it is."""
         return node in self.pinned_on or (self.policy == "pinned" and not self.pinned_on)
 
 
@@ -197,7 +197,7 @@ class Alias(Section, Preset, frozen=True):
 
 
 class SwapGroup(Section, frozen=True):
-    """Models of which a node loads only some at once, whatever its memory."""
+    """Models that exclude each other on a node, whatever its memory."""
 
     members: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
     swap: bool = True
@@ -217,7 +217,7 @@ class Resolution(msgspec.Struct, frozen=True, kw_only=True):
     """The alias or pattern that matched."""
     background: bool = False
     preset: Preset | None = None
-    """What the name adds to a request."""
+    """Fields that the name adds to a request."""
 
     @property
     def model_id(self) -> str:
@@ -257,14 +257,14 @@ class Catalogue(Section, frozen=True, dict=True):
                     raise ValueError(f"`{member}` is in the groups {grouped[member]} and {name}; remove it from one")
 
     def spec(self, model_id: str) -> ModelSpec:
-        """The operator's spec, or a default one for a model that only nodes list."""
+        """The operator's spec, or the default for a model that only nodes list."""
         return self._by_id.get(model_id) or _unlisted(model_id)
 
     def has(self, model_id: str) -> bool:
         return model_id in self._by_id
 
     def cost(self, model_id: str, usage: Usage) -> float:
-        """What the usage of a model costs; nothing where it has no prices."""
+        """The cost of a model's usage; 0 without prices."""
         spec = self._by_id.get(model_id)
         if spec is None:
             return 0.0
@@ -289,7 +289,7 @@ class Catalogue(Section, frozen=True, dict=True):
         return {member: name for name, group in self.swap_groups.items() for member in group.members}
 
     def is_persistent_beside(self, model_id: str, newcomer: str) -> bool:
-        """Whether the model's group is persistent, and another model wants its room."""
+        """Whether the model's group is persistent and the other model is not in it."""
         name = self.swap_group_of.get(model_id)
         is_outside = name is not None and self.swap_group_of.get(newcomer) != name
         return name is not None and is_outside and self.swap_groups[name].persistent
@@ -311,10 +311,10 @@ class Catalogue(Section, frozen=True, dict=True):
     def resolve(self, name: str, live: Collection[str] = ()) -> Resolution:
         """The model that `name` stands for; `live` are the ids that nodes list beyond the catalogue.
 
-        Exact names win over patterns, the catalogue over nodes. An alias is followed once. A name in Ollama's spelling
-        (`NAME:latest`, `hf.co/OWNER/NAME:QUANT`) is understood where there is no such model, and so are the names of
-        known models, such as `gpt-oss:20b`, for what there is of them. Raises `ModelNotFound`
-        with near misses; a name beyond the length limit is not compared with any.
+        Exact names take precedence over patterns, and the catalogue over nodes. Aliases are not chained. If no model
+        matches, Ollama's spelling (`NAME:latest`, `hf.co/OWNER/NAME:QUANT`) and short names of known models, such as
+        `gpt-oss:20b`, are tried. Raises `ModelNotFound` with near misses; a name beyond the length limit is not
+        compared with any.
         """
         if len(name) > MAX_MODEL_NAME:
             raise ModelNotFound(
@@ -341,8 +341,8 @@ class Catalogue(Section, frozen=True, dict=True):
         raise _not_found(name, self._names() | set(live))
 
     def _has_quant(self, model: str, quant: str, live: Collection[str]) -> bool:
-        """Whether `model` is there as `quant`. Of a model that only nodes list the catalogue does not know it: it is
-        what was pulled."""
+        """Whether `model` is available as `quant`. For a model that only nodes list the catalogue does not know: true,
+        because that is what was pulled."""
         if not self.has(model):
             return model in live and label_in(quant) is not None
         stored = self.spec(model).quant
@@ -378,12 +378,12 @@ class Catalogue(Section, frozen=True, dict=True):
 
 @lru_cache(maxsize=8192)
 def _unlisted(model_id: str) -> ModelSpec:
-    """The spec of a model that only nodes list."""
+    """The default spec of a model that only nodes list."""
     return ModelSpec(id=model_id)
 
 
 def _known_ids(name: str) -> tuple[str, ...]:
-    """The ids under which a known model of this name may be there."""
+    """The ids under which a known model of this name may be listed."""
     try:
         known = known_model(name)
     except AmbiguousName:
@@ -415,7 +415,7 @@ def _not_found(name: str, known: frozenset[str]) -> ModelNotFound:
 
 
 def is_pattern(name: str) -> bool:
-    """Whether an alias matches other names than itself."""
+    """Whether an alias has wildcards."""
     return any(character in name for character in "*?[")
 
 

@@ -1,7 +1,8 @@
-"""Which clients use a model since its load, and which wait for one: whether an eviction would harm somebody else.
+"""Tracks which clients use a model since its load and which wait for one, to tell whether an eviction would harm
+others.
 
-One client that needs several models in turn, as a pipeline of speech and text does, harms nobody when the model that it
-used last makes room for the one that it needs next. Two clients that do so would swap with every request.
+If one client uses several models in turn, as a pipeline of speech and text does, evicting its last model for its next
+one harms no one. With two such clients, every request would swap.
 """
 
 from __future__ import annotations
@@ -10,21 +11,21 @@ import math
 from collections import Counter
 
 _MAX_USERS = 8
-"""More clients of one model are not told apart: it is shared."""
+"""Beyond this number of clients a model counts as shared."""
 _OVERLAP_S = 60.0
-"""For so long after a client had requests for two models at once, it counts as several clients."""
+"""A client with concurrent requests for two models counts as several clients for this long."""
 _TOLERANCE_S = 2.0
-"""By how much a node's report of a time may differ from what this gateway saw."""
+"""Tolerance between a time that a node reports and the one that this gateway observed."""
 
 _ASKED_S = 600.0
-"""How long the context that a request has asked for counts, and how rarely a model is loaded again for one."""
+"""How long a requested context counts, and the minimum interval between reloads of a model for one."""
 _KEPT_S = 3600.0
-"""A model that was loaded earlier than this is long past its residency."""
+"""Longer than any model's residency."""
 
 Target = tuple[str, str]
 """A node and a model."""
 SOMEBODY = ""
-"""A client that is not known here."""
+"""An unknown client."""
 
 
 class _Use:
@@ -35,28 +36,29 @@ class _Use:
     def __init__(self, users: set[str]) -> None:
         self.users = users
         self.running: dict[str, int] = {}
-        """Requests of each client."""
+        """Number of requests of each client."""
         self.loaded_at: float | None = None
-        """None: its load has not ended."""
+        """None until its load has ended."""
         self.last_at = 0.0
 
 
 class Demand:
-    """Owned by the dispatcher, on the loop's thread; a fleet refers to it for decisions. Times are on its clock."""
+    """Owned by the dispatcher, on the loop's thread; decisions read it through the fleet. Times are on the dispatcher's
+    clock."""
 
     def __init__(self) -> None:
         self._uses: dict[Target, _Use] = {}
         self._waiting: dict[str, Counter[str]] = {}
         """By model: the clients that wait for it."""
         self._overlaps: dict[tuple[str, str, str], float] = {}
-        """A client and two models, in order: when a request for one of them last had to wait while it had one for the
-        other."""
+        """By client and ordered pair of models: when a request for one last had to wait while the client had one for
+        the other."""
         self.kept_until: dict[str, float] = {}
-        """By model: when the longest `keep_alive` of a request for it ends."""
+        """By model: when the longest `keep_alive` of its requests ends."""
         self._contexts: dict[str, tuple[int, float]] = {}
-        """By model: the longest context that requests asked for, and when the last of them did."""
+        """By model: the longest requested context, and when it was last requested."""
         self._reloads: dict[str, float] = {}
-        """By model: when it was last loaded again for such a request."""
+        """By model: when it was last reloaded for such a request."""
 
     # Requests
 
@@ -100,12 +102,12 @@ class Demand:
         self._contexts[model] = (max(context_tokens, self.wanted_context(model)), now)
 
     def wanted_context(self, model: str) -> int:
-        """The least context that requests of the last minutes ask for; 0: they name none."""
+        """The context that recent requests need; 0 if none names one."""
         return self._contexts.get(model, (0, 0.0))[0]
 
     def may_reload(self, model: str, now: float) -> bool:
-        """Whether the model may be loaded again for a longer context, which it was not a short time ago; it counts as
-        loaded again then."""
+        """Whether the model may be reloaded for a longer context, which is limited in frequency. If so, records a
+        reload."""
         if now - self._reloads.get(model, -math.inf) < _ASKED_S:
             return False
         self._reloads[model] = now
@@ -114,7 +116,7 @@ class Demand:
     # Loads
 
     def load_began(self, target: Target, *, for_requests: bool) -> None:
-        """This gateway has ordered a load: for requests that wait, or because an operator wants the model."""
+        """This gateway has ordered a load, for waiting requests or for an operator."""
         self._uses[target] = _Use(set() if for_requests else {SOMEBODY})
 
     def load_ended(self, target: Target, now: float) -> None:
@@ -126,7 +128,7 @@ class Demand:
         self._uses.pop(target, None)
 
     def forget_old(self, now: float) -> None:
-        """Drop what has no effect any more."""
+        """Drop expired entries."""
         self._contexts = {model: asked for model, asked in self._contexts.items() if now - asked[1] < _ASKED_S}
         self._reloads = {model: at for model, at in self._reloads.items() if now - at < _ASKED_S}
         self._overlaps = {key: at for key, at in self._overlaps.items() if now - at < _OVERLAP_S}
@@ -136,8 +138,8 @@ class Demand:
     # Decisions
 
     def is_shared(self, target: Target, newcomer: str, *, ready_since: float, last_used: float, now: float) -> bool:
-        """Whether other clients than those that wait for `newcomer` use the model, or wait for it. `ready_since`,
-        `last_used`: as its node reports. What this gateway did not load, or others use too, is shared."""
+        """Whether clients other than those that wait for `newcomer` use or await the model. `ready_since` and
+        `last_used` are the node's. A model that this gateway did not load, or that others use too, counts as shared."""
         use = self._uses.get(target)
         if use is None or (use.loaded_at is not None and use.loaded_at < ready_since - _TOLERANCE_S):
             return True

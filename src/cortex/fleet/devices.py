@@ -1,4 +1,4 @@
-"""Devices as nodes report them, what models hold of them by their state, and how much of their memory is spoken for."""
+"""Devices as nodes report them, the memory that models hold in each state, and reservations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cortex.wire.node.protocol import DeviceKind, ModelState, ModelStatus
 
 
 class DeviceState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A device as its node last reported it, with what this gateway knows beyond that."""
+    """A device as its node last reported it, with this gateway's additions."""
 
     index: int
     kind: DeviceKind
@@ -17,16 +17,16 @@ class DeviceState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     free_bytes: int
     """As the device last reported."""
     foreign_bytes: int = 0
-    """Used by none of our models: other programs, the display, the worker's own context. Measured while nothing is
-    loading or unloading there."""
+    """Memory that none of our models use: other programs, the display, the worker's own context. Measured while nothing
+    loads or unloads there."""
     kept_free_bytes: int = 0
-    """What the node leaves free at every load."""
+    """Bytes that the node leaves free at every load."""
     kept_free_share: float = 0.0
-    """The fraction of the free memory that the node leaves free on top of that."""
+    """The fraction of free memory that the node leaves free in addition."""
     ceiling_bytes: int | None = None
-    """The most that models may hold there, by the operator's `memory_mb`."""
+    """The operator's ceiling on memory of models there (`memory_mb`)."""
     extra_replica_bytes: int = 0
-    """The part of `free_bytes` that extra replicas hold, which give way to every load."""
+    """The part of `free_bytes` that extra replicas hold, which are unloaded for any load."""
     kv_host_bytes: int = 0
     """Host memory of KV pages that are not on the device."""
     utilisation: float | None = None
@@ -36,19 +36,19 @@ class DeviceState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class MemoryReservation(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Memory reserved for a load that this gateway has decided on and the node may not report yet."""
+    """Memory reserved for a load that this gateway has decided and the node may not report yet."""
 
     model_id: str
     devices: tuple[int, ...]
     num_bytes: int
     device_bytes: tuple[int, ...] = ()
-    """The part of `num_bytes` on each of `devices`; empty: equal parts."""
+    """The part of `num_bytes` on each of `devices`; empty for equal parts."""
     host_bytes: int = 0
-    """Weights that it leaves to host memory, in addition."""
+    """Additional bytes in host memory, for weights."""
 
 
 class Ceilings(msgspec.Struct, frozen=True, kw_only=True):
-    """The most memory that models may hold, as this gateway's operator configured it (`memory_mb`)."""
+    """Ceilings on memory of models, as this gateway's operator configured them (`memory_mb`)."""
 
     node_bytes: int | None = None
     """Over all devices of the node."""
@@ -63,12 +63,12 @@ ON_DEVICE = frozenset(
 
 
 def sleep_frees(kind: DeviceKind) -> bool:
-    """Whether a model that falls asleep frees the device. The memory of a CPU is the host's, where its weights stay."""
+    """Whether a sleeping model frees the device. Not for a CPU, whose memory is the host's, where the weights stay."""
     return kind != "cpu"
 
 
 def bytes_held(index: int, kind: DeviceKind, status: ModelStatus) -> int:
-    """What the model holds on the device now. A download holds nothing yet."""
+    """Bytes that the model holds on the device now. A download holds nothing yet."""
     if index not in status.devices:
         return 0
     if status.state is ModelState.ASLEEP and not sleep_frees(kind):

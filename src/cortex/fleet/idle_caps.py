@@ -1,4 +1,4 @@
-"""How many lines of batches each node may run at once, from how much they slow interactive requests down.
+"""Caps on the batch lines that each node runs at once, adapted to how much they slow interactive requests.
 
 Pure: samples and times come in, numbers go out. The cap of a node without interactive requests doubles up to a limit.
 While a node serves interactive requests, their latency sets the cap: it doubles until some of them exceed the limits
@@ -16,34 +16,36 @@ MAX_TTFT_RATIO = 1.5
 MAX_GAP_RATIO = 1.2
 """The same limit for the time between tokens."""
 QUIET_S, MAX_QUIET_S = 5.0, 300.0
-"""A node without interactive requests for this long is free for batches, or as soon as the next one is overdue."""
+"""A node is free for batches after this long without interactive requests, or once the next one is overdue."""
 OVERDUE = 5
-"""A request is overdue after this many usual intervals. Of random arrivals, one in 150 comes that late."""
+"""A request is overdue after this many usual intervals. With random arrivals, one in 150 comes that late."""
 INTERVAL_WEIGHT = 0.1
 """The weight of the latest interval in the moving average."""
 STEP_S = 1.0
-"""How often a cap is raised at most."""
+"""Minimum interval between raises of a cap."""
 HOLD_S = 2.0
-"""After a cap was halved, samples of requests that began before still come in; they do not halve it again."""
+"""Samples of requests that began before a cap was halved do not halve it again."""
 NUM_KEPT = 128
 NUM_CLEAN = 8
-"""Samples without batches that a baseline needs."""
+"""Number of samples without batches that a baseline needs."""
+MAX_UNSHARED = 1024
+"""Requests without lines that are kept until a line runs."""
 TAIL = 0.95
-"""The part of the requests without batches that must be within the limit too."""
+"""The fraction of requests without batches that must be within the limit too."""
 NUM_GOOD = 4
-"""Samples within the limits that raise the cap of a node with interactive requests."""
+"""Samples within the limits, since the last change, that raise the cap of a node with interactive requests."""
 NUM_FIRST_GOOD = 2
-"""The same until lines have slowed requests down there for the first time."""
+"""The same before lines have slowed requests there for the first time."""
 GROWTH = 1 / 8
-"""The part of the cap that it grows by, by one line at least."""
+"""Fraction by which the cap grows; at least one line."""
 NUM_JUDGED, NUM_SLOW = 8, 2
-"""So many slow requests of the latest ones halve the cap. A single one has other reasons as often as not."""
+"""This many slow requests among the latest halve the cap. A single one often has other causes."""
 MAX_PATIENCE = 64
-"""The same from zero, where a single line was too much: it doubles with every attempt, up to this."""
+"""Maximum of `NUM_GOOD` at a cap of zero, where a single line was too much: it doubles with every attempt."""
 
 
 class _Pace:
-    """Samples of one kind, by whether lines of batches ran meanwhile."""
+    """Samples of one kind, with and without concurrent batch lines."""
 
     __slots__ = ("clean", "shared")
 
@@ -53,8 +55,8 @@ class _Pace:
 
     @property
     def baseline(self) -> float:
-        """What requests take without batches; infinite while too little is known. Where a node was hardly seen without
-        batches, its fastest requests stand for that."""
+        """The latency without batches; infinite while unknown. If a node was rarely seen without batches, its fastest
+        requests are used."""
         if len(self.clean) >= NUM_CLEAN:
             return _quantile(self.clean, TAIL)
         samples = [*self.clean, *self.shared]
@@ -62,7 +64,7 @@ class _Pace:
 
 
 def _is_slow(paces: dict[Hashable, _Pace], kind: Hashable, value: float, lines: int, most: float) -> bool:
-    """Record a sample. Whether it is above `most` times its baseline, because lines of batches run."""
+    """Record a sample. Returns whether it is above `most` times its baseline while batch lines run."""
     pace = paces.get(kind)
     if pace is None:
         pace = paces[kind] = _Pace()
@@ -91,6 +93,7 @@ class _NodeCap:
         "raised_at",
         "shared",
         "ttfts",
+        "unshared",
     )
 
     def __init__(self) -> None:
@@ -98,15 +101,32 @@ class _NodeCap:
         self.shared = 1.0
         self.raised_at = self.halved_at = self.interactive_at = self.began_at = -math.inf
         self.interval_s = 0.0
-        """The usual one between interactive requests."""
+        """The usual interval between interactive requests."""
         self.num_good = 0
         self.patience = NUM_GOOD
         self.is_starting = True
-        """Whether lines have not slowed down a request yet."""
+        """Whether lines have not slowed a request yet."""
         self.judged: deque[bool] = deque(maxlen=NUM_JUDGED)
-        """Whether the latest requests that ran beside this many lines were slow."""
+        """Whether each of the latest requests that ran together with this many lines was slow."""
+        self.unshared: deque[tuple[str, float | None, int, float | None]] = deque(maxlen=MAX_UNSHARED)
+        """Requests without lines that `learn` has not seen: model, time to first token, computed tokens, gap."""
         self.ttfts: dict[Hashable, _Pace] = {}
         self.gaps: dict[Hashable, _Pace] = {}
+
+    def learn(self) -> None:
+        """Adds the requests that were served without lines to the samples."""
+        while self.unshared:
+            self.is_slow(*self.unshared.popleft(), lines=0)
+
+    def is_slow(self, model: str, ttft_s: float | None, num_tokens: int, gap_s: float | None, *, lines: int) -> bool:
+        """Adds a request to the samples. Whether lines of batches have slowed it down."""
+        is_slow = False
+        if ttft_s is not None:
+            kind = (model, num_tokens.bit_length() // 2)
+            is_slow = _is_slow(self.ttfts, kind, ttft_s, lines, MAX_TTFT_RATIO)
+        if gap_s is not None:
+            is_slow |= _is_slow(self.gaps, model, gap_s, lines, MAX_GAP_RATIO)
+        return is_slow
 
 
 class IdleCaps:
@@ -117,10 +137,10 @@ class IdleCaps:
         """Lines on one node at once. Replaced by a reload."""
         self._nodes: dict[str, _NodeCap] = {}
         self.lines: Counter[str] = Counter()
-        """Lines that run on each node. Their owner counts them."""
+        """Running lines by node, counted by their owner."""
 
     def cap(self, node: str, now: float, *, num_interactive: int) -> int:
-        """How many lines may run there now, `num_interactive` other requests being there."""
+        """How many lines may run there now, given `num_interactive` other requests."""
         at = self._at(node)
         if num_interactive:
             at.interactive_at = now
@@ -136,15 +156,15 @@ class IdleCaps:
     def served(
         self, node: str, model: str, now: float, *, ttft_s: float | None, num_tokens: int, gap_s: float | None
     ) -> None:
-        """An interactive request was served, with `num_tokens` computed of its prompt."""
+        """An interactive request was served; `num_tokens` of its prompt were computed."""
         at, lines = self._at(node), self.lines.get(node, 0)
         at.interactive_at = now
-        is_slow = False
-        if ttft_s is not None:
-            kind = (model, num_tokens.bit_length() // 2)
-            is_slow = _is_slow(at.ttfts, kind, ttft_s, lines, MAX_TTFT_RATIO)
-        if gap_s is not None:
-            is_slow |= _is_slow(at.gaps, model, gap_s, lines, MAX_GAP_RATIO)
+        if not lines and at.shared >= 1:  # for every request, so that it costs little: the cap stays as it is
+            at.unshared.append((model, ttft_s, num_tokens, gap_s))
+            at.num_good += 1
+            return
+        at.learn()
+        is_slow = at.is_slow(model, ttft_s, num_tokens, gap_s, lines=lines)
         if lines > 0:
             at.judged.append(is_slow)
         if is_slow:
@@ -170,7 +190,7 @@ class IdleCaps:
             at.raised_at, at.num_good = now, 0
 
     def full(self, node: str, now: float) -> None:
-        """The node rejected a line, because it has enough to do."""
+        """The node rejected a line because it is busy."""
         at = self._at(node)
         at.free, at.raised_at = max(1.0, at.free / 2), now
 

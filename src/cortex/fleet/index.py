@@ -1,7 +1,7 @@
-"""Where things are in a fleet, so that a decision looks only at the nodes that concern it.
+"""An index of a fleet, so that a decision looks only at the nodes that it concerns.
 
-A fleet that differs from another in a few nodes gets its index from that of the other one. `remembered` does the same
-for what follows from one node alone: it is derived once per node and report.
+The index of a fleet that differs in a few nodes is derived from that of the previous fleet. `remembered` caches values
+that depend on one node alone, once per node and report.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _REMEMBERED = "remembered"
 
 
 def remembered(derive: Callable[[S], T]) -> Callable[[S], T]:
-    """Call `derive` once for each value, which must be immutable and have a `__dict__`: the result is kept there.
-    It must not depend on requests in flight: `carry` takes it over to a node that differs only in those."""
+    """Call `derive` once for each value, which must be immutable and have a `__dict__`, where the result is cached. The
+    result must not depend on requests in flight, because `carry` copies it to a node that differs only in those."""
 
     @wraps(derive)
     def known(value: S) -> T:
@@ -37,7 +37,7 @@ def remembered(derive: Callable[[S], T]) -> Callable[[S], T]:
 
 
 def carry(before: object, after: object) -> None:
-    """Let `after` have what is remembered of `before`, and the other way round."""
+    """Share the remembered values of `before` and `after` in both directions."""
     after.__dict__[_REMEMBERED] = _kept(before)
 
 
@@ -47,7 +47,7 @@ def _kept(value: object) -> dict[Callable[..., Any], Any]:
 
 
 class IndexedNode(Protocol):
-    """What the index reads of a node."""
+    """The fields of a node that the index reads."""
 
     @property
     def name(self) -> str: ...

@@ -1,7 +1,7 @@
-"""Models that people ask for by a short name: their repositories, sizes and the spellings of their names.
+"""Well-known models by short name: their repositories, sizes and spellings.
 
-A name is understood in any case, with `:`, `_` or nothing for `-`, without what every repository appends (`-Instruct`,
-`-it`, a date), and shortened at a `-` while it stays clear: `gpt-oss:20b`, `gemma4-26b`, `Qwen2.5-Coder-7B`.
+A name matches in any case, with `:`, `_` or nothing for `-`, without common suffixes (`-Instruct`, `-it`, a date), and
+shortened at a `-` as long as it is unambiguous: `gpt-oss:20b`, `gemma4-26b`, `Qwen2.5-Coder-7B`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Final
 _SUFFIX: Final = re.compile(r"(?:-instruct|-it|-pt|-bf16|-chat|-reasoning|-v\d+(?:\.\d+)?|-\d{4}|-\d{2}-\d{4})+$")
 _SEPARATORS: Final = re.compile(r"[:_\s/]+")
 _GATED: Final = ("meta-llama/", "google/gemma-3-", "google/embeddinggemma-")
-"""Repositories whose files the hub gives only to accounts that have accepted a licence. Unsloth publishes the same
-weights without that, under the same names."""
+"""Gated repositories, for accounts that have accepted a licence. Unsloth publishes the same weights ungated under the
+same names."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
     repository: str
-    """Its weights as the maker publishes them."""
+    """The repository of its publisher."""
     billions: float
-    """Billions of weights, in all experts."""
+    """Billions of parameters, all experts included."""
     gguf: str | None = None
     """A repository with the same model as GGUF files."""
     bytes_per_weight: float = 2.0
@@ -37,7 +37,7 @@ class KnownModel:
 
     @property
     def open_repository(self) -> str:
-        """Where its weights can be had without an account."""
+        """A repository with its weights that needs no account."""
         is_gated = self.repository.startswith(_GATED)
         return f"unsloth/{self.repository.rpartition('/')[2]}" if is_gated else self.repository
 
@@ -202,7 +202,7 @@ KNOWN_MODELS: Final = (
     _unsloth("meta-llama/Llama-3.2-3B-Instruct", 3.2, "llama-3.2"),
     _unsloth("meta-llama/Llama-3.3-70B-Instruct", 70.6),
     _unsloth("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", 7.6, "deepseek-r1-7b"),
-    _unsloth("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", 8.0, "deepseek-r1-8b"),
+    _unsloth("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", 8.0, "deepseek-r1-8b", "deepseek-r1"),
     _unsloth("deepseek-ai/DeepSeek-R1-Distill-Qwen-14B", 14.8, "deepseek-r1-14b"),
     _unsloth("deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", 32.8, "deepseek-r1-32b"),
     _unsloth("deepseek-ai/DeepSeek-R1-Distill-Llama-70B", 70.6, "deepseek-r1-70b"),

@@ -1,4 +1,4 @@
-"""The byte ledger: what each model holds on each device of a node, and what a new load may take."""
+"""The byte ledger: the memory that each model holds on each device of a node, and what a new load may take."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Basis = Literal["measured", "estimated", "reserved"]
 
 
 class Holding(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What one model holds, or has reserved, on one device."""
+    """The bytes that one model holds, or has reserved, on one device."""
 
     model_id: str
     num_bytes: int
@@ -31,12 +31,12 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class DeviceLedger(DeviceState, frozen=True, kw_only=True, gc=False):
-    """A device, and what each model holds there."""
+    """A device and the holdings of its models."""
 
     holdings: tuple[Holding, ...]
     node_ceiling_bytes: int | None = None
     node_left_bytes: int | None = None
-    """What remains of it; negative while models hold more."""
+    """The rest of the ceiling; negative while models hold more."""
 
     @property
     def committed_bytes(self) -> int:
@@ -45,34 +45,34 @@ class DeviceLedger(DeviceState, frozen=True, kw_only=True, gc=False):
 
     @property
     def balance_bytes(self) -> int:
-        """The smaller of what the device reports as free and what this ledger computes: a load under way has not taken
-        all of its share yet, and an unload has not freed it. Negative while more is reserved than was freed."""
+        """The smaller of the device's reported free memory and this ledger's, because running loads and unloads have
+        not taken or freed all of theirs yet. Negative while more is reserved than was freed."""
         return min(self.free_bytes, self.total_bytes - self.foreign_bytes - self.committed_bytes)
 
     @property
     def available_bytes(self) -> int:
-        """What a load may take now."""
+        """Bytes that a load may take now."""
         return max(0, min(self.usable_bytes(self.balance_bytes), self.left_bytes))
 
     @property
     def capacity_bytes(self) -> int:
-        """What a load could take of the empty device."""
+        """Bytes that a load could take of the empty device."""
         return min(self.usable_bytes(self.total_bytes), *self.ceilings_bytes)
 
     @property
     def ceilings_bytes(self) -> tuple[int, ...]:
-        """What ceilings let one model take: of the device, of the node. The device's size where there are none."""
+        """The ceilings for one model: of the device and of the node. Without a ceiling, the device's size."""
         ceilings = (self.ceiling_bytes, self.node_ceiling_bytes)
         return tuple(self.total_bytes if ceiling is None else ceiling for ceiling in ceilings)
 
     @property
     def left_bytes(self) -> int:
-        """What the ceilings let a load take now."""
+        """Bytes that the ceilings permit a load now."""
         own = self.total_bytes if self.ceiling_bytes is None else self.ceiling_bytes - self.committed_bytes
         return own if self.node_left_bytes is None else min(own, self.node_left_bytes)
 
     def usable_bytes(self, free_bytes: int) -> int:
-        """What the node lets a load take of `free_bytes`."""
+        """Bytes of `free_bytes` that the node permits a load."""
         return max(0, free_bytes - int(free_bytes * self.kept_free_share) - self.kept_free_bytes)
 
     def free_bytes_for(self, num_bytes: int) -> int:
@@ -85,21 +85,21 @@ class DeviceLedger(DeviceState, frozen=True, kw_only=True, gc=False):
 
 
 def ledger(node: Node, *, newcomer: str | None = None) -> tuple[DeviceLedger, ...]:
-    """The ledger of every device of `node`. What the `newcomer` holds there while it is asleep counts as free: it is a
-    part of what it needs."""
+    """The ledger of every device of `node`. Memory of the sleeping `newcomer` counts as free, because it is part of its
+    need."""
     held = None if newcomer is None else node.residencies.get(newcomer)
     may_sleep = (held is not None and held.state is ModelState.ASLEEP) or bool(node.members)
     return _ledger(node, newcomer) if may_sleep else whole_ledger(node)
 
 
 def available_bytes(node: Node) -> int:
-    """What loads may take of all devices of `node` now."""
+    """Bytes that loads may take on all devices of `node` now."""
     return sum(device.available_bytes for device in whole_ledger(node))
 
 
 @remembered
 def whole_ledger(node: Node) -> tuple[DeviceLedger, ...]:
-    """The ledger of every device of `node`, with all that holds memory there."""
+    """The ledger of every device of `node`, with all holdings."""
     return _ledger(node, None)
 
 
@@ -143,21 +143,21 @@ def _ledger(node: Node, newcomer: str | None) -> tuple[DeviceLedger, ...]:
 
 
 class MemoryNeed(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model needs on a node, over all its devices."""
+    """The memory that a model needs on a node, over all its devices."""
 
     takes_bytes: int
-    """Its full footprint, taken where there is room."""
+    """Its full footprint, taken if there is room."""
     least_bytes: int
-    """Its minimum footprint: the node rejects it with less. Between the two its KV cache is reduced."""
+    """Its minimum footprint; with less the node rejects the load. In between, its KV cache is smaller."""
     contexts: ContextSizes | None = None
-    """What its contexts take; `None`: that is not known."""
+    """The sizes of its contexts; `None` if unknown."""
     splits: HostSplits | None = None
-    """How a part of its weights can lie in host memory instead; `None`: that cannot be, or may not."""
+    """How part of its weights can be in host memory; `None` if that is impossible or not permitted."""
 
     @property
     def whole_bytes(self) -> int:
-        """What must be free for all that it takes. That is more where a load leaves memory for what comes later: for a
-        context as long as empty devices hold."""
+        """Bytes that must be free for its full footprint, including memory that the load leaves for later growth of its
+        context."""
         if self.contexts is None:
             return self.takes_bytes
         lengths = tried(self.contexts.full_tokens, self.contexts.wanted_tokens)
@@ -166,16 +166,16 @@ class MemoryNeed(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def wanted_bytes(self) -> int:
-        """What other models are evicted for: the context that it is to have, as far as an empty device holds it. Where
-        contexts are not known, its minimum footprint and a quarter of the KV cache beyond it."""
+        """The size for which other models are evicted: the wanted context, as far as an empty device holds it. If
+        contexts are unknown, its minimum footprint plus a quarter of its KV cache."""
         if self.contexts is None:
             return self.least_bytes + (self.takes_bytes - self.least_bytes) // 4
         return self._between(self.contexts.bytes_for(self.contexts.wanted_tokens))
 
     @property
     def tried_bytes(self) -> tuple[int, ...]:
-        """The sizes that room is looked for, after the full footprint: the longest context first, the minimum last.
-        Those below `wanted_bytes` are for where evictions cannot make room for that."""
+        """The sizes to try after the full footprint, from the longest context to the minimum. Sizes below
+        `wanted_bytes` are tried if evictions cannot free that much."""
         if self.contexts is None:
             return self.wanted_bytes, self.least_bytes
         contexts = tried(self.contexts.full_tokens, self.contexts.wanted_tokens)
@@ -187,17 +187,17 @@ class MemoryNeed(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.least_bytes, min(num_bytes, self.whole_bytes))
 
     def tokens_in(self, num_bytes: int) -> int | None:
-        """The context of a load that can take `num_bytes`; `None`: that is not known."""
+        """The context of a load that can take `num_bytes`; `None` if unknown."""
         return None if self.contexts is None else self.contexts.tokens_in(num_bytes)
 
     def is_short(self, num_bytes: int) -> bool:
-        """Whether a load that can take `num_bytes` gets less context than the model is to have."""
+        """Whether a load that can take `num_bytes` gets less than the wanted context."""
         if self.contexts is None:
             return num_bytes < self.wanted_bytes
         return self.contexts.is_short(self.contexts.tokens_in(num_bytes))
 
     def at_least(self, num_bytes: int) -> MemoryNeed:
-        """This need, raised to `num_bytes` where it is less."""
+        """This need, raised to at least `num_bytes`."""
         raised = {"takes_bytes": max(self.takes_bytes, num_bytes), "least_bytes": max(self.least_bytes, num_bytes)}
         return msgspec.structs.replace(self, **raised)
 
@@ -212,9 +212,9 @@ class MemoryNeed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def need_of(spec: ModelSpec, node: Node, fleet: Fleet) -> MemoryNeed | None:
-    """What `spec` needs if `node` serves it, over all nodes that share it: measured before estimated, the operator's
-    estimate before the node's. Of a model whose context depends on its room, a measured load may have found less than
-    there is here: it counts where it took more than the node expects.
+    """The memory that `spec` needs if `node` serves it, over all nodes that share it. A measured size takes precedence
+    over estimates, and the operator's estimate over the node's. If the context depends on the available memory, a
+    measured size counts only if it exceeds the node's estimate, because that load may have had less memory.
 
     A node that has read the model's files also reports a minimum and the sizes of contexts; the operator's estimate has
     none.
@@ -246,7 +246,8 @@ def need_of(spec: ModelSpec, node: Node, fleet: Fleet) -> MemoryNeed | None:
 
 
 def _splits(spec: ModelSpec, status: ModelStatus | None, fleet: Fleet) -> HostSplits | None:
-    """How its weights can be divided between device and host: as the node says, or another one that has its files."""
+    """How its weights can be divided between device and host, as reported by the node or by another that has its
+    files."""
     if spec.host_weights == "off" or spec.num_nodes > 1:
         return None
     statuses = [node.residencies[spec.id].status for node in fleet.listing(spec.id)] if status is None else [status]
@@ -255,8 +256,8 @@ def _splits(spec: ModelSpec, status: ModelStatus | None, fleet: Fleet) -> HostSp
 
 
 def host_left_bytes(node: Node) -> int:
-    """What a load may leave to the host's memory. Sleeping models and KV pages give way to it; what other loads were
-    promised counts."""
+    """Host memory available to a load. Sleeping models and KV pages give way to it; reservations of other loads do
+    not."""
     if node.host is None:
         return 0
     limits = [node.host.budget_bytes]
@@ -267,7 +268,7 @@ def host_left_bytes(node: Node) -> int:
 
 
 def _contexts(spec: ModelSpec, status: ModelStatus) -> ContextSizes | None:
-    """What the contexts of the whole model take, with the one that the catalogue names."""
+    """The sizes of the whole model's contexts, with the one that the catalogue names."""
     if status.contexts is None:
         return None
     contexts = status.contexts.part_of(1, max(1, len(status.nodes)))
@@ -275,8 +276,8 @@ def _contexts(spec: ModelSpec, status: ModelStatus) -> ContextSizes | None:
 
 
 def _estimated_bytes(spec: ModelSpec, status: ModelStatus) -> int | None:
-    """What a node expects the whole model to take, with the context that the catalogue names: the node's own entry may
-    name a shorter or a longer one."""
+    """The node's estimate of the whole model, with the catalogue's context, which may differ from that of the node's
+    own entry."""
     estimate_bytes, contexts = _whole(status, status.estimate_bytes), _contexts(spec, status)
     if estimate_bytes is None or contexts is None or status.contexts is None or spec.context_tokens is None:
         return estimate_bytes
@@ -285,18 +286,18 @@ def _estimated_bytes(spec: ModelSpec, status: ModelStatus) -> int | None:
 
 
 def _whole(status: ModelStatus, num_bytes: int | None) -> int | None:
-    """The size of the whole model, of which a node reports an equal part."""
+    """The size of the whole model, given the equal part that a node reports."""
     return None if num_bytes is None else num_bytes * max(1, len(status.nodes))
 
 
 def whole_measured_bytes(status: ModelStatus) -> int | None:
-    """The measured size of the whole model, of which a node of a group has an equal part."""
+    """The measured size of the whole model, given the equal part on one node of its group."""
     return _whole(status, status.measured_bytes)
 
 
 def measurements(fleet: Fleet, models: Iterable[str] | None = None) -> Measured:
-    """The measured sizes that the fleet knows, updated with what nodes report of `models`, or of all. A model may still
-    be in memory in another quantisation than the catalogue wants now."""
+    """The fleet's measured sizes, updated with nodes' reports of `models`, or of all. A model may still be loaded in
+    another quantisation than the catalogue wants now."""
     found: Measured = {}
     for model_id in fleet.live_models() if models is None else models:
         spec = fleet.catalogue.spec(model_id)
@@ -314,13 +315,13 @@ def measurements(fleet: Fleet, models: Iterable[str] | None = None) -> Measured:
 
 
 def _is_cut(status: ModelStatus) -> bool:
-    """Whether a loaded model found less room than on an empty device: it would take more the next time."""
+    """Whether a loaded model had less memory than on an empty device, so that it would take more next time."""
     measured_bytes, estimate_bytes = status.measured_bytes or 0, status.estimate_bytes or 0
     return status.contexts is not None and measured_bytes < estimate_bytes - estimate_bytes // 10
 
 
 def measured_anew(before: Node, after: Node) -> Iterator[str]:
-    """The models whose measured size may be another one since the report `before`."""
+    """The models whose measured size may have changed since the report `before`."""
     for model_id, held in after.residencies.items():
         old, status = before.residencies.get(model_id), held.status
         if old is None:
@@ -337,7 +338,7 @@ def _measured(status: ModelStatus) -> tuple[object, ...]:
 
 
 def sized_for(spec: ModelSpec, status: ModelStatus) -> ModelStatus | None:
-    """A node's report with the sizes of the quantisation that the catalogue wants; None where the node has none.
+    """A node's report with the sizes of the quantisation that the catalogue wants; None if the node has none.
 
     Before its first load there, a node knows a model as its files are: dense weights are smaller once quantised.
     """
@@ -356,8 +357,8 @@ def _is_as_wanted(quant: str, status: ModelStatus) -> bool:
 
 
 def _estimate_elsewhere(spec: ModelSpec, fleet: Fleet) -> int | None:
-    """The largest size that any node reports for the model, else for another one with the same source: nodes know the
-    files in their folders before a load names them."""
+    """The largest size that any node reports for the model, else for another model with the same source, because nodes
+    know the files in their folders before a load names them."""
     known = fleet.estimates
     if spec.id not in known:
         known[spec.id] = _largest_estimate(spec, fleet)
@@ -387,7 +388,7 @@ def _enter(
     basis: Basis,
     shares: tuple[int, ...] = (),
 ) -> None:
-    """`shares`: what the model holds on each of `devices`; empty: equal shares of `num_bytes`."""
+    """`shares`: the model's bytes on each of `devices`; empty for equal shares of `num_bytes`."""
     places = [index for index in devices if index in holdings] or _likely_place(node)
     known = dict(zip(devices, shares, strict=False))
     for index in places:
@@ -396,6 +397,6 @@ def _enter(
 
 
 def _likely_place(node: Node) -> list[int]:
-    """The device for a load that names none: the node picks the one with the most free memory."""
+    """The device of a load that names none: the one with the most free memory, as the node chooses."""
     emptiest = max(node.devices, key=lambda device: device.free_bytes, default=None)
     return [] if emptiest is None else [emptiest.index]

@@ -1,4 +1,4 @@
-"""Which waiting model is loaded next when there is too little memory for all of them.
+"""Decides which waiting model is loaded next if memory does not suffice for all.
 
 Requests for a ready model pass at once, so a sequence A, B, A, B, … becomes all A, then all B: two swaps. `fair_wait_s`
 keeps B from starving: once the oldest request for an absent model has waited that long, the models whose room it needs
@@ -31,26 +31,26 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to do for the requests that wait."""
+    """What to do for the waiting requests."""
 
     starts: tuple[Decision, ...] = ()
     """Loads and wakes to start now, most urgent first; together they fit."""
     waits: tuple[Decision, ...] = ()
-    """Models that stay queued, with what they wait for."""
+    """Models that stay queued, with the reason."""
     rejections: tuple[Decision, ...] = ()
-    """Models that waiting would not make available."""
+    """Models that waiting cannot make available."""
     closed: frozenset[ModelOnNode] = frozenset()
     """Ready models that take no new requests until an overdue model is loaded."""
 
     blocked: frozenset[str] = frozenset()
-    """Models for which there is no room now."""
+    """Models without room now."""
     is_any_overdue: bool = False
     last_rechecked: str = ""
-    """The model where the next plan continues to look at those that are not urgent: see `plan`."""
+    """Where the next plan continues with models that are not urgent: see `plan`."""
 
     @property
     def awaited(self) -> frozenset[str]:
-        """The nodes where requests must end before a model that waits can be loaded."""
+        """The nodes where requests must end before a waiting model can be loaded."""
         places = [place for wait in self.waits for each in wait.assessments for place in (each, *each.parts)]
         blocked = [place for place in places if place.verdict is Verdict.BLOCKED]
         leaders = {occupant.leader for place in blocked for occupant in place.occupants if occupant.leader is not None}
@@ -58,14 +58,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def partly_assessed(self) -> dict[str, Origin]:
-        """The models that wait, and may wait for nodes that were not assessed."""
+        """Waiting models that may depend on nodes that were not assessed."""
         return {wait.model_id: wait.origin for wait in self.waits if wait.num_omitted}
 
 
 MAX_RECHECKS = 8
-"""Models without room that one plan looks for room for again, the most urgent first."""
+"""Models without room that one plan checks again, the most urgent first."""
 MAX_OTHER_RECHECKS = 4
-"""The others of them at a tick, in rotation: what only time or the configuration changes is no news of a node."""
+"""The number of others that a tick checks in rotation, because changes by time or configuration do not appear as news
+of a node."""
 
 
 def plan(
@@ -79,8 +80,8 @@ def plan(
 ) -> Plan:
     """Decide for every waiting model. Pure: the same fleet gives the same plan, whatever the order of `waiting`.
 
-    `blocked`: models for which an earlier plan found no room, and since which only the nodes in `news` have changed, or
-    anything if that is None. `last_rechecked`: that of the plan before.
+    `blocked`: models for which an earlier plan found no room. Since then only the nodes in `news` have changed, or
+    anything if that is None. `last_rechecked`: from the plan before.
     """
     starts: list[Decision] = []
     waits: list[Decision] = []
@@ -134,7 +135,7 @@ def plan(
 
 
 def is_under_way(model_id: str, fleet: Fleet) -> bool:
-    """Whether a node that takes requests has the model ready, or is loading it: there is nothing to decide."""
+    """Whether a node that takes requests has the model ready or is loading it, so that nothing is to be decided."""
     for node in fleet.listing(model_id):
         held = node.residencies[model_id]
         is_coming = held.state in STARTING or any(each.model_id == model_id for each in node.reservations)
@@ -145,7 +146,7 @@ def is_under_way(model_id: str, fleet: Fleet) -> bool:
 
 
 def turns(waiting: Iterable[Waiting], fleet: Fleet, now: float) -> Sequence[Waiting]:
-    """The order in which models get their turn: overdue ones by age, then the others by priority and age."""
+    """The order of models: overdue ones by age, then the others by priority and age."""
 
     def urgency(group: Waiting) -> tuple[float | str, ...]:
         if is_overdue(group, fleet, now):
@@ -156,7 +157,7 @@ def turns(waiting: Iterable[Waiting], fleet: Fleet, now: float) -> Sequence[Wait
 
 
 def is_overdue(group: Waiting, fleet: Fleet, now: float) -> bool:
-    """Whether these requests have waited long enough to close other models. Background requests never do."""
+    """Whether these requests have waited long enough to close other models; never for background requests."""
     return group.origin != "background" and now - group.since >= fleet.rules.fair_wait_s
 
 

@@ -1,4 +1,4 @@
-"""What a poll of a node changes: the node after a report, or after one that did not come."""
+"""Applies polls: the node after a report, or after a missed one."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def after_poll(before: Node, discovery: Discovery, health: Health, now: float) -
 
 
 def _residency(before: Node, status: ModelStatus, now: float) -> Residency:
-    """A status that the node did not send again, because nothing has changed, is as old as it was."""
+    """The status keeps its age if the node did not resend it because nothing changed."""
     known = before.residencies.get(status.id)
     return known if known is not None and known.status is status else Residency(status=status, seen_at=now)
 
 
 def after_missed_poll(node: Node, reason: str, *, limit: int) -> Node:
-    """The node after a failed poll. It stays healthy until `limit` polls in a row have failed: a busy node responds
-    late, and moving its work would only make that worse."""
+    """The node after a failed poll. It stays healthy until `limit` consecutive polls have failed: a busy node responds
+    late, and moving its work would make that worse."""
     count = node.missed_polls + 1
     if count < limit:
         return msgspec.structs.replace(node, missed_polls=count)

@@ -15,12 +15,12 @@ class PlacementRules(Section, frozen=True):
     """Where a model is loaded when several nodes or devices have room."""
 
     strategy: Literal["pack", "spread"] = "pack"
-    """`pack`: where the least is left free, which keeps large devices for large models. `spread`: where the most is
-    free, so that models share a device only when they must."""
+    """`pack`: where the least memory stays free, which keeps large devices for large models. `spread`: where the most
+    is free, so that models share a device only when they must."""
     min_awake: Annotated[int, msgspec.Meta(ge=0)] = 1
-    """The number of nodes that stay awake, however idle they are: see `wake` of `[[neurons]]`."""
+    """Number of nodes that always stay awake: see `wake` of `[[neurons]]`."""
     max_loaded: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    """The most models that a node has loaded at once, whatever its memory. Absent: as many as fit."""
+    """Maximum number of models loaded on a node at once, regardless of memory. Absent: as many as fit."""
 
 
 class EvictionRules(Section, frozen=True):
@@ -36,13 +36,13 @@ class EvictionRules(Section, frozen=True):
     defrag_after_cycles: Annotated[int, msgspec.Meta(ge=0)] = 50
     """Replace a node's workers, once idle, after this many loads; 0: never."""
     min_residency_s: Seconds = 20.0
-    """A model that other clients use is not evicted for five times as long as its load took, at most for this long; if
-    its load took longer than this, for as long as that. One that was used only by the clients that wait for another
-    model makes room at once. 0: every idle model does."""
+    """After its load, a model that other clients use is protected from eviction for five times the duration of the
+    load, at most for this long; if the load took longer than this, for the duration of the load. A model used only by
+    the clients that wait for another one is evicted at once. 0: every idle model is."""
     fair_wait_s: Seconds = 30.0
-    """Once a request has waited this long, the models that its model could replace take no new requests.
-    A request whose model only unreachable nodes have, or such as shut down, fails after this time; where the operator
-    drained all of them, it fails at once."""
+    """Once a request has waited this long, the models that its model could replace take no new requests. A request
+    fails after this time if only unreachable, starting or stopping nodes have its model, and at once if the operator
+    drained all of these."""
     retry_failed_after_s: Seconds = 30.0
-    """After a failed load, the same model is not tried on the same node for this long; one that failed for lack of
-    memory is tried as soon as the node has more."""
+    """After a failed load, the model is not tried on that node for this long. A load that failed for lack of memory is
+    retried as soon as the node has more."""

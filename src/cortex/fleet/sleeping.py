@@ -1,8 +1,8 @@
-"""Nodes that sleep: when one is suspended, when it is woken, and what becomes of one that does not come back. Pure.
+"""Sleeping nodes: when to suspend one, when to wake it, and what happens if it does not come back. Pure.
 
-A node with a way to wake it is suspended once nothing has used it for a while. Nothing pinned may be on it, and enough
-others must stay awake. It still counts as capacity: a request that no node which is awake can serve has it woken. A
-node that does not come back in time is lost. It counts no more until it responds.
+A node that can be woken is suspended once it has been idle for a while, has nothing pinned, and enough others stay
+awake. It still counts as capacity: a request that no awake node can serve wakes it. A node that does not come back in
+time is lost and does not count until it responds.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from cortex.wire.words import duration
 
 _MAC = re.compile(r"(?:[0-9A-Fa-f]{2}[:-]){5}[0-9A-Fa-f]{2}")
 _FIRST_WAKE_S = 60.0
-"""How long a wake is expected to take before one was seen."""
+"""Expected duration of a wake before one was observed."""
 _SETTLE_S = 30.0
-"""For so long after its suspension was ordered a node may still respond."""
+"""A node may still respond for this long after its suspension was ordered."""
 _RESEND_S = 10.0
 _LEARNED = 0.3
-"""The weight of the latest wake in the expected time."""
+"""Weight of the latest wake in the expected duration."""
 
 
 class WakeRules(Section, frozen=True):
-    """How a node that may sleep is woken, and when it is suspended. Give one of `mac`, `ipmi_host` and `command`."""
+    """How a node is woken, and when it is suspended. Set one of `mac`, `ipmi_host` and `command`."""
 
     mac: str | None = None
     """The MAC address that gets a Wake-on-LAN packet, such as `0a:1b:2c:3d:4e:5f`."""
@@ -64,17 +64,17 @@ class _Node:
     rules: WakeRules
     state: Sleep = "awake"
     since: float = 0.0
-    """When it got into its state."""
+    """When its state began."""
     idle_since: float | None = None
-    """None: it is busy."""
+    """None while it is busy."""
     wake_s: float = _FIRST_WAKE_S
-    """How long it takes to wake, as learned."""
+    """Expected duration of a wake, as learned."""
     sent_at: float = 0.0
-    """When it was last told to wake."""
+    """When the last wake command was sent."""
     has_missed: bool = False
-    """Whether it has not responded since its suspension was ordered."""
+    """Whether it has stopped responding since its suspension was ordered."""
     is_suspended: bool = False
-    """Whether this gateway has suspended it; if not, it is asleep as far as one knows."""
+    """Whether this gateway suspended it; otherwise it is presumed asleep."""
 
 
 class SleepingNodes:
@@ -84,7 +84,7 @@ class SleepingNodes:
         self._nodes: dict[str, _Node] = {}
 
     def reconfigure(self, rules: Mapping[str, WakeRules]) -> None:
-        """These nodes may sleep, and no others."""
+        """Set the nodes that may sleep."""
         known = self._nodes
         self._nodes = {name: known.get(name, _Node(each)) for name, each in rules.items()}
         for name, each in rules.items():
@@ -99,7 +99,7 @@ class SleepingNodes:
 
     @property
     def away(self) -> frozenset[str]:
-        """Nodes that get no requests and no orders, whatever their last reports say."""
+        """Nodes that get no requests or orders, regardless of their last reports."""
         return frozenset(name for name, node in self._nodes.items() if node.state != "awake")
 
     @property
@@ -108,11 +108,11 @@ class SleepingNodes:
         return frozenset(name for name, node in self._nodes.items() if node.state in ("asleep", "waking"))
 
     def is_expected_down(self, name: str) -> bool:
-        """Whether it is no news that the node does not respond."""
+        """Whether the node is expected not to respond."""
         return self.state(name) in ("suspending", "asleep", "waking")
 
     def problem(self, name: str, now: float) -> str | None:
-        """Why a node that is away serves nothing, for people."""
+        """Why a node that is away serves nothing, as text."""
         match self.state(name):
             case "asleep":
                 wait = duration(self.expected_wait_s(name, now))
@@ -127,14 +127,14 @@ class SleepingNodes:
         return None
 
     def expected_wait_s(self, name: str, now: float) -> float:
-        """How long it will be until a node of `reserves` responds."""
+        """Expected time until a node of `reserves` responds."""
         node = self._nodes[name]
         return max(1.0, node.wake_s - (now - node.since if node.state == "waking" else 0.0))
 
     # --- what happens
 
     def due(self, fleet: Fleet, now: float) -> list[str]:
-        """The nodes to suspend now; they count as suspending from here on. Called at every tick."""
+        """The nodes to suspend now, which count as suspending from then on. Called at every tick."""
         num_awake = sum(node.healthy and not node.draining and self.state(node.name) == "awake" for node in fleet.nodes)
         found = []
         for name, node in self._nodes.items():
@@ -153,14 +153,14 @@ class SleepingNodes:
         return found
 
     def suspend_ended(self, name: str, now: float, *, is_accepted: bool) -> None:
-        """The node was ordered to suspend itself, or refused to."""
+        """The node accepted or rejected the order to suspend itself."""
         if self.state(name) == "suspending":
             self._enter(name, "asleep" if is_accepted else "awake", now)
             self._nodes[name].is_suspended = is_accepted
 
     def went_down(self, name: str, now: float) -> bool:
-        """The node does not respond any more, or never did: another gateway may have suspended it, or this one before
-        a restart. True: it counts as asleep from here on."""
+        """The node has stopped responding, or never did: another gateway may have suspended it, or this one before a
+        restart. Returns whether it counts as asleep from now on."""
         if name not in self._nodes or self.state(name) != "awake":
             return False
         self._enter(name, "asleep", now)
@@ -168,8 +168,8 @@ class SleepingNodes:
         return True
 
     def responded(self, name: str, now: float) -> Literal["woken", "not_suspended", "waits"] | None:
-        """The node responded to a poll. None: as expected. `waits`: it has not gone to sleep yet, its report does not
-        count."""
+        """The node responded to a poll. Returns None if expected, and `waits` if it has not gone to sleep yet and its
+        report must be ignored."""
         node = self._nodes.get(name)
         if node is None or node.state == "awake":
             return None
@@ -184,7 +184,7 @@ class SleepingNodes:
         return "woken" if has_slept else "not_suspended"
 
     def resent(self, now: float) -> list[str]:
-        """The nodes that get another Wake-on-LAN packet now: one may be lost on the way."""
+        """The nodes that get another Wake-on-LAN packet now, because packets may be lost."""
         found = [
             name
             for name, node in self._nodes.items()
@@ -200,7 +200,7 @@ class SleepingNodes:
             node.has_missed = True
 
     def wake(self, name: str, now: float) -> bool:
-        """A request needs the node. True: it has to be woken now. False: that has happened already."""
+        """A request needs the node. Returns whether it must be woken now; False if a wake is already under way."""
         if self.state(name) != "asleep":
             return False
         has_missed = self._nodes[name].has_missed
@@ -209,7 +209,7 @@ class SleepingNodes:
         return True
 
     def wake_failed(self, name: str, now: float) -> bool:
-        """There is no way to wake it: it is lost. False: it has responded meanwhile."""
+        """The wake failed, so the node is lost. Returns False if it has responded meanwhile."""
         if self.state(name) != "waking":
             return False
         self._enter(name, "lost", now)
@@ -219,7 +219,7 @@ class SleepingNodes:
         return self._nodes[name].rules
 
     def lost(self, now: float) -> list[str]:
-        """The nodes that did not come back in time; each is named once."""
+        """The nodes that did not come back in time, each returned once."""
         late = [
             name
             for name, node in self._nodes.items()
@@ -235,7 +235,7 @@ class SleepingNodes:
 
 
 def may_sleep(node: Node, fleet: Fleet) -> bool:
-    """Whether nothing runs, loads or is pinned on the node, and it has no part in a model that others run."""
+    """Whether nothing runs, loads or is pinned on the node, and it is in no group of another."""
     pinned = any(
         held.pinned or fleet.catalogue.spec(held.model_id).is_pinned_on(node.name) for held in node.active
     ) or any(node.name in spec.pinned_on for spec in fleet.catalogue.pinned)
@@ -243,7 +243,7 @@ def may_sleep(node: Node, fleet: Fleet) -> bool:
 
 
 def as_if_awake(fleet: Fleet, names: Iterable[str]) -> Fleet:
-    """The fleet if these nodes were awake, with what they had when they reported last."""
+    """The fleet as if these nodes were awake, in the state of their last report."""
     nodes = [node for name in names if (node := fleet.node(name)) is not None and not node.drained]
     return fleet.with_nodes(
         [msgspec.structs.replace(node, healthy=True, draining=False, missed_polls=0, problem=None) for node in nodes]
@@ -251,6 +251,6 @@ def as_if_awake(fleet: Fleet, names: Iterable[str]) -> Fleet:
 
 
 def _last_use(node: Node, idle_since: float) -> float:
-    """When a model of the node was used last, as far as the node says; not before this gateway saw it idle."""
+    """When a model of the node was last used, by its report, but not before this gateway saw it idle."""
     used = max((held.last_used for held in node.active), default=idle_since)
     return max(used, idle_since)

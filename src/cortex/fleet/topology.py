@@ -1,4 +1,4 @@
-"""A snapshot of the fleet: nodes, devices and models as reported, and what only the gateway knows.
+"""A snapshot of the fleet: nodes, devices and models as reported, with the gateway's additions.
 
 Snapshots are immutable; every change makes a new one. All times are on the caller's monotonic clock. A snapshot informs
 a decision; the node itself is the authority on its state.
@@ -41,7 +41,7 @@ class ModelOnNode(NamedTuple):
 
 
 class Residency(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One model on one node: the node's report, and what this gateway knows beyond it."""
+    """One model on one node: the node's report, with this gateway's additions."""
 
     status: ModelStatus
     seen_at: float
@@ -50,7 +50,7 @@ class Residency(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     pinned: bool = False
     """Pinned by the operator, beyond the catalogue."""
     closed: bool = False
-    """It takes no new requests, and is unloaded for an overdue model once those in progress have ended."""
+    """It takes no new requests, and is unloaded for an overdue model once its running requests have ended."""
 
     @property
     def model_id(self) -> str:
@@ -62,8 +62,8 @@ class Residency(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def is_unusable(self) -> bool:
-        """Whether the node has read its files and cannot use them: they are damaged, or of a model that it does not
-        support. It reads them again when they change. An unsupported load may have been one with other options."""
+        """Whether the node has read its files and cannot use them: they are damaged or unsupported. It reads them again
+        when they change. (A load that was unsupported may have had other options.)"""
         if self.state is not ModelState.COLD:
             return False
         is_unsupported = self.is_unsupported and self.status.state_age_s == 0  # never asked for
@@ -71,13 +71,13 @@ class Residency(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def is_unsupported(self) -> bool:
-        """Whether the last thing that the node said of it is that it does not support it."""
+        """Whether the node last reported it as unsupported."""
         is_out = self.state in (ModelState.COLD, ModelState.FAILED)
         return is_out and self.status.reason_code == ModelUnsupported.code
 
     @property
     def is_absent(self) -> bool:
-        """Whether the node has no files of it that can be loaded: its path has none, or they are unusable."""
+        """Whether the node has no usable files of it."""
         if self.is_unusable:
             return True
         is_named_by_path = is_path(self.status.source or "")
@@ -85,8 +85,8 @@ class Residency(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def failure(self) -> str | None:
-        """Why the last load failed, or why the node lost the model. None where it has the model, or was never asked for
-        it: what is wrong with files that nobody uses is no failure."""
+        """Why the last load failed, or why the node lost the model. None if it has the model or was never asked to load
+        it: unused damaged files are not a failure."""
         is_out = self.state in (ModelState.COLD, ModelState.FAILED) and not self.is_absent
         return self.status.reason if is_out and self.status.state_age_s > 0 else None
 
@@ -109,46 +109,45 @@ class Residency(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Abilities(msgspec.Struct, frozen=True):
-    """What a gateway may ask of a node. Everything that our own nodes and foreign servers do differently follows from
-    these."""
+    """What a gateway may ask of a node. All differences between neurons and foreign servers follow from these."""
 
     takes_orders: bool = True
-    """It loads, unloads, downloads and measures models on order, and reports what it knows of them."""
+    """It loads, unloads, downloads and measures models on order, and reports about them."""
     reads_headers: bool = True
-    """It reads what only our nodes get in headers, such as budgets and tenants, and reports usage and errors in our
-    own. Others get limits in the body, and none of the rest."""
+    """It reads our headers, such as budgets and tenants, and reports usage and errors in headers. Others get limits in
+    the body and nothing else."""
     reads_salt: bool = False
     """It separates cached prefixes by the field `cache_salt` of requests."""
     dialects: tuple[str, ...] = ("openai_chat",)
     set_params: dict[str, Any] = {}
-    """Fields of every request to it, in place of those of the client."""
+    """Fields set in every request to it, overriding those of the client."""
     strip_params: tuple[str, ...] = ()
-    """Fields of the client that it does not get."""
+    """Fields of the client that are removed."""
 
 
-class PlacementFacts(NamedTuple):
-    """What of a node changes decisions for models that wait, apart from requests and time."""
+class PlacementState(NamedTuple):
+    """The facts of a node that affect decisions for waiting models, apart from requests and time."""
 
     is_open: bool
     is_undecided: bool
     free_bytes: tuple[int, ...]
     """In units of 256 MiB."""
     models: tuple[tuple[str, ModelState], ...]
-    """Those that are not cold."""
+    """The models that are not cold."""
     num_listed: int
     reservations: tuple[MemoryReservation, ...]
     members: tuple[tuple[str, ModelState, tuple[int, ...], int | None], ...]
     host_bytes: int
-    """What the budget of host memory has left, in the same units."""
+    """The rest of the host memory budget, in the same units."""
 
 
 Sleep = Literal["awake", "suspending", "asleep", "waking", "lost"]
 RESERVES: tuple[Sleep, ...] = ("suspending", "asleep", "waking")
-"""What is said of nodes that serve nothing now, and will when they are needed."""
+"""The reason for nodes that serve nothing now but will when needed."""
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """One host, or one foreign server, as of its last report. What is `remembered` of it is kept with it."""
+    """One host, or one foreign server, as of its last report. `remembered` values are cached in it."""
 
     name: str
     devices: tuple[DeviceState, ...] = ()
@@ -156,21 +155,21 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """By model id, cold and failed models included."""
     ceilings: Ceilings = Ceilings()
     ceiling_bytes: int | None = None
-    """The most that models may hold over all devices: the smaller of `ceilings` and of what the node reports."""
+    """Ceiling for models over all devices: the smaller of `ceilings` and the node's own."""
     host: HostHealth | None = None
-    """The memory of the host; None: the node does not report it."""
+    """The memory of the host; None if not reported."""
     abilities: Abilities = Abilities()
     max_devices_per_model: int = 1
     can_sleep: bool = True
     """Whether models that it unloads may sleep."""
     harnesses: tuple[str, ...] = ("torch",)
     group_harnesses: tuple[str, ...] = ()
-    """Those that run a model on several nodes."""
+    """The harnesses that run a model on several nodes."""
     healthy: bool = False
     draining: bool = False
-    """It gets no new requests and loads: it shuts down, or is drained."""
+    """It gets no new requests or loads, because it is shutting down or drained."""
     drained: bool = False
-    """By the operator."""
+    """Drained by the operator."""
     missed_polls: int = 0
     sleep: Sleep = "awake"
     """Whether this gateway has suspended or woken it; `lost`: it did not come back."""
@@ -181,13 +180,13 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Loads since its workers were last recycled."""
     disk: DiskUse | None = None
     watts: float | None = None
-    """What its devices and processor packages draw together, as far as it can read that."""
+    """Total power draw of its devices and processor packages that can be read."""
     pulls: tuple[PullStatus, ...] = ()
     """Downloads without a load."""
     members: tuple[ModelStatus, ...] = ()
-    """Members of groups that it has and does not serve: `rank` is 1 or more."""
+    """Group members that it runs but does not serve: `rank` is 1 or more."""
     raised_needs: dict[str, int] = {}
-    """By model that it serves: the minimum bytes that it needs, raised after a load ran out of memory."""
+    """Minimum bytes by model that it serves, raised after a load ran out of memory."""
 
     @property
     def takes_orders(self) -> bool:
@@ -199,12 +198,13 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return f"drained by the operator: run `cortex undrain {self.name}`" if self.drained else "shutting down"
 
     def harness_of(self, spec: ModelSpec) -> str:
-        """What runs the model here: by the catalogue, as this node is configured, or by default the engine."""
+        """The harness that runs the model here: from the catalogue, else from the node's configuration, else the
+        engine."""
         held = self.residencies.get(spec.id)
         return spec.harness or (held.status.harness if held is not None else "torch")
 
     def num_nodes_of(self, spec: ModelSpec) -> int:
-        """How many nodes run a model that this one serves: as it was loaded, or by the catalogue."""
+        """How many nodes run a model that this one serves: as loaded, else from the catalogue."""
         held = self.residencies.get(spec.id)
         return len(held.status.nodes) if held is not None and held.status.nodes else spec.num_nodes
 
@@ -216,12 +216,12 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def active(self) -> tuple[Residency, ...]:
-        """The models that are not cold. Of the many that a node lists these are few."""
+        """The models that are not cold: few of the many that a node lists."""
         return tuple([self.residencies[model_id] for model_id in _active_ids(self)])
 
     @cached_property
-    def placement_facts(self) -> PlacementFacts:
-        return PlacementFacts(
+    def placement_state(self) -> PlacementState:
+        return PlacementState(
             self.healthy and not self.draining,
             not self.healthy and self.problem is None,
             tuple(device.free_bytes >> 28 for device in self.devices),
@@ -250,8 +250,8 @@ Measured = dict[tuple[str, str | None, int | None], int]
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """The input of every decision. One that differs in a few nodes is derived from another with `with_nodes`, which
-    keeps what those nodes do not change."""
+    """The input of every decision. `with_nodes` derives a fleet that differs in a few nodes and keeps what those do not
+    change."""
 
     nodes: tuple[Node, ...] = ()
     catalogue: Catalogue = Catalogue()
@@ -260,7 +260,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     measured: Measured = msgspec.field(default_factory=dict)
     """Measured bytes of models, by id, quant and context; kept by the gateway across restarts."""
     demand: Demand | None = None
-    """Which clients use and await models; None: not known."""
+    """Which clients use and await models; None if unknown."""
 
     @cached_property
     def index(self) -> FleetIndex:
@@ -269,7 +269,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def estimates(self) -> dict[str, int | None]:
-        """The sizes that nodes expect of models, as far as decisions have asked for them."""
+        """Nodes' size estimates of models, filled on demand."""
         return {}
 
     def node(self, name: str) -> Node | None:
@@ -281,7 +281,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.index.listing.keys()
 
     def listing(self, model_id: str) -> list[Node]:
-        """The nodes that list `model_id`, in whatever state."""
+        """The nodes that list `model_id`, in any state."""
         return [self.nodes[position] for position in self.index.listing.get(model_id, ())]
 
     def replicas(self, model_id: str) -> Iterator[tuple[Node, Residency]]:
@@ -294,8 +294,8 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 yield node, held
 
     def leader_of(self, member: ModelStatus) -> tuple[Node, Residency] | None:
-        """The node that serves the model of a member, and the model there. `None`: it is not in this fleet, or lists
-        the model no longer."""
+        """The node that serves the model of a member, and the model there. `None` if it is not in this fleet or no
+        longer lists the model."""
         node = self.node(member.nodes[0])
         held = None if node is None else node.residencies.get(member.id)
         return None if node is None or held is None else (node, held)
@@ -311,7 +311,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         )
 
     def draining_member(self, held: Residency) -> Node | None:
-        """A draining node of the group that runs a model: the model drains with it."""
+        """A draining node of the model's group, with which the model drains."""
         named = (self.node(name) for name in held.status.nodes[1:])
         return next((node for node in named if node is not None and node.draining), None)
 
@@ -324,8 +324,8 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def with_nodes(
         self, changed: Collection[Node], *, measured: Measured | None = None, index: FleetIndex | None = None
     ) -> Fleet:
-        """This fleet with the nodes of these names replaced, and with these measured sizes. The index is changed, not
-        made again; `index`: as it will be, where that is known."""
+        """This fleet with these nodes replaced and with these measured sizes. The index is derived, not rebuilt, unless
+        `index` has it already."""
         measured = self.measured if measured is None else measured
         if not changed and measured is self.measured:
             return self
@@ -365,8 +365,8 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.with_nodes([counted_node(node, by_node[node.name]) for node in self.nodes])
 
     def as_if_idle(self, only: Node | None = None) -> Fleet:
-        """This fleet if every request had ended: shows what could be evicted once current requests are done. `only`:
-        if those of one node had."""
+        """This fleet as if every request had ended, to show what could be evicted then. `only`: as if those of one node
+        had."""
         nodes = self.nodes if only is None else (only,)
         return self.with_nodes([quiet for node in nodes if (quiet := _quiet(node)) is not node])
 

@@ -1,1 +1,1 @@
-"""Servers that are not ours and speak OpenAI's API: what they are sent, and how their responses are read."""
+"""Foreign servers that speak OpenAI's API: requests to them, and their responses."""

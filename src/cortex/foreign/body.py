@@ -1,7 +1,7 @@
-"""JSON bodies for servers that are not ours: what was read here, written again.
+"""JSON bodies for foreign servers, written anew from what was read here.
 
-Servers differ in how they read a body: which of two equal names they take, and whether they ignore case. So a server
-gets what this program has read and checked, and nothing else.
+Servers read bodies differently: which of two equal names they take, and whether they ignore case. So a server gets only
+what this program has read and checked.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any, Final, Literal, NamedTuple
 import msgspec
 
 from cortex.ipc.channel import ChannelMessage
-from cortex.wire.dialects import llama_cpp_infill, openai_chat, openai_completions
 from cortex.wire.dialects.registry import DIALECTS, ROUTES
 from cortex.wire.errors import InvalidValue, MalformedJSON
 from cortex.wire.fields.body import decode_object
@@ -25,7 +24,7 @@ from cortex.wire.tenant import EVERYBODY, SALT
 
 
 class ServerBody(ChannelMessage, frozen=True):
-    """A body without the fields that are yet to be written."""
+    """A body, to which fields will be added."""
 
     body: bytes
     """A JSON object."""
@@ -39,7 +38,7 @@ class ServerBody(ChannelMessage, frozen=True):
 
 
 Access = Literal["any", "known", "counted"]
-"""What a client may send to a server: any fields; those of the table; or only what the parser reads, too, so that all
+"""Which fields a client may send to a server: any; those of the table; or only those that the parser reads, so that all
 tokens can be counted."""
 
 
@@ -63,16 +62,16 @@ def server_body(path: str, body: bytes, without: tuple[str, ...], access: Access
 
 
 class ServerFields(NamedTuple):
-    """The fields that a request to `path` gets in place of the client's."""
+    """The fields set in a request to `path`, overriding the client's."""
 
     path: str
     values: Mapping[str, Any]
     tenant: bytes = EVERYBODY
-    """Written where the server separates what it caches by a salt, unless `values` has one."""
+    """Written if the server separates caches by a salt, unless `values` has one."""
     stripped: tuple[str, ...] = ()
-    """Fields of the client that the server does not get."""
+    """Fields of the client that are removed."""
     is_limited: bool = False
-    """Whether a budget limits the tokens of each choice, in place of the client's limits."""
+    """Whether a budget limits the tokens of each choice, instead of the client's limits."""
 
     @property
     def without(self) -> tuple[str, ...]:
@@ -105,7 +104,7 @@ def _check_parsed(path: str, body: bytes) -> None:
 
 
 TABLES: Final[Mapping[str, FieldTable]] = {
-    **{codec.PATH: codec.FIELDS for codec in (openai_chat, openai_completions, llama_cpp_infill)},
+    **{dialect.path: dialect.fields for dialect in DIALECTS.values() if dialect.spoken_by != "cortex"},
     "/v1/embeddings": pooling.EMBEDDINGS,
     "/embed": pooling.EMBED,
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), pooling.RERANK),

@@ -17,7 +17,7 @@ _JSON = b"application/json"
 
 
 def check_length(num_bytes: int, status: int) -> None:
-    """Raises ResponseTooLarge for more of a response than is read as a whole."""
+    """Raises ResponseTooLarge for a whole response over the limit."""
     most = MAX_BODY_BYTES if status < 400 else MAX_ERROR_BYTES
     if num_bytes > most:
         raise ResponseTooLarge(f"its response is over {most} bytes, more than is read as a whole")
@@ -40,7 +40,7 @@ class ForeignResponse:
 
     @property
     def error(self) -> CortexError | None:
-        """The server's error as ours; None: it responds with something else."""
+        """The server's error as one of ours; None if it is not an error."""
         return foreign_error(self.status, bytes(self._body)) if self.status >= 400 else None
 
     def head(self, status: int, headers: Headers) -> None:

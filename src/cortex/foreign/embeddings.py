@@ -13,10 +13,10 @@ import msgspec
 from cortex.foreign.chat_response import check_length
 from cortex.http.request import Headers
 from cortex.http.upstream.faults import MalformedResponse, ResponseTooLarge
-from cortex.wire import error_encoding
 from cortex.wire.dialects.ollama import embeddings
+from cortex.wire.dialects.ollama.errors import OLLAMA
 from cortex.wire.dialects.openai_chat.upstream_error import foreign_error
-from cortex.wire.errors import CortexError, Family
+from cortex.wire.errors import CortexError
 from cortex.wire.events import Usage
 from cortex.wire.node.headers import AS_BASE64, VECTORS
 from cortex.wire.pooling.response import VECTOR_STARTS, floats
@@ -35,7 +35,7 @@ def are_encoded(headers: Headers) -> bool:
 
 
 class FloatVectors:
-    """A translation of the relay: base64 in, floats out, with all that is between the vectors left as it is."""
+    """A translation of the relay: base64 in, floats out; everything between the vectors stays unchanged."""
 
     def __init__(self, path: str) -> None:
         """`path`: of the node's route."""
@@ -102,7 +102,7 @@ class OllamaEmbeddings:
         if are_encoded(headers):
             self._vectors = FloatVectors(embeddings.TARGET)
         if status >= 400:
-            status = error_encoding.status(foreign_error(status, b""), Family.OLLAMA)
+            status = OLLAMA.status(foreign_error(status, b""))
         return status, _JSON
 
     def push(self, data: bytes) -> bytes:
@@ -117,7 +117,7 @@ class OllamaEmbeddings:
             self._body += self._vectors.finish()
         body = bytes(self._body)
         if self._status >= 400:
-            return msgspec.json.encode(error_encoding.envelope(foreign_error(self._status, body), Family.OLLAMA))
+            return msgspec.json.encode(OLLAMA.envelope(foreign_error(self._status, body)))
         began_s = self._made_s - self.gateway_s if self._began_s is None else self._began_s
         total_s = time.monotonic() - began_s
         try:

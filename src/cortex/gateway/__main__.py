@@ -23,7 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit code, after one line on standard error if something failed."""
     parser = argparse.ArgumentParser(prog="cortex.gateway", description="One endpoint over a fleet of GPU hosts.")
     parser.add_argument("--config", type=Path, help="cortex.toml; defaults and CORTEX_… variables apply without it")
-    parser.add_argument("--take-over", action="store_true", help="listen next to a gateway that is then stopped")
+    parser.add_argument(
+        "--take-over", action="store_true", help="share the addresses of a running gateway, which is then stopped"
+    )
     options = parser.parse_args(arguments)
     path: Path | None = options.config
     logs.hold()

@@ -37,7 +37,7 @@ PREFIX = "CORTEX_"
 COMMAND_VARIABLES = frozenset(
     {"CORTEX_URL", "CORTEX_API_KEY", "CORTEX_CA_FILE", "CORTEX_CACHE", "CORTEX_NODE_KEY", "CORTEX_LOCAL_NODE_KEY"}
 )
-"""Variables that are no keys of the file: commands read them, or they usually hold the keys of nodes."""
+"""Variables that are not settings: commands read them, or they hold the keys of nodes."""
 
 
 class GatewaySection(Section, frozen=True):
@@ -85,25 +85,26 @@ class GatewaySection(Section, frozen=True):
     keepalive_s: Seconds = 2.0
     """Interval of keepalives to a streaming client that waits."""
     loading_state: LoadingState = "comment"
-    """How a streaming client that waits for a load learns of it, with each keepalive. `comment`: by a comment of the
-    event stream, which programs skip. `reasoning`: by reasoning text, for chats that show it, in chat completions and
-    Ollama's dialect."""
+    """How each keepalive informs a streaming client that waits for a load. `comment`: in a comment of the event stream,
+    which programs skip. `reasoning`: in reasoning text, for chats that show it, in chat completions and Ollama's
+    dialect."""
     idle_timeout_s: Seconds = 300.0
-    """A node may be silent this long in a stream. There is no total timeout. A response that is no stream (also speech,
-    images and all that is below `/upstream/`) gets an hour, or this time if that is longer, while its node responds to
-    polls: nothing of it is sent until it is done. Foreign servers of speech and images may miss polls meanwhile."""
+    """A node may be silent this long in a stream. There is no total timeout. A response that is not streamed (also
+    speech, images and everything below `/upstream/`) gets an hour, or this time if longer, while its node responds to
+    polls, because nothing is sent until it is complete. Foreign servers of speech and images may miss polls meanwhile.
+    """
     connect_timeout_s: Seconds = 5.0
     """A node must accept a connection within this time."""
     max_body_mb: Count = 64
     """Larger request bodies are rejected with 413."""
     max_upload_mb: Count = 2048
-    """The same for files that are sent to servers (`/v1/audio/transcriptions` and others). From 1 MiB on they are in
-    files without a name while they are relayed, in `TMPDIR` or `/var/tmp`, four times this size at most in all, and
-    twice for one address."""
+    """The same for files that are sent to servers (`/v1/audio/transcriptions` and others). From 1 MiB on they are
+    spooled to unnamed files in `TMPDIR` or `/var/tmp` while they are relayed: at most four times this size in all, and
+    twice this size for one client address."""
     max_wait_s: Seconds = 600.0
-    """The longest that a request waits for its model before it is rejected with 503."""
+    """A request that has waited this long for its model is rejected with 503."""
     max_waiting: Count = 512
-    """Requests that may wait for one model; a further one is rejected with 503."""
+    """Requests that may wait for one model; further ones are rejected with 503."""
     drain_s: Annotated[float, Meta(ge=0)] = 30.0
     """How long running responses may take to end after SIGTERM."""
     poll_interval_s: Seconds = 1.0
@@ -123,9 +124,9 @@ class GatewaySection(Section, frozen=True):
     Changes need a restart."""
     prefix_sharing: PrefixSharing = "key"
     """Which requests share cached prefixes of prompts. `key`: those of one key, or of one user of the page. `group`:
-    those of all keys and users of a group; a key without one is on its own. `all`: those of everybody; then one client
-    can find out what another sent, by guessing it and looking at cached tokens or at the time. What several of them
-    send is computed and cached for each. Clients can share less, with `cache_salt`. Without keys, all clients share."""
+    those of all keys and users of a group; a key without one is on its own. `all`: those of everybody; then a client
+    can confirm a guess of what another sent, by its cached tokens or response time. Scopes that send the same prompt
+    each compute and cache it. Clients can share less, with `cache_salt`. Without keys, all clients share."""
     node_header: bool = True
     """Name the node that served a request in the response header `x-cortex-node`, except to keys with `models`,
     which see no nodes."""
@@ -149,9 +150,10 @@ class LimitsSection(Section, frozen=True):
     """Limits on clients, for each gateway. Changes need a restart."""
 
     max_connections: Count = 8192
-    """Client connections open at once; a further one is rejected with 503. Each stream also takes one to its node, and
-    a quarter of the open files that the system permits stays in reserve: where these are too few, so are the
-    connections, and the log says so at the start. The soft limit of open files is raised to the hard one."""
+    """Client connections open at once; a further one is rejected with 503. Each stream also takes a connection to its
+    node, and a quarter of the permitted open files stays in reserve. If the limit of open files is too low for this
+    number, fewer connections are admitted, and a line is logged at the start. The soft limit of open files is raised to
+    the hard one."""
     max_connections_per_client: Count | None = None
     """Client connections open at once from one address (IPv6: one /64 network); a further one is rejected with 429.
     Absent: a quarter of `max_connections`. Set it to `max_connections` behind a reverse proxy, whose clients all have
@@ -198,21 +200,22 @@ class BatchesSection(Section, frozen=True):
     """Files and batches: `/v1/files`, `/v1/batches`, `/v1/messages/batches`."""
 
     directory: Path = Path("files")
-    """Where files are kept, in `gateway.state`; gateways that share a database share it too. Needs a restart."""
+    """Directory of files, relative to `gateway.state`; gateways that share a database must share it. Changes need a
+    restart."""
     hours: tuple[str, ...] = ()
     """When batches run, in local time: `["22:00-06:30"]`. Empty: always."""
     price: Annotated[float, Meta(ge=0, le=100)] = 0.5
-    """The cost of their tokens, relative to `models.toml`."""
+    """Price of batch tokens, relative to the prices in `models.toml`."""
     max_lines: Annotated[int, Meta(ge=1, le=1_000_000)] = 100_000
-    """Lines of one batch."""
+    """Maximum number of lines per batch."""
     max_lines_per_node: Count = 64
-    """Lines that run at once on a node that nobody else uses."""
+    """Lines that run at once on an otherwise idle node."""
     max_batches_per_key: Count = 64
-    """Batches of a key that have not ended; more get 429."""
+    """Active batches per key; further ones are rejected with 429."""
     max_files_per_key: Count = 10_000
-    """Files of a key; more get 429."""
+    """Files per key; further ones are rejected with 429."""
     max_mb_per_key: Count = 20_480
-    """Size of all files of a key; more get 429."""
+    """Total size of the files of a key; uploads beyond it are rejected with 429."""
     max_window_s: Seconds = 604800.0
     """The longest `completion_window`."""
     retention_s: Seconds = 2592000.0
@@ -246,10 +249,10 @@ class PicturesSection(Section, frozen=True):
     """Fetch them, from https addresses on the public internet, and send them to the node in the request. With `false`
     such a request is rejected with 400."""
     hosts: tuple[str, ...] = ()
-    """The only hosts that they are fetched from, such as `images.example.com`, or `.example.com` for all below it.
-    Empty: any."""
+    """The only hosts that pictures are fetched from, such as `images.example.com`, or `.example.com` for all its
+    subdomains. Empty: any host."""
     max_urls: Count = 10
-    """Addresses in one request; more are rejected with 400."""
+    """Addresses in one request; further ones are rejected with 400."""
     max_mb: Count = 20
     """A larger file is rejected with 400."""
     timeout_s: Seconds = 10.0
@@ -267,11 +270,11 @@ class ActivitySection(Section, frozen=True):
     capture_kb: Annotated[int, Meta(ge=1, le=1024)] = 16
     """The most that is kept of one request body."""
     log_retention_days: Annotated[int, Meta(ge=0, le=36500)] = 0
-    """For how many days every request is also kept in the database of `ledger`, without its texts, for `cortex logs
+    """Days for which every request is also kept in the database of `ledger`, without its texts, for `cortex logs
     --since` and the page; 0 keeps none there."""
     redact: tuple[str, ...] = ()
-    """Regular expressions; text that one of them matches is replaced before a capture is kept. The ends of streamed
-    responses are not kept then: their text is divided among events, where an expression would not match it."""
+    """Regular expressions; matching text is replaced before a capture is kept. Ends of streamed responses are then not
+    kept, because their text is split over events, where an expression would not match."""
 
     def __post_init__(self) -> None:
         for pattern in self.redact:
@@ -286,7 +289,7 @@ class NeuronDevice(Section, frozen=True):
 
     index: Annotated[int, Meta(ge=0)]
     memory_mb: Count
-    """The most memory that models may take there, weights and KV caches together. The rest is for other programs."""
+    """Memory that models may take on this device at most, weights and KV caches together."""
 
 
 class NeuronSection(Section, frozen=True):
@@ -308,21 +311,21 @@ class NeuronSection(Section, frozen=True):
     SGLang do, and gets one that follows `gateway.prefix_sharing`. Without it, all clients share what it caches. Servers
     that do not know the field may reject requests with it."""
     models: tuple[str, ...] = ()
-    """For `kind = "openai"`: the only models that are used there, also those that the server does not list. Empty: all
-    that it lists."""
+    """For `kind = "openai"`: the models to use there, including any that the server does not list. Empty: all that it
+    lists."""
     set_params: dict[str, Any] = msgspec.field(default_factory=dict)
-    """For `kind = "openai"`: fields of every request to the server, in place of those of the client."""
+    """For `kind = "openai"`: fields set in every request to the server, overriding those of the client."""
     strip_params: tuple[str, ...] = ()
-    """For `kind = "openai"`: fields that are left out of every request to the server."""
+    """For `kind = "openai"`: fields removed from every request to the server."""
     memory_mb: Count | None = None
-    """The most memory that models may take over all devices of the node, weights and KV caches together. Where the
-    node's own `limits.memory_mb` is smaller, that counts."""
+    """Memory that models may take on all devices of the node together at most, weights and KV caches included. A
+    smaller `limits.memory_mb` of the node takes precedence."""
     devices: tuple[NeuronDevice, ...] = ()
     wake: WakeRules | None = None
 
     @property
     def abilities(self) -> Abilities:
-        """What it can do, as far as its kind says it; the node reports its dialects."""
+        """The abilities that follow from its kind; the node reports its dialects."""
         is_own = self.kind == "neuron"
         return Abilities(
             takes_orders=is_own,

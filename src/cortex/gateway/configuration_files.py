@@ -29,7 +29,7 @@ def warn_about_access(config: Config, *, is_open: bool, has_keys: bool) -> None:
                 "Add one with `cortex keys add`, or set gateway.open = true to admit everybody"
             )
         elif section.open:
-            log.warning("gateway.open has no effect while there are keys: remove it, or them")
+            log.warning("gateway.open has no effect while there are keys: remove the setting, or the keys")
         return
     reason = "gateway.open is true" if section.open else "it has no keys yet, and gateway.open_until_keys is true"
     for address in config.public_addresses:
@@ -67,8 +67,8 @@ class ConfigurationFiles:
         return config, self.read_catalogue(config)
 
     def read_catalogue(self, config: Config) -> Catalogue:
-        """The catalogue, with the models that were created. The operator's names must stand for something; an entry
-        that was created and does not is served with an error. Raises SettingsError."""
+        """The catalogue, with the created models. The operator's entries must be valid; a created entry that is not is
+        served with an error. Raises SettingsError."""
         catalogue = load_catalogue(config, self.path)
         names = [section.name for section in config.neurons]
         is_known = config.discovery.dns is None  # otherwise nodes have names that are found later
@@ -80,7 +80,7 @@ class ConfigurationFiles:
                 raise self._catalogue_error(config, f"{key} of {spec.id} names {name}", ("models", index, key), advice)
         for alias, target in catalogue.alias_targets.items():
             if target in catalogue.aliases:
-                what, advice = f"alias {alias} stands for the alias {target}", "one alias is followed; name the model"
+                what, advice = f"alias {alias} points to the alias {target}", "aliases are not chained; name the model"
                 raise self._catalogue_error(config, what, ("aliases", alias), advice)
         return joined(catalogue, self._created(config).read())
 
@@ -94,7 +94,7 @@ class ConfigurationFiles:
             if not catalogue.has(target) and target not in listed:
                 near = near_misses(target, catalogue.ids | set(listed), limit=1)
                 advice = f"did you mean `{near[0]}`?" if near else "correct it, or add the model"
-                what = f"alias {alias} stands for {target}, which neither the catalogue nor a node has,"
+                what = f"alias {alias} points to {target}, which neither the catalogue nor a node has,"
                 raise self._catalogue_error(config, what, ("aliases", alias), advice)
 
     def _catalogue_error(self, config: Config, what: str, key: tuple[str | int, ...], advice: str) -> SettingsError:

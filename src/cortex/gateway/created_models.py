@@ -61,7 +61,7 @@ def with_entry(created: Catalogue, name: str, entry: ModelSpec | Alias | None) -
 
 
 def without_entries(joined: Catalogue, created: Catalogue) -> Catalogue:
-    """What `joined` was made of, besides `created`."""
+    """The catalogue that `joined` extended with `created`."""
     models = tuple(spec for spec in joined.models if spec not in created.models)
     aliases = {name: alias for name, alias in joined.aliases.items() if created.aliases.get(name) != alias}
     return msgspec.structs.replace(joined, models=models, aliases=aliases)

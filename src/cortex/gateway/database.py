@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from cortex.system.exits import ExitCode
 from cortex.wire.words import os_error_in_words
@@ -37,9 +37,9 @@ Execute = Callable[[str, Sequence[Any]], Rows]
 
 
 WORK_S = 8.0
-"""How long one transaction may take. Longer than any here; a server that is frozen must delay nothing else, and the
-gateway's end by less than its service manager allows after `gateway.drain_s`."""
-CONNECT_S = 3.0
+"""Longer than any transaction here takes. A frozen server must delay nothing else, and must delay shutdown by less than
+the service manager allows after `gateway.drain_s`."""
+CONNECT_S = 3
 
 
 class StoreError(Exception):
@@ -56,7 +56,7 @@ class StoreSettingError(StoreError):
 
 
 class RejectedValue(StoreError):
-    """The database is available, and cannot hold a value: PostgreSQL no text with a NUL character."""
+    """The database is available but cannot store a value: PostgreSQL rejects text with a NUL character."""
 
 
 class Schema(NamedTuple):
@@ -83,10 +83,11 @@ class Driver(Protocol):
     """For messages; contains no secrets."""
     errors: tuple[type[Exception], ...]
     rejections: tuple[type[Exception], ...]
-    """Those of the values, not of the database."""
+    """Errors caused by values, not by the database."""
     style: ParameterStyle
 
-    def connect(self) -> DatabaseConnection: ...
+    def connect(self, work_s: float = WORK_S) -> DatabaseConnection:
+        """Limits statements to `work_s`, if the kind of database can."""
 
     def lock_schema(self, execute: Execute) -> None:
         """Wait until no other process creates tables, until the end of the transaction."""
@@ -94,8 +95,8 @@ class Driver(Protocol):
     def columns(self, execute: Execute, table: str) -> set[str]:
         """The columns of a table."""
 
-    def limited(self, connection: Any) -> AbstractContextManager[None]:
-        """Work on `connection` fails inside of it once it has taken `WORK_S`."""
+    def limited(self, connection: Any, work_s: float) -> AbstractContextManager[None]:
+        """A context in which work on `connection` fails after `work_s`."""
 
 
 class Sqlite:
@@ -107,7 +108,7 @@ class Sqlite:
         self.path = path
         self.name = str(path)
 
-    def connect(self) -> DatabaseConnection:
+    def connect(self, work_s: float = WORK_S) -> DatabaseConnection:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # What it holds is private. SQLite gives its journal files the mode of the database. A file that exists is not
         # opened here: closing it would drop the locks of this process's other connections to it, and the next program
@@ -118,7 +119,7 @@ class Sqlite:
                 owner = self.path.parent.stat()
                 os.fchown(file, owner.st_uid, owner.st_gid)
             os.close(file)
-        connection = sqlite3.connect(self.path, timeout=WORK_S, check_same_thread=False)
+        connection = sqlite3.connect(self.path, timeout=work_s, check_same_thread=False)
         try:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = FULL")
@@ -133,14 +134,21 @@ class Sqlite:
     def columns(self, execute: Execute, table: str) -> set[str]:
         return {str(row[0]) for row in execute("SELECT name FROM pragma_table_info(?)", (table,))}
 
-    def limited(self, connection: Any) -> AbstractContextManager[None]:
-        del connection  # a file; waiting for a lock has a limit of its own
+    def limited(self, connection: Any, work_s: float) -> AbstractContextManager[None]:
+        del connection, work_s  # a file; waiting for a lock has a limit of its own
         return contextlib.nullcontext()
 
 
 class Postgres:
     style: ParameterStyle = "format"
     _SCHEMA_LOCK = 0x636F7274
+    _DEFAULTS: ClassVar[dict[str, Any]] = {
+        "connect_timeout": CONNECT_S,
+        "keepalives_idle": 5,
+        "keepalives_interval": 2,
+        "keepalives_count": 3,
+    }
+    """Settings of a connection that its URL may replace."""
 
     def __init__(self, url: str) -> None:
         try:
@@ -153,15 +161,15 @@ class Postgres:
         except psycopg.Error as error:  # without the URL, which may hold a password
             raise StoreSettingError("ledger.database is not a valid postgresql:// URL: correct it") from error
         self._psycopg = psycopg
-        self._options = self._limits() | given
+        self._options = self._DEFAULTS | given
         self.name = f"postgresql at {given.get('host') or 'the local socket'}"
         self.errors: tuple[type[Exception], ...] = (psycopg.Error,)
         self.rejections: tuple[type[Exception], ...] = (psycopg.DataError, psycopg.IntegrityError)
 
-    def connect(self) -> DatabaseConnection:
-        connection = self._psycopg.connect(**self._options)
-        with self.limited(connection):
-            connection.execute(f"SET statement_timeout = {int(WORK_S * 1000)}")
+    def connect(self, work_s: float = WORK_S) -> DatabaseConnection:
+        connection = self._psycopg.connect(**{"tcp_user_timeout": int(work_s * 1000)} | self._options)
+        with self.limited(connection, work_s):
+            connection.execute(f"SET statement_timeout = {int(work_s * 1000)}")
             connection.commit()
         return connection
 
@@ -173,26 +181,15 @@ class Postgres:
         return {str(row[0]) for row in execute(statement, (table, execute("SELECT current_schema()", ())[0][0]))}
 
     @contextlib.contextmanager
-    def limited(self, connection: Any) -> Iterator[None]:
+    def limited(self, connection: Any, work_s: float) -> Iterator[None]:
         # The server's own limit does not hold on a server that is frozen, and those of TCP not on a local socket.
-        timer = threading.Timer(WORK_S, _disconnect, [connection])
+        timer = threading.Timer(work_s, _disconnect, [connection])
         timer.daemon = True
         timer.start()
         try:
             yield
         finally:
             timer.cancel()
-
-    @staticmethod
-    def _limits() -> dict[str, Any]:
-        """Settings of a connection that its URL may replace."""
-        return {
-            "connect_timeout": max(2, int(CONNECT_S)),
-            "keepalives_idle": 5,
-            "keepalives_interval": 2,
-            "keepalives_count": 3,
-            "tcp_user_timeout": int(WORK_S * 1000),
-        }
 
 
 def _disconnect(connection: Any) -> None:
@@ -229,7 +226,7 @@ class Database:
     them on the thread, in order. `report` is for readings that may take seconds: it has a connection and a thread of
     its own, so that it delays no write.
 
-    If the database is slow, locked, full or gone, a transaction fails after `WORK_S` at the latest with `StoreError`,
+    If the database is slow, locked, full or gone, a transaction fails after `work_s` at the latest with `StoreError`,
     and nothing of it is written. Everything that was waiting for the thread fails with it, so that a frozen server
     delays nobody twice; what comes later connects again. The failure is logged once. A store keeps what it could not
     write in memory, within its bounds, and tries again at its next turn.
@@ -239,6 +236,8 @@ class Database:
         """`location`: a file path or `postgresql://` URL, which is opened by the first use. Raises `StoreError` for one
         that cannot be a database."""
         self.location = location
+        self.work_s = WORK_S
+        """How long one transaction may take."""
         self._driver = driver_of(location)
         self._connection: DatabaseConnection | None = None
         self._schemas: list[Schema] = [] if schemas is None else schemas
@@ -262,7 +261,7 @@ class Database:
 
     @property
     def exists(self) -> bool:
-        """False for a file that the first use would create."""
+        """False for a file that does not exist yet."""
         return self.is_shared or Path(self.location).exists()
 
     @property
@@ -309,6 +308,7 @@ class Database:
         """Do a reading that may take seconds. It sees what `do` has written."""
         if self._reports is None:
             self._reports = Database(self.location, self._schemas)
+        self._reports.work_s = self.work_s
         return await self._reports.do(work)
 
     async def close(self) -> None:
@@ -327,7 +327,7 @@ class Database:
     def run(self, work: Callable[[Execute], T]) -> T:
         """Do `work` in one transaction. Raises `StoreError`, and then nothing was written."""
         try:
-            connection = self._connection = self._connection or self._driver.connect()
+            connection = self._connection = self._connection or self._driver.connect(self.work_s)
             self._create_tables(connection)
             result = self._work(connection, work)
         except self._driver.errors as error:
@@ -349,8 +349,8 @@ class Database:
         return result
 
     def run_each(self, works: Sequence[Callable[[Execute], object]]) -> dict[int, Exception]:
-        """Do all of `works` in one transaction, or, if one of them cannot be done, each in its own, so that it takes
-        no other with it. Returns why some were not done, by position: once the database is unavailable, none is."""
+        """Do all of `works` in one transaction or, if one of them fails, each in its own. Returns the errors of those
+        that failed, by position; once the database is unavailable, all the rest fail."""
         try:
             self.run(lambda execute: [work(execute) for work in works])
             return {}
@@ -379,7 +379,7 @@ class Database:
             return cursor.fetchall() if cursor.description else []
 
         # An open cursor would keep the locks of a SQLite connection that is closed after a failure.
-        with self._driver.limited(connection), contextlib.closing(connection.cursor()) as cursor:
+        with self._driver.limited(connection, self.work_s), contextlib.closing(connection.cursor()) as cursor:
             result = work(execute)
             connection.commit()
         return result
@@ -407,8 +407,8 @@ class Database:
 
 
 class WaitingRows(Generic[T]):
-    """Rows of a table that are written in batches. Those that the database does not take now wait in memory, the newest
-    ones up to a limit. Belongs to the loop."""
+    """Rows that are written in batches. While the database is unavailable they wait in memory, the newest up to a
+    limit. Belongs to the loop."""
 
     def __init__(self, database: Database, add: Callable[[Execute, T], object], max_waiting: int) -> None:
         """`add` writes one row."""
@@ -424,8 +424,8 @@ class WaitingRows(Generic[T]):
         return bool(self._rows) or self._turn.locked()
 
     async def flush(self, then: Callable[[Execute], object] | None = None) -> bool:
-        """Write what waits, and do `then`, after a flush that is under way; returns whether all of it was done. Never
-        raises. Goes on where its caller is cancelled."""
+        """Write the waiting rows and do `then`, after any flush under way; returns whether everything was written.
+        Never raises. Continues if its caller is cancelled."""
         return await asyncio.shield(self._flush(then))
 
     async def _flush(self, then: Callable[[Execute], object] | None) -> bool:
@@ -467,7 +467,7 @@ def _create(execute: Execute, schema: Schema, columns: Callable[[str], set[str]]
 
 
 def is_unavailable(error: Exception) -> bool:
-    """Whether it is of the database, and not of what was to be written."""
+    """Whether the database is at fault, not the value."""
     return isinstance(error, StoreError) and not isinstance(error, RejectedValue)
 
 

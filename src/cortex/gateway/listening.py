@@ -46,13 +46,13 @@ class ListeningSockets:
     """
 
     def __init__(self, environ: MutableMapping[str, str] | None = None, *, takes_over: bool = False) -> None:
-        """Takes what `LISTEN_FDS` names in `environ`, and removes it there. `takes_over`: an address that another
-        gateway of this user listens on is shared with it."""
+        """Takes the sockets that `LISTEN_FDS` in `environ` names, and removes the variable. `takes_over`: share
+        addresses with another gateway of this user."""
         self._passed = passed_sockets({} if environ is None else environ)
         self._takes_over = takes_over
 
     async def check(self, section: GatewaySection) -> None:
-        """Raises CannotListen for an address where `listen` would at this moment."""
+        """Raises CannotListen for an address where `listen` would fail now."""
         for name in ("listen", "ollama_listen", "metrics_listen"):
             listen: Listen | None = getattr(section, name)
             if listen is not None and not any(_is_for(listen, each) for each in self._passed):
@@ -67,7 +67,7 @@ class ListeningSockets:
         return server.listen_on(await asyncio.to_thread(_attempt, self._listen, listen, key), tls=tls)
 
     def check_all_used(self) -> None:
-        """Raises CannotListen for a socket that was passed and that no configured address is for."""
+        """Raises CannotListen for a passed socket that matches no configured address."""
         if self._passed:
             address = "{}:{}".format(*self._passed[0].getsockname()[:2])
             raise CannotListen(
@@ -76,7 +76,7 @@ class ListeningSockets:
             )
 
     def _probe(self, listen: Listen) -> None:
-        """Raises OSError where anything else listens, unless it is to be taken over from."""
+        """Raises OSError if something else listens there, unless it is taken over."""
         for probe in listener.bind(listen.host, listen.port, shares_port=self._takes_over):
             probe.close()
 
@@ -96,7 +96,8 @@ def _attempt(act: Callable[[Listen], T], listen: Listen, key: str) -> T:
 
 
 def _is_for(listen: Listen, passed: socket.socket) -> bool:
-    """A socket for every interface is not for an address of one: clients would get in that the operator excludes."""
+    """A socket for every interface does not match an address of one: it would admit clients that the operator
+    excludes."""
     host, port = passed.getsockname()[:2]
     return port == listen.port and listen.host in (host, *_EVERY_INTERFACE)
 

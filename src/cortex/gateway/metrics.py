@@ -51,9 +51,9 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "cortex_device_kv_host_bytes": ("Host memory of KV pages that are not on the device.", ("node", "device")),
     "cortex_device_utilisation_ratio": ("How busy the device is, 0 to 1.", ("node", "device")),
     "cortex_device_temperature_celsius": ("Temperature of the device.", ("node", "device")),
-    "cortex_device_watts": ("What the device draws, where the node can read that.", ("node", "device")),
+    "cortex_device_watts": ("Power draw of the device, where the node can read it.", ("node", "device")),
     "cortex_node_watts": (
-        "What devices and processor packages of the node draw, as far as it can read that.",
+        "Power draw of the devices and processor packages that the node can read.",
         ("node",),
     ),
     "cortex_node_asleep": ("1 while the node is suspended.", ("node",)),
@@ -86,7 +86,7 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
 def fleet_gauges(
     fleet: Fleet, queue_depths: Mapping[str, int], in_flight: Mapping[ModelOnNode, int]
 ) -> Iterator[GaugeSample]:
-    """Every gauge of every node, device and model that is not cold, and what is kept of cold ones."""
+    """The gauges of every node, device and model that is not cold, and of what nodes keep for cold ones."""
     models = {held.model_id for node in fleet.nodes for held in _not_cold(node)}
     for model, depth in (dict.fromkeys(models, 0) | dict(queue_depths)).items():
         yield GaugeSample("cortex_queue_depth", depth, model=model)
@@ -205,7 +205,7 @@ class KeyTokens:
 
     def __init__(self) -> None:
         self.cost = 0.0
-        """By the prices when each request ended."""
+        """At the prices in force when each request ended."""
         self.prompt = 0
         self.cached = 0
         self.completion = 0
@@ -271,7 +271,7 @@ class _RequestMetrics(Collector):
             "cortex_cost", "Cost of tokens by the prices in models.toml, in their currency.", labels=labels
         )
         energy = CounterMetricFamily(
-            "cortex_energy_joules", "What requests drew of devices whose power nodes can read.", labels=labels
+            "cortex_energy_joules", "Energy that requests used on devices whose power nodes can read.", labels=labels
         )
         for account, spend in self.spend.items():
             energy.add_metric(account, spend.energy_mj / 1000)

@@ -27,9 +27,9 @@ class PlannedNodes:
     config: Config
     authorities: Mapping[str, Stamp]
     kept: frozenset[str]
-    """Nodes whose connections serve on."""
+    """Nodes whose connections are kept."""
     joining: Sequence[NodeClient]
-    """The others."""
+    """New connections."""
 
 
 class NodeConnections:
@@ -43,9 +43,9 @@ class NodeConnections:
         self._directory = directory
         self._tasks = tasks
         self._config: Config | None = None
-        """In force."""
+        """The connections in force."""
         self._authorities: Mapping[str, Stamp] = {}
-        """The files of authorities that connections are verified with."""
+        """The authority files that verify connections."""
 
     def planned(self, config: Config) -> PlannedNodes:
         """Changes nothing. Raises SettingsError."""
@@ -72,7 +72,7 @@ class NodeConnections:
         )
 
     def leave(self, planned: PlannedNodes) -> list[Poller]:
-        """Close the connections that are not kept. Returns their pollers: they report nothing more, and are yet to be
+        """Close the connections that are not kept. Returns their pollers, which report nothing more and must still be
         stopped."""
         leaving = [self.pollers.pop(name) for name in list(self.pollers) if name not in planned.kept]
         for poller in leaving:
@@ -82,7 +82,7 @@ class NodeConnections:
         return leaving
 
     def join(self, planned: PlannedNodes, listener: PollListener) -> None:
-        """Put the others in their place. Their pollers do not run yet."""
+        """Add the new connections, whose pollers do not run yet."""
         self._config, self._authorities = planned.config, planned.authorities
         interval_s = planned.config.gateway.poll_interval_s
         for client in planned.joining:

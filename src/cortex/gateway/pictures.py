@@ -1,7 +1,7 @@
-"""Pictures that clients name by address: fetched where an operator allows it, and put into the request.
+"""Pictures that clients name by URL: fetched, if the operator allows it, and put into the request.
 
-A client must not reach through the gateway what it cannot reach itself: the operator's network, this host, and the
-metadata services of clouds. So the addresses of a host are checked, and the connection goes to a checked one.
+Clients must not reach the operator's network, this host or a cloud's metadata service through the gateway. So the
+addresses of a host are checked, and the connection goes to a checked address.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _REDIRECTS = frozenset((301, 302, 303, 307, 308))
 _MAX_AT_ONCE = 16
 """Fetches of all clients together."""
 _MAX_OF_CLIENT = 4
-"""Fetches of one client, and lookups."""
+"""Fetches of one client, and its lookups."""
 _MAX_URL = 2048
 _TRANSLATED = tuple(
     map(ipaddress.IPv6Network, ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32", "::ffff:0:0:0/96"))
 )
-"""Networks whose addresses contain one of IPv4, which a gateway on the way would reach."""
+"""Networks whose addresses embed an IPv4 address, which a translating gateway would reach."""
 
 
 class PictureInlining:
@@ -61,8 +61,8 @@ class PictureInlining:
         return self.section.urls and may_have_urls(body)
 
     async def inlined(self, body: bytes, client: str, max_bytes: int) -> bytes:
-        """`body` with the files of its pictures, which count as buffered until it returns. Raises InvalidValue, which
-        names a picture that cannot be fetched, BodyTooLarge and Overloaded."""
+        """`body` with its pictures' files in place of their URLs; the files count as buffered until it returns. Raises
+        InvalidValue, which names a picture that cannot be fetched, BodyTooLarge and Overloaded."""
         section = self.section
         found = await self._parser.find_picture_urls(body, client)
         if not found:
@@ -72,7 +72,7 @@ class PictureInlining:
             raise invalid(
                 found[-1].param,
                 f"the request names {len(distinct)} pictures by address, at most {section.max_urls} are fetched "
-                "(pictures.max_urls in cortex.toml); send the others themselves",
+                "(pictures.max_urls in cortex.toml); send the others in the request",
             )
         files: dict[str, bytes] = {}
         tasks = [asyncio.create_task(self._fetch(each, section, client, files)) for each in distinct.values()]
@@ -96,7 +96,7 @@ class PictureInlining:
         return await self._parser.inline_pictures(body, files, client)
 
     async def _fetch(self, picture: PictureUrl, section: PicturesSection, client: str, files: dict[str, bytes]) -> None:
-        """Adds the file, which counts as buffered from then on."""
+        """Add the file, which counts as buffered from then on."""
         try:
             file = await self._fetcher.fetch(picture.url, section, client, self._buffered)
             self._buffered.num_bytes += len(file)
@@ -106,12 +106,12 @@ class PictureInlining:
 
 
 class NotFetched(Exception):
-    """The picture could not be fetched. The message says nothing about hosts that a client cannot see itself."""
+    """The picture could not be fetched. The message reveals nothing about hosts that a client cannot reach itself."""
 
 
 class HostResolver:
-    """The resolver of the system, on threads of its own: a client chooses the names, and a lookup that hangs holds its
-    thread for longer than anybody waits for it."""
+    """The system's resolver, on its own threads: clients choose the names, and a lookup that hangs holds its thread
+    after its client has given up."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_MAX_AT_ONCE, thread_name_prefix="picture hosts")
@@ -134,8 +134,8 @@ class PictureFetcher:
         reach: Callable[[Place], Place] = lambda place: place,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """`reach`: where the connection to a place really goes; tests have no public servers. `tls` verifies
-        certificates. Absent, `resolve` is the resolver of the system, and `tls` trusts its authorities."""
+        """`reach` redirects connections, for tests, which have no public servers. `tls` verifies certificates. By
+        default `resolve` is the system's resolver, and `tls` trusts the system's authorities."""
         self._ticker = ticker
         self._resolve = resolve or HostResolver()
         self._reach = reach
@@ -145,10 +145,10 @@ class PictureFetcher:
         self._turns_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         """By client, while it has fetches."""
         self._num_lookups: Counter[str] = Counter()
-        """By client: lookups that have not ended, whether or not somebody still waits for them."""
+        """By client: unfinished lookups, including abandoned ones."""
 
     async def fetch(self, url: str, section: PicturesSection, client: str, buffered: Buffered) -> bytes:
-        """The file at `url`, which `client` sent. While it is fetched, the largest that it may be counts as buffered.
+        """The file at `url`, which `client` sent. While it is fetched, its maximum size counts as buffered.
 
         Raises NotFetched, also when it takes too long or is too large, and Overloaded.
         """
@@ -195,8 +195,8 @@ class PictureFetcher:
         raise NotFetched(f"its server redirects more than {_MAX_REDIRECTS} times")
 
     async def _look_up(self, host: str, client: str) -> list[str]:
-        """The addresses of `host`. A lookup that hangs holds its thread after the fetch has failed, and counts until it
-        ends: no client holds the threads of the others. Raises OSError or NotFetched."""
+        """The addresses of `host`. A hanging lookup holds its thread after the fetch has failed, and counts against its
+        client until it ends, so that no client occupies all threads. Raises OSError or NotFetched."""
         if self._num_lookups[client] >= _MAX_OF_CLIENT:
             raise NotFetched("other hosts that you named are still being looked up; try again later")
         lookup = asyncio.ensure_future(self._resolve(host))
@@ -207,7 +207,7 @@ class PictureFetcher:
             if not self._num_lookups[client]:
                 del self._num_lookups[client]
             if not lookup.cancelled():
-                lookup.exception()  # nobody may be left who waits for it
+                lookup.exception()  # possibly no one awaits it
 
         lookup.add_done_callback(ended)
         return await asyncio.shield(lookup)
@@ -220,12 +220,12 @@ class PictureFetcher:
             headers = ((b"accept", b"image/*"), (b"user-agent", b"cortex"))
             return await pool.fetch(b"GET", address.target.encode(), headers, timeout_s=section.timeout_s)
         except ValueError:
-            raise ForbiddenAddress("it is no valid address") from None
+            raise ForbiddenAddress("its address is invalid") from None
         finally:
             pool.close()
 
     async def _trusted(self) -> ssl.SSLContext:
-        """Reading the authorities of the system takes tens of milliseconds: once, and not on the loop."""
+        """Reading the system's authorities takes tens of milliseconds: done once, and not on the loop."""
         async with self._making_tls:
             if self._tls is None:
                 self._tls = await asyncio.to_thread(ssl.create_default_context)
@@ -257,11 +257,11 @@ def read_address(url: str, hosts: tuple[str, ...]) -> PictureAddress:
         port = parts.port or 443
         host = (parts.hostname or "").rstrip(".").encode("ascii" if url.isascii() else "idna").decode().lower()
     except ValueError:  # of ports, and of host names that cannot be encoded
-        raise ForbiddenAddress("it is no valid address") from None
+        raise ForbiddenAddress("its address is invalid") from None
     if parts.scheme.lower() != "https":
         raise ForbiddenAddress("only https addresses are fetched")
     if len(url) > _MAX_URL or not url.isprintable() or " " in url or not host:
-        raise ForbiddenAddress("it is no valid address")
+        raise ForbiddenAddress("its address is invalid")
     if parts.username is not None or parts.password is not None:
         raise ForbiddenAddress("it contains a name or a password")
     if hosts and not any(host == name or (name.startswith(".") and host.endswith(name)) for name in hosts):
@@ -288,8 +288,7 @@ def is_public(address: str) -> bool:
 
 
 def chosen(addresses: list[str]) -> str:
-    """The address to connect to. Raises ForbiddenAddress where one of them is not public: a name with both kinds is
-    made to deceive."""
+    """The address to connect to. Raises ForbiddenAddress if any is not public: a name with both kinds is an attack."""
     if not addresses:
         raise ForbiddenAddress("its host has no address")
     if not all(map(is_public, addresses)):

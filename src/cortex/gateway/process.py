@@ -67,7 +67,7 @@ async def serve(config: Config, path: Path | None = None, *, takes_over: bool = 
 
 
 def report_unhandled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log what no code handles, except failed lookups: uvloop goes on with one whose connection was cancelled."""
+    """Log unhandled exceptions, except failed lookups: uvloop continues one whose connection was cancelled."""
     if not isinstance(context.get("exception"), socket.gaierror):
         loop.default_exception_handler(context)
 
@@ -75,7 +75,7 @@ def report_unhandled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -
 async def _reload_when_needed(
     gateway: Gateway, files: ConfigurationFiles, before: Mapping[Path, Stamp], requested: asyncio.Event
 ) -> None:
-    """`before`: the files as they were when the configuration in force was read."""
+    """`before`: the state of the files when the configuration in force was read."""
     stamps = {**files.stamps(gateway.config), **before}  # the first also has the files of nodes that were discovered
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Which part of the gateway serves a request: inference, stored responses, the page, or control."""
+"""Routes a request to the part of the gateway that serves it: inference, stored responses, the page, or control."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class RequestRouter:
     def configure(self, config: Config, *, is_open: bool) -> None:
         """Use a new configuration. `is_open`: the gateway admits requests without a key.
 
-        Where only local programs may use it, and without a key, every request must use a name of this gateway.
+        If only local programs may use it, without a key, every request must use a name of this gateway.
         """
         section = config.gateway
         addresses = (section.listen, section.ollama_listen)
@@ -70,7 +70,7 @@ class RequestRouter:
         self._checks_host = is_open and section.listen.is_loopback
 
     def handle(self, exchange: Exchange) -> None:
-        """Have the request served."""
+        """Serve the request."""
         request = exchange.request
         if self._checks_host and (error := self._host_error(request)) is not None:
             exchange.respond(*error_response(error, family_of(request.path)))
@@ -113,7 +113,7 @@ class RequestRouter:
             self._opaque.begin(exchange, route)
 
     def _open_socket(self, exchange: Exchange) -> None:
-        """Browsers let pages of all sites open connections, so their origin is checked here."""
+        """Browsers let pages of any site open WebSockets, so the origin is checked here."""
         request = exchange.request
         try:
             origin, host = request.text(b"origin"), request.text(b"host")
@@ -123,7 +123,7 @@ class RequestRouter:
             exchange.respond(*error_response(error, RESPONSES.family))
 
     def _host_error(self, request: Request) -> CortexError | None:
-        """Why the request is rejected: it does not use a name of this gateway."""
+        """The error for a request that does not use a name of this gateway."""
         host = request.header(b"host")
         if host is not None and host == self._accepted_host:
             return None

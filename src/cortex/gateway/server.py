@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from cortex.gateway.api.ollama.routes import OllamaRoutes
 from cortex.gateway.api.orders import OrderRoutes
 from cortex.gateway.api.usage import UsageRoutes
 from cortex.gateway.batches.api import BatchService
+from cortex.gateway.batches.runner import BatchLimits
 from cortex.gateway.config import Config
 from cortex.gateway.configuration_files import ConfigurationFiles, warn_about_access, warn_about_restart
 from cortex.gateway.created_models import CreatedModels, joined, with_entry, without_entries
@@ -62,7 +63,7 @@ from cortex.gateway.proxy.admission import AdmissionController
 from cortex.gateway.proxy.deferred_responses import DeferredResponses
 from cortex.gateway.proxy.inference import Inference
 from cortex.gateway.proxy.listener import api_server, client_limits, metrics_server, paths_without_key
-from cortex.gateway.proxy.services import Services
+from cortex.gateway.proxy.services import RequestLimits, Services
 from cortex.gateway.responses.service import ResponsesService
 from cortex.gateway.router import RequestRouter
 from cortex.http.cross_site import CrossSiteCheck
@@ -79,7 +80,7 @@ log = logging.getLogger(__name__)
 
 TICK_S = 1.0
 WATCH_KEYS_S = 0.4
-"""How often the database is asked whether keys have changed: they are in force everywhere within a second."""
+"""Interval at which the database is checked for changed keys, which are in force everywhere within a second."""
 
 
 class Gateway:
@@ -92,16 +93,20 @@ class Gateway:
         directory: Path,
         resolve: Resolve = resolve_addresses,
         fetcher: PictureFetcher | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        request_limits: RequestLimits | None = None,
+        batch_limits: BatchLimits | None = None,
     ) -> None:
         """Relative paths of the configuration start at `directory`. Raises SettingsError or `StoreError`."""
         loop = asyncio.get_running_loop()
         self.config = config
-        """With the nodes that were discovered."""
+        """Includes discovered nodes."""
         self._configured, self._catalogue = config, catalogue
         self._discovery = DNSDiscovery(resolve)
         self._ticker = Ticker(loop)
         self._tick_thread = ThreadPoolExecutor(1, thread_name_prefix="tick")
-        """The tick shares no thread with work that clients cause, which may occupy all of the default executor."""
+        """The tick has its own thread, because clients' work may occupy all of the default executor."""
         self._created_models = CreatedModels(config.state_directory(directory))
         self._measured_sizes = MeasuredSizes(config.state_directory(directory))
         self.event_log = EventLog()
@@ -111,21 +116,21 @@ class Gateway:
         self._connections = NodeConnections(self._ticker, directory, self.tasks)
         nodes = self._connections.clients
         neighbours = Neighbours(nodes, lambda: self.dispatcher.fleet, is_on=config.gateway.share_files)
-        self._effects = NodeEffects(nodes, self._connections.pollers, self.metrics, time.monotonic, neighbours)
+        self._effects = NodeEffects(nodes, self._connections.pollers, self.metrics, clock, neighbours)
         self.dispatcher = Dispatcher(
             self._effects,
             self.event_log,
-            time.monotonic,
+            clock,
             DispatchSettings.of(config, catalogue),
             measured=self._measured_sizes.read(),
         )
         self._effects.outcomes = self.dispatcher
-        self._database = Database(config.database(directory))
-        self._responses_database = self._database
-        if config.responses_database(directory) != self._database.location:
+        self.database = Database(config.database(directory))
+        self._responses_database = self.database
+        if config.responses_database(directory) != self.database.location:
             self._responses_database = Database(config.responses_database(directory))
-        self._metering = Metering(directory, self._database, self.tasks)
-        self._operator_state = OperatorState(self.dispatcher, self._database)
+        self._metering = Metering(directory, self.database, self.tasks)
+        self._operator_state = OperatorState(self.dispatcher, self.database)
         self._tracer = open_tracer(config.telemetry, "cortex")
         self._admission = AdmissionController(self.dispatcher, self._metering.meter, config.gateway.prefix_sharing)
         limits = client_limits(config, open_files.limit())
@@ -145,28 +150,29 @@ class Gateway:
             pictures=PictureInlining(config.pictures, fetcher or PictureFetcher(self._ticker), parser, buffered),
             buffered=buffered,
             idle_caps=IdleCaps(),
+            limits=request_limits or RequestLimits(),
+            clock=clock,
         )
         self._activity_file = ActivityFile(config.state_directory(directory), self._services.activity)
-        self._request_log = RequestLog(self._services.activity, self._database)
-        self._audit = AuditLog(self._database, config.ledger.audit_days)
-        self._history = HistoryStore(
-            self._services.activity, self.event_log, self._database, config.gateway.listen.port
-        )
+        self._request_log = RequestLog(self._services.activity, self.database)
+        self._audit = AuditLog(self.database, config.ledger.audit_days)
+        self._history = HistoryStore(self._services.activity, self.event_log, self.database, config.gateway.listen.port)
         self._inference = Inference(self._services)
         self._responses = ResponsesService(config, self._responses_database, self._inference, self.tasks, limits)
         self._certificate = certificate_of(config, directory)
-        self._health = GatewayHealth(self.tasks, self._certificate, is_database_away=lambda: self._database.is_failing)
+        self._health = GatewayHealth(self.tasks, self._certificate, is_database_away=lambda: self.database.is_failing)
         self._reloading = asyncio.Lock()
         self._deferred = DeferredResponses()
-        self._streams = EventStreams(time.monotonic, self._metering)
+        self._streams = EventStreams(clock, self._metering)
         self._batches = BatchService(
             config.batches,
             config.state_directory(directory),
-            self._database,
+            self.database,
             self._inference,
             self._metering,
             self.tasks,
             self._deferred,
+            batch_limits or BatchLimits(),
         )
         board = JobBoard()
         operator = OperatorCommands(self.dispatcher, self.event_log)
@@ -239,7 +245,7 @@ class Gateway:
             self._audit,
         )
         attempts = SignInAttempts(self._audit)
-        self._signing_in = SigningIn(self._metering, Conversations(self._database), attempts)
+        self._signing_in = SigningIn(self._metering, Conversations(self.database), attempts)
         self._page = Page(self._metering.meter, self._signing_in, attempts, is_secure=self._certificate is not None)
         ollama = OllamaInference(self._inference, operator, self._control.cross_site)
         self._router = RequestRouter(self._inference, self._responses, self._batches, ollama, self._control, self._page)
@@ -334,7 +340,7 @@ class Gateway:
         for problem in ended:
             if isinstance(problem, BaseException):
                 log.error("not all was written at the end: %s", problem, exc_info=problem)
-        await asyncio.gather(self._database.close(), self._responses_database.close())
+        await asyncio.gather(self.database.close(), self._responses_database.close())
         await asyncio.to_thread(self._tracer.close)
         await asyncio.to_thread(self._measured_sizes.write, self.dispatcher.fleet.measured)
         await self._activity_file.save()
@@ -342,7 +348,7 @@ class Gateway:
     async def reload(self, files: ConfigurationFiles) -> None:
         """Read and use the configuration in `files`.
 
-        Never raises. If anything fails, the configuration in force stays as it is, and `/health` has the reason.
+        Never raises. If anything fails, the configuration in force stays, and `/health` has the reason.
         """
         try:
             async with self._reloading:
@@ -375,7 +381,7 @@ class Gateway:
     async def reconfigure(self, config: Config, catalogue: Catalogue) -> None:
         """Use a new configuration. Running responses continue; addresses need a restart.
 
-        Raises what the start would raise, and then nothing has changed.
+        Raises what `start` would raise, and then nothing has changed.
         """
         before, was_open = self.config, self._metering.is_open
         configured, config = config, self._with_discovered(config)
@@ -445,7 +451,7 @@ class Gateway:
         warn_about_access(self.config, is_open=metering.is_open, has_keys=bool(metering.in_force.keys))
 
     async def _refresh_keys(self) -> None:
-        """Put in force what the database has now. Raises `StoreError`."""
+        """Apply the keys that the database has now. Raises `StoreError`."""
         async with self._reloading:
             was_open = self._metering.is_open
             await self._use_keys(self.config)

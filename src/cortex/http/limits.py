@@ -85,6 +85,14 @@ class ClientLimits:
     """How long a rejected client may go on sending before its connection closes, so that it can read the error."""
     write_buffer_bytes: int = 256 * 1024
     """Unsent response bytes above which the upstream is paused."""
+    ping_s: float = 30.0
+    """Silence of a WebSocket after which its client is pinged."""
+    unused_s: float = 3600.0
+    """How long an idle client of a WebSocket may send no message."""
+    handshake_s: float = 0.02
+    """How long clients that are connecting may take when the server stops. Others may have to retry after a second."""
+    last_request_s: float = 0.5
+    """How long a stopping server waits for requests on idle connections."""
 
 
 class Buffered:

@@ -35,6 +35,12 @@ def query(request: Request, name: str) -> str | None:
     return next((value for key, value in found if key == name), None)
 
 
+def is_in_query(request: Request, name: str) -> bool:
+    """Whether a query parameter is there, with a value or without one."""
+    found = parse_qsl(request.query.decode("utf-8", "replace"), keep_blank_values=True)
+    return any(key == name for key, _ in found)
+
+
 class Router(Generic[Handler]):
     """Finds the first route that serves a request. A slash at the end of a path is ignored."""
 

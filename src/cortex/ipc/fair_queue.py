@@ -1,4 +1,4 @@
-"""Places that clients share fairly. Decided without I/O; only `hold` waits.
+"""Slots that clients share fairly. Decides without I/O; only `hold` waits.
 
 A free place goes to the client that holds the fewest, among equals to the one that has had the fewest. No client holds
 all places, so that one with expensive requests delays no other. The number of waiting requests is bounded, in all
@@ -16,7 +16,7 @@ from cortex.system.fair_turns import VirtualTime
 
 
 class NoPlace(Exception):
-    """No further request may wait: of anybody, or (`is_own`) of this client."""
+    """The queue is full, in all or (`is_own`) for this client."""
 
     def __init__(self, num_waiting: int, *, is_own: bool) -> None:
         super().__init__(f"{num_waiting} requests are waiting already")
@@ -25,7 +25,7 @@ class NoPlace(Exception):
 
 
 class FairQueue:
-    """Belongs to one loop. Every entry that `enter` accepts must be passed to `leave` once, whatever became of it."""
+    """Belongs to one loop. Every entry that `enter` accepts must be passed to `leave` once, whatever its outcome."""
 
     def __init__(self, num_places: int, max_waiting: int, max_waiting_per_client: int) -> None:
         self._num_places = num_places
@@ -71,7 +71,7 @@ class FairQueue:
         return entry
 
     def leave(self, entry: Entry) -> None:
-        """The request has ended, or is not wanted any more."""
+        """The request has ended or is no longer wanted."""
         client = entry.client
         if entry.has_place:
             entry.has_place = False

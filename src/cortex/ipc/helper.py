@@ -23,17 +23,18 @@ T = TypeVar("T")
 
 
 class Helper(msgspec.Struct, frozen=True, kw_only=True):
-    """What a program starts."""
+    """The description of a helper, for the program that starts it."""
 
     name: str
     """The name of its processes, for `top`: at most 15 characters."""
     purpose: str
-    """What it is in the log and in errors, such as "the process that decodes pictures"."""
+    """Its description in the log and in errors, such as "the process that decodes pictures"."""
     module: str
     """Its `functions` is called with `arguments`, before workers are forked, which share what it has read."""
     arguments: tuple[str | None, ...] = ()
     memory_bytes: int | None = None
-    """What `functions` may allocate, and each worker beyond what it shares. More raises MemoryError, which ends it."""
+    """Memory limit of `functions`, and of each worker beyond the shared memory. Exceeding it raises MemoryError, which
+    ends the process."""
     start_cpu_s: int | None = None
     """How long `functions` may compute."""
     cpu_s: int | None = None
@@ -44,7 +45,7 @@ class Helper(msgspec.Struct, frozen=True, kw_only=True):
 class FunctionCall(ChannelMessage, frozen=True):
     function: str
     arguments: bytes
-    """Encoded by themselves: only the function knows their types."""
+    """Encoded separately, because only the function knows their types."""
     body: bytes
     """The last field, so that it can be sent without being copied."""
 

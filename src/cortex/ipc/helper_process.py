@@ -1,4 +1,4 @@
-"""`python -m cortex.ipc.helper_process`: the process of any helper, which workers are forked from.
+"""`python -m cortex.ipc.helper_process`: the process of any helper, from which workers are forked.
 
 It makes the table of functions and what they need, such as a tokenizer, and then only forks: workers share its memory,
 and a worker that was killed is replaced in milliseconds. It has one thread, because a fork copies no other. A worker
@@ -44,7 +44,7 @@ class Fork(ChannelMessage, frozen=True):
 
     worker: int
     in_background: bool
-    """Whether it yields the cores to all other work of the host."""
+    """Whether it runs at the lowest priority."""
 
 
 class Kill(ChannelMessage, frozen=True):
@@ -86,7 +86,8 @@ class Calls:
         self._functions = {name: _Callable(function) for name, function in functions.items()}
 
     def serve(self, connection: socket.socket) -> None:
-        """Returns when the other side closes its end. MemoryError ends it, so that the next call has all the memory."""
+        """Returns when the other side closes its end. A MemoryError ends it, so that the next call has all the
+        memory."""
         channel: BlockingChannel[FunctionCall] = BlockingChannel(connection, FunctionCall)
         for calls in channel.receive():
             for call in calls:

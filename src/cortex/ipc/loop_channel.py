@@ -13,7 +13,7 @@ import msgspec
 from cortex.ipc.channel import ENCODER, LENGTH, MAX_FRAME_BYTES, ChannelError, FrameDecoder, Unsendable
 
 _ARRAY_HEADER_BYTES = 16
-"""Upper bound of what a frame holds besides its messages."""
+"""Upper bound of a frame's overhead."""
 
 _JOINED_BYTES = 64 * 1024
 """Frames up to this size are copied into one piece: writing several pieces costs more."""

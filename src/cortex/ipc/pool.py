@@ -1,4 +1,4 @@
-"""A helper as its program sees it: `HelperPool` on a loop, `HelperOfThread` on a thread. `helper_process` is the other
+"""The program's side of a helper: `HelperPool` on a loop, `HelperOfThread` on a thread. `helper_process` is the other
 side."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class HelperPool:
 
     def __init__(self, helper: Helper) -> None:
         self.helper = helper
-        """A change is in force from the next start of the process on."""
+        """A change applies from the next start of the process."""
         self._starting = asyncio.Lock()
         self._process: HelperProcess | None = None
         self._is_closed = False
@@ -77,8 +77,8 @@ class HelperPool:
         timeout_s: float | None = None,
         in_background: bool = False,
     ) -> T:
-        """What the function returns. `body` is its parameter of that name. `in_background`: it yields the cores to all
-        other work of the host. A call that is lost with its process runs once more, in a new one.
+        """The function's result. `body` is its parameter of that name. `in_background`: runs at the lowest priority. A
+        call that is lost with its process is retried once, in a new one.
 
         Raises the CortexError that the function raises; CallLost; TimeoutError after `timeout_s`, without the start of
         the process; Unsendable; and PoolLost. Cancelling this ends the call, wherever it is.
@@ -159,7 +159,7 @@ class HelperProcess:
         self._numbers = itertools.count()
         self._idle: list[_Worker] = []
         self._unsent: deque[tuple[Fork | Kill, socket.socket | None]] = deque()
-        """Messages, each with the socket that is passed along, for which the control socket had no room."""
+        """Messages, each with its passed socket, for which the control socket had no room."""
         self._is_lost = False
 
     @classmethod
@@ -209,7 +209,7 @@ class HelperProcess:
         await self._process.wait()
 
     def _take_idle(self, *, in_background: bool) -> _Worker | None:
-        """The worker that was used last: its caches are the warmest."""
+        """The most recently used worker, whose caches are warmest."""
         self._idle = [worker for worker in self._idle if not worker.is_lost]
         for worker in reversed(self._idle):
             if worker.in_background is in_background:
@@ -311,11 +311,11 @@ class _Worker:
 
 
 class HelperOfThread:
-    """A helper whose process runs the calls of one thread, which it makes wait, and forks nothing. A context manager:
-    the process ends with the block, at once."""
+    """A helper for one thread, which waits for each call; its process forks nothing. A context manager: leaving the
+    block ends the process at once."""
 
     def __init__(self, helper: Helper, environment: Mapping[str, str]) -> None:
-        """`environment` is all that the process has. Raises OSError."""
+        """`environment` is the whole environment of the process. Raises OSError."""
         self._process, self._control = start_child_of_thread(_MODULE, *_arguments(helper), environment=environment)
         self._control.settimeout(_POLL_S)
         self._decoder: FrameDecoder[Reply] = FrameDecoder(Rejected)
@@ -331,7 +331,7 @@ class HelperOfThread:
         self._control.close()
 
     def call(self, function: Function[T], *arguments: Any, meanwhile: Callable[[], None]) -> T:
-        """What the function returns. `meanwhile` is called every now and then; what it raises ends the wait. Raises the
+        """The function's result. `meanwhile` is called at an interval; its exceptions end the wait. Raises the
         CortexError that the function raises, and PoolLost."""
         try:
             self._decoder.expect(function.reply_type)

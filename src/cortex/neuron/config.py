@@ -30,7 +30,7 @@ Megabytes = Annotated[int, Meta(ge=0)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 PREFIX = "NEURON_"
 MIN_KEY_LENGTH = 16
-"""Shorter keys can be guessed."""
+"""Shorter keys could be guessed."""
 
 
 class TorchHarness(Section, frozen=True):
@@ -39,11 +39,11 @@ class TorchHarness(Section, frozen=True):
     hf_cache: Path | None = None
     """The directory of hub models. Absent: `HF_HUB_CACHE`, then `$HF_HOME/hub`, then `~/.cache/huggingface/hub`."""
     idle_clock: bool = False
-    """Let an NVIDIA GPU that holds a model drop to its idle clock between requests, as one without a model does
+    """Let an NVIDIA GPU with a loaded model drop to its idle clock between requests, like one without a model
     (`CUDA_DISABLE_PERF_BOOST`, from driver 580.105 on). An H200 then draws 79 W instead of 122 W, and its first token
-    after idleness comes 23 ms later; nothing changes under load."""
+    after idleness is 23 ms later; load is not affected."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """The data type that models compute with; `auto` is the fastest one of the device."""
+    """The data type of models' arithmetic; `auto` is the fastest on the device."""
 
 
 class HarnessSettings(Section, frozen=True):
@@ -62,72 +62,72 @@ class Limits(Section, frozen=True):
     """How much of the machine requests may use."""
 
     max_connections: Count = 4096
-    """Client connections open at once; a further one is rejected with 503. Each request of a gateway takes one. A
-    quarter of the open files that the system permits stays in reserve: where these are too few, so are the connections,
-    and the log says so at the start. The soft limit of open files is raised to the hard one."""
+    """Client connections open at once; further ones are rejected with 503. Each request of a gateway takes one. A
+    quarter of the permitted open files stays in reserve. If the limit of open files is too low for this number, fewer
+    connections are admitted, and a line is logged at the start. The soft limit of open files is raised to the hard one.
+    """
     max_connections_per_client: Count | None = None
-    """Client connections open at once from one address (IPv6: one /64 network); a further one is rejected with 429. It
-    also bounds the requests of one gateway. Absent: half of `max_connections`."""
+    """Client connections open at once from one address (IPv6: one /64 network); further ones are rejected with 429.
+    This also bounds the requests of one gateway. Absent: half of `max_connections`."""
     head_timeout_s: Seconds = 10.0
     """A request head must arrive within this time, or is rejected with 408; so must a TLS handshake."""
     prefill_chunk_tokens: Count | None = None
     """Maximum prompt tokens in one step. Absent: by device."""
     step_ms: Annotated[float, Meta(gt=0)] = 50.0
-    """Prompts are computed in chunks that extend a step to about this time while streams run or other prompts wait: the
-    gap between two tokens of a stream. A smaller value keeps streams smoother, a larger one starts responses sooner.
-    Where streams alone take more than a third of it, steps may take three times as long as these."""
+    """Prompts are computed in chunks that extend a step to about this time while streams run or other prompts wait. It
+    is the gap between two tokens of a stream: a smaller value keeps streams smoother, a larger one starts responses
+    sooner. If streams alone take more than a third of it, steps may take three times as long as the streams."""
     max_prompt_tokens: Count | None = None
-    """Longer prompts are rejected like those over the context, even if the model accepts them."""
+    """Longer prompts are rejected as if over the context, even if the model accepts them."""
     min_free_vram_mb: Megabytes = 256
-    """Memory that loads leave free on every device, whatever else uses it: for a desktop, or for programs that start
-    later. In addition, a load leaves free half of the host's free memory on a CPU, and on a GPU 1/16 of its memory, at
-    least 1 GiB."""
+    """Memory that loads leave free on every device, for a desktop or for programs that start later. In addition, a load
+    leaves free half of the host's free memory on a CPU, and on a GPU 1/16 of its memory, at least 1 GiB."""
     memory_mb: Count | None = None
-    """The most memory that models may take over all devices, weights and KV caches together, however much is free.
-    Absent: all but what loads leave free (`min_free_vram_mb`)."""
+    """Memory that models may take over all devices at most, weights and KV caches together. Absent: all but what loads
+    leave free (`min_free_vram_mb`)."""
     host_mb: Megabytes | None = None
-    """Host memory that models may take in all: weights that devices have no room for (`host_weights`), those of
-    sleeping models, and KV pages, which give way in the reverse order. A tenth of the host's memory always stays
-    free, so that it does not swap, and at most three quarters are page-locked. Absent: all that is free but that
-    tenth."""
+    """Host memory that models may take in all: weights that do not fit devices (`host_weights`), those of sleeping
+    models, and KV pages, which give way in the reverse order. A tenth of the host's memory always stays free, so that
+    it does not swap, and at most three quarters are page-locked. Absent: all free memory except that tenth."""
     sleep_mb: Megabytes | None = None
-    """Host memory for the weights of sleeping models; over it, the least recently used one is unloaded. 0: no sleep.
+    """Host memory for the weights of sleeping models; beyond it, the least recently used one is unloaded. 0: no sleep.
     Absent: half of the host's free memory on a node with GPUs, 0 on a node without, where sleep frees nothing."""
     kv_host_mb: Megabytes | None = None
-    """Host memory for KV pages that are not on their device any more: of models that sleep or were unloaded, and on a
-    GPU those that the KV cache has no room for. Prompts that continue them are not computed again. Weights take their
-    part of `host_mb` first; the least recently used pages are dropped, also when the host runs short of memory. 0:
-    none. Absent: an eighth of the host's free memory."""
+    """Host memory for KV pages that have left their device: pages of models that sleep or were unloaded, and on a GPU
+    pages that do not fit the KV cache. Prompts that continue them are not recomputed. Weights take their part of
+    `host_mb` first. The least recently used pages are dropped, also when the host runs short of memory. 0: none.
+    Absent: an eighth of the host's free memory."""
     kv_disk_mb: Megabytes = 0
     """Disk space for KV pages that leave host memory, and for all KV pages when a model sleeps or is unloaded or the
-    node stops. Conversations then continue after a restart without being computed again, where reading is expected
-    to be faster. The least recently used files are removed. Text of prompts and responses can be recovered from the
-    files. Needs `kv_host_mb`. 0: none; meant for SSDs."""
+    node stops. Conversations then continue after a restart without being recomputed, if reading is expected to be
+    faster. The least recently used files are removed. Text of prompts and responses can be recovered from the files.
+    Needs `kv_host_mb`. 0: none; meant for SSDs."""
     kv_disk_dir: Path | None = None
     """The folder of these files; only the user of the node can read them. Absent: `kv` in the cache of cortex."""
     max_num_seqs: Count = 256
-    """Maximum requests that one model runs at once."""
+    """Maximum number of requests that one model runs at once."""
     max_queue: Annotated[int, Meta(ge=0)] = 512
-    """Maximum requests that wait for one model; the next one is rejected with 503 and an estimated `Retry-After`."""
+    """Maximum number of requests that wait for one model; further ones are rejected with 503 and an estimated
+    `Retry-After`."""
     add_replica_after_s: Seconds = 5.0
-    """A model with `max_replicas` gets one more replica when a request has waited for this long."""
+    """A model with `max_replicas` gets another replica when a request has waited for this long."""
     remove_replica_after_s: Seconds = 300.0
-    """Such a replica is unloaded when it has had no request for this long."""
+    """Such a replica is unloaded after this long without requests."""
     step_timeout_s: Seconds = 120.0
     """A device that has work and completes no step for this long is treated as faulted."""
     load_timeout_s: Seconds = 300.0
     """A load without progress for this long fails, and its worker is replaced."""
     max_loads: Count = 8
-    """Loads that run at once; further ones wait. A load begins once its memory is reserved, next to others on the same
-    device; only those of the engine take turns there. Lower it where several loads overload the disk."""
+    """Loads that run at once; further ones wait. A load begins once its memory is reserved, concurrently with others on
+    the same device; only loads of the engine take turns there. Lower it if several loads overload the disk."""
     share_mb_per_s: Megabytes | None = None
-    """The most megabytes per second, over all transfers, at which this node sends files of models to other nodes of its
-    fleet. 0: it sends none. Absent: as fast as the network and its disk are."""
-    survey_cpu_s: Count = 30
-    """Computing time that reading a model's config, headers and chat template may take. A model that takes more is
-    reported as damaged, and not loaded."""
-    survey_memory_mb: Count = 1024
-    """Memory that it may take, in a process of its own."""
+    """Megabytes per second, over all transfers, at which this node sends files of models to other nodes of its fleet at
+    most. 0: it sends none. Absent: as fast as network and disk permit."""
+    inspection_cpu_s: Count = 30
+    """Computing time limit for reading a model's config, headers and chat template. A model that takes more is reported
+    as damaged and not loaded."""
+    inspection_memory_mb: Count = 1024
+    """Memory limit for that, in a separate process."""
 
     @property
     def kv_disk_folder(self) -> Path:
@@ -135,23 +135,23 @@ class Limits(Section, frozen=True):
 
 
 class TextLimits(Section, frozen=True):
-    """How much work the text of requests may cause before they reach a model: templates, tokenising and grammars. Each
-    model in use has worker processes of its own for it."""
+    """Limits on the text work of requests before they reach a model: templates, tokenising and grammars. Each model in
+    use has its own worker processes for it."""
 
     workers: Count | None = None
-    """Requests of one model that are prepared at once; half as many long ones in addition. Absent: one per core, at
-    least 2 and at most 4."""
+    """Requests of one model that are prepared at once, plus half as many long ones. Absent: one per core, at least 2
+    and at most 4."""
     timeout_s: Seconds = 60.0
     """A request that takes longer to prepare, once it has a worker, is rejected with 400, and its worker is killed. A
-    model whose text files take longer to read is damaged."""
+    model whose text files take longer to read counts as damaged."""
     memory_mb: Count = 2048
-    """Memory that preparing one request may take, and reading the text files of a model."""
+    """Memory limit for preparing one request, and for reading the text files of a model."""
     max_prompt_mb: Count = 8
-    """Prompts of more million characters are rejected with 400 before they are tokenised."""
+    """Prompts of more million characters are rejected with 400 before tokenising."""
     max_grammar_kb: Count = 1024
     """Schemas, choices and grammars that need more thousand characters as a grammar are rejected with 400."""
     max_grammar_cpu_s: Seconds = 2.0
-    """So are those that take longer to compile: the worker of the device compiles them again."""
+    """Those that take longer to compile are rejected too, because the worker of the device compiles them again."""
 
     @property
     def num_workers(self) -> int:
@@ -159,18 +159,18 @@ class TextLimits(Section, frozen=True):
 
 
 class ModelOptions(Section, PlacedOptions, frozen=True, kw_only=True):
-    """How a model is loaded and sampled."""
+    """Options of loading and sampling a model."""
 
     id: str
     """The model's name in requests."""
     memory_mb: Count | None = None
     """Maximum memory of weights and KV cache. Absent: the weights and a cache for a few full contexts."""
     replicas: Count = 1
-    """How often the model is loaded on this node, each time on devices of its own; requests go to the replica with the
-    least work."""
+    """How many times the model is loaded on this node, each replica on its own devices; requests go to the replica with
+    the least work."""
     max_replicas: Count = 1
-    """How many replicas it may have while requests wait, beyond `replicas`: the others are added on devices with room
-    for them (`limits.add_replica_after_s`), and give way to every other load. Only for models on one device."""
+    """Maximum number of replicas while requests wait. Those beyond `replicas` are added on devices with room
+    (`limits.add_replica_after_s`), and give way to every other load. Only for models on one device."""
 
 
 class ModelEntry(ModelOptions, frozen=True):
@@ -178,7 +178,7 @@ class ModelEntry(ModelOptions, frozen=True):
 
 
 class DefaultModel(ModelOptions, frozen=True):
-    """A model that is loaded at start, in the background, in the order of the file. What it leaves out is as in its
+    """A model that is loaded at start, in the background, in the order of the file. Missing options are taken from its
     entry under `models`."""
 
 
@@ -187,8 +187,7 @@ class DeviceEntry(Section, frozen=True):
 
     index: Annotated[int, Meta(ge=0)]
     memory_mb: Count
-    """The most memory that models may take there, however much is free. `limits.memory_mb` bounds all devices
-    together."""
+    """Memory that models may take on this device at most. `limits.memory_mb` bounds all devices together."""
 
 
 class NeuronConfig(Section, frozen=True):
@@ -199,21 +198,22 @@ class NeuronConfig(Section, frozen=True):
     port: Port | None = None
     """Overrides the port of `listen`."""
     keys: tuple[str, ...] = ()
-    """Keys that callers must send, one of them; gateways send theirs with `key_env`. `neuron key` makes one. Without a
-    key the node does not start, unless `listen` is a loopback address (`127.0.0.1:13131`) or it is started with
+    """Keys, one of which callers must send; gateways send theirs with `key_env`. `neuron key` makes one. Without a key
+    the node does not start, unless `listen` is a loopback address (`127.0.0.1:13131`) or it is started with
     `--insecure`. Changes of the file are used at once."""
     key_file: Path | None = None
     """A file with more keys, one on each line, relative to this file. Changes of it are used at once."""
     allowed_hosts: tuple[str, ...] = ()
-    """Public DNS names of this node, such as `beast.example.com`. A node without keys rejects requests to other ones,
-    which a web page could send. Addresses, names without a dot and private suffixes are always accepted."""
+    """Public DNS names of this node, such as `beast.example.com`. A node without keys rejects requests to other public
+    names, because a web page could send them. Addresses, names without a dot and private suffixes are always accepted.
+    """
     tls_cert: Path | None = None
     """A certificate with its chain, in PEM, relative to this file: the node then speaks HTTPS only. A renewed file is
     used at once."""
     tls_key: Path | None = None
     """The private key of `tls_cert`, in PEM, relative to this file."""
     model_roots: tuple[Path, ...] = ()
-    """Directories whose models load requests may name by path, beyond the hub cache and what this file names."""
+    """Directories whose models load requests may name by path, in addition to the hub cache and this file's sources."""
     model_dirs: tuple[Path, ...] = ()
     """Folders whose GGUF files and checkpoints are models of this node, new ones within a minute. The id is the path in
     the folder, without `.gguf`."""
@@ -224,8 +224,8 @@ class NeuronConfig(Section, frozen=True):
     max_body_mb: Count = 64
     """Larger request bodies are rejected with 413."""
     max_upload_mb: Count = 2048
-    """The same for files that are sent to servers (`/v1/audio/transcriptions` and others). From 1 MiB on they are in
-    files without a name while they are relayed, in `TMPDIR` or `/var/tmp`, four times this size at most in all."""
+    """The same for files that are sent to servers (`/v1/audio/transcriptions` and others). From 1 MiB on they are
+    spooled to unnamed files in `TMPDIR` or `/var/tmp` while they are relayed, at most four times this size in all."""
     strip_billing_header: bool = True
     """Remove the line `x-anthropic-billing-header` of each request from its system prompt, in messages and chat
     completions: it defeats prefix caching.
@@ -239,12 +239,12 @@ class NeuronConfig(Section, frozen=True):
     """On a host without GPUs: the number of CPU devices, each with its own worker and an equal share of the host's
     cores and memory. A model may be placed on any of them."""
     cluster_address: str | None = None
-    """The address of this host on a private network that only the nodes are on: servers that run a model on several
-    nodes (`nodes` in `models.toml`) reach each other there, and accept everybody who does. Absent: this node takes no
+    """The address of this host on a private network of the nodes only. Servers that run a model on several nodes
+    (`nodes` in `models.toml`) reach each other there, and accept everybody who reaches them. Absent: this node takes no
     part in such models."""
     suspend_command: tuple[str, ...] = ("systemctl", "suspend")
-    """The program with its arguments that suspends this host when a gateway with `wake` for this node asks for it.
-    Empty: the node is never suspended."""
+    """The program, with arguments, that suspends this host by order of a gateway with `wake` for this node. Empty: the
+    node is never suspended."""
     devices: tuple[DeviceEntry, ...] = ()
     harnesses: tuple[HarnessEntry, ...] = (HarnessEntry(),)
     harness: HarnessSettings = HarnessSettings()
@@ -282,7 +282,7 @@ class NeuronConfig(Section, frozen=True):
             raise ValueError("a device is listed twice in [[devices]]; remove one entry")
 
     def completed(self, default: DefaultModel) -> ModelOptions:
-        """The default model with the options of its entry under `models` where it gives none."""
+        """The default model, completed with the options of its entry under `models`."""
         entry = next((entry for entry in self.models if entry.id == default.id), None)
         return default if entry is None else default.over(entry)
 
@@ -319,7 +319,7 @@ class NeuronConfig(Section, frozen=True):
 
 
 def check_cluster_address(address: str) -> None:
-    """Raises ValueError for what is no address, or one that the internet reaches: servers authenticate nobody."""
+    """Raises ValueError for an invalid address, or a public one, because servers do not authenticate."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from cortex.parsing.picture_scan import may_have_pictures
 from cortex.wire.dialects.anthropic_messages.billing import BILLING_HEADER
-from cortex.wire.node.protocol import Dialect
 
 LARGE_BYTES = 1 << 17
 """Bodies from this size on are never parsed on a loop."""
@@ -46,7 +45,7 @@ def is_edited_elsewhere(body: bytes) -> bool:
     return num_bytes >= LARGE_RELAYED_BYTES or _num_values(body) > _MAX_RELAYED_VALUES
 
 
-def is_read_elsewhere(body: bytes, dialect: Dialect, *, strip_billing: bool) -> bool:
+def is_read_elsewhere(body: bytes, dialect: str, *, strip_billing: bool) -> bool:
     """Whether reading the envelope of `body`, counting its pictures, and removing its billing lines if `strip_billing`,
     would delay a loop."""
     num_bytes = len(body)

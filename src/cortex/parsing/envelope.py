@@ -13,12 +13,10 @@ from msgspec import Raw
 
 from cortex.parsing.picture_scan import find_pictures
 from cortex.wire.dialects.anthropic_messages import BILLED, strip_billing_header
-from cortex.wire.dialects.openai_responses import read_state
 from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import MalformedJSON
 from cortex.wire.fields.body import ABSENT, without_lone_surrogates
 from cortex.wire.fields.request_class import asked_class
-from cortex.wire.node.protocol import Dialect
 from cortex.wire.preset import Preset
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.tenant import SALT
@@ -29,7 +27,7 @@ ByteRange = tuple[int, int]
 class Envelope(msgspec.Struct, frozen=True):
     """What a gateway reads of a body."""
 
-    facts: RequestSummary
+    summary: RequestSummary
     conversation: Sequence[Raw]
     """The values that hold it, from its start; the latest input is the last."""
 
@@ -47,25 +45,22 @@ class Envelope(msgspec.Struct, frozen=True):
         return b"".join(parts)
 
 
-def read(body: bytes, dialect: Dialect, generates: bool = True) -> Envelope:
+def read(body: bytes, dialect: str, generates: bool = True) -> Envelope:
     """The envelope of `body` as `dialect` defines it. Raises MalformedJSON, InvalidValue or MissingModel."""
     codec = DIALECTS[dialect]
-    fields = codec.FIELDS.scan(body)
-    if generates:
-        facts = codec.read_facts(fields)
-    elif dialect == "openai_responses":
-        facts = read_state(fields)
-    else:
-        facts = RequestSummary(fields.model(), False, 0, 1)
+    fields = codec.fields.scan(body)
+    summary = codec.read_summary(fields) if generates else codec.read_counted_summary(fields)
     if not fields.is_empty(SALT):
-        facts = msgspec.structs.replace(facts, cache_salt=bytes(fields.bytes_of(SALT)[0]))
-    if (names := codec.FIELDS.class_fields) and fields.has_any(*names):
-        facts = msgspec.structs.replace(facts, asked_class=asked_class(fields, names))
+        summary = msgspec.structs.replace(summary, cache_salt=bytes(fields.bytes_of(SALT)[0]))
+    if (names := codec.fields.class_fields) and fields.has_any(*names):
+        summary = msgspec.structs.replace(summary, asked_class=asked_class(fields, names))
     pictures = find_pictures(body, fields, dialect)
     if pictures.number:
         _, num_bytes, num_tokens = pictures
-        facts = msgspec.structs.replace(facts, has_pictures=True, picture_bytes=num_bytes, picture_tokens=num_tokens)
-    return Envelope(facts, fields.bytes_of(*codec.CONVERSATION))
+        summary = msgspec.structs.replace(
+            summary, has_pictures=True, picture_bytes=num_bytes, picture_tokens=num_tokens
+        )
+    return Envelope(summary, fields.bytes_of(*codec.conversation))
 
 
 class RelayedBody(msgspec.Struct, frozen=True):
@@ -78,7 +73,7 @@ class RelayedBody(msgspec.Struct, frozen=True):
     """Whether billing lines were removed."""
 
 
-def read_relayed(body: bytes, dialect: Dialect, generates: bool, strip_billing: bool) -> RelayedBody:
+def read_relayed(body: bytes, dialect: str, generates: bool, strip_billing: bool) -> RelayedBody:
     """Reads a client's body. Raises MalformedJSON, InvalidValue or MissingModel."""
     try:
         return _read(body, dialect, generates, strip_billing)
@@ -89,14 +84,14 @@ def read_relayed(body: bytes, dialect: Dialect, generates: bool, strip_billing: 
     return _read(readable, dialect, generates, strip_billing)
 
 
-def _read(received: bytes, dialect: Dialect, generates: bool, strip_billing: bool) -> RelayedBody:
+def _read(received: bytes, dialect: str, generates: bool, strip_billing: bool) -> RelayedBody:
     body = strip_billing_header(received) if strip_billing and dialect in BILLED else received
     return RelayedBody(body, read(body, dialect, generates), body is not received)
 
 
-def read_preset(body: bytes, dialect: Dialect, generates: bool, preset: Preset, is_opaque: bool) -> RelayedBody:
+def read_preset(body: bytes, dialect: str, generates: bool, preset: Preset, is_opaque: bool) -> RelayedBody:
     """Reads a body that was read before, with what the model's name adds to it. Raises as `read_relayed` does."""
-    written = preset.applied(body, dialect, is_opaque=is_opaque)
+    written = preset.applied(body, DIALECTS[dialect].preset, is_opaque=is_opaque)
     return RelayedBody(written, read(written, dialect, generates), False)
 
 
@@ -110,7 +105,7 @@ def _span(body: bytes, value: bytes) -> ByteRange:
     return start, start + len(value)
 
 
-def envelope_of(body: bytes, facts: RequestSummary, spans: tuple[ByteRange, ...]) -> Envelope:
+def envelope_of(body: bytes, summary: RequestSummary, spans: tuple[ByteRange, ...]) -> Envelope:
     """The envelope of `body`, from what another process found in it. Copies nothing."""
     view = memoryview(body)
-    return Envelope(facts, tuple(Raw(view[start:end]) if end > start else ABSENT for start, end in spans))
+    return Envelope(summary, tuple(Raw(view[start:end]) if end > start else ABSENT for start, end in spans))

@@ -21,7 +21,7 @@ from cortex.parsing.conversations import Completion, Joined, References, StoredS
 from cortex.parsing.envelope import ByteRange
 from cortex.parsing.picture_urls import PictureUrl
 from cortex.wire import packed_request
-from cortex.wire.dialects import anthropic_messages, openai_chat
+from cortex.wire.dialects import openai_chat
 from cortex.wire.dialects.anthropic_messages import BILLED, batch, strip_billing_header
 from cortex.wire.dialects.ollama import embeddings
 from cortex.wire.dialects.openai_responses import socket_events
@@ -29,7 +29,6 @@ from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import InvalidValue
 from cortex.wire.fields.body import parse
 from cortex.wire.fields.raw_fields import replace_fields
-from cortex.wire.node.protocol import Dialect
 from cortex.wire.packed_request import encode_head
 from cortex.wire.pictures.files import check_files, take_files
 from cortex.wire.pooling.parse import ROUTES as POOLING_ROUTES
@@ -61,7 +60,7 @@ class ParsedText(ChannelMessage, frozen=True):
 
 
 class ReadBody(ChannelMessage, frozen=True):
-    facts: RequestSummary
+    summary: RequestSummary
     spans: tuple[ByteRange, ...]
     """Where the conversation is in the body."""
     is_stripped: bool
@@ -70,7 +69,7 @@ class ReadBody(ChannelMessage, frozen=True):
 
 
 class CompletedBody(ChannelMessage, frozen=True):
-    facts: RequestSummary
+    summary: RequestSummary
     spans: tuple[ByteRange, ...]
     """As in `ReadBody`."""
     stored_input: bytes | None
@@ -116,17 +115,17 @@ def functions() -> dict[str, Callable[..., Any]]:
     return {each.__name__: each for each in table}
 
 
-def parse_request(dialect: Dialect, strip_billing: bool, generates: bool, tenant: bytes, body: bytes) -> Parsed:
+def parse_request(dialect: str, strip_billing: bool, generates: bool, tenant: bytes, body: bytes) -> Parsed:
     """An inference request, without its billing line if `strip_billing`. Without `generates` only the tokens of its
     prompt are counted. `tenant`: of the client, as its gateway names it; empty: nobody does."""
     if strip_billing and dialect in BILLED:
         body = strip_billing_header(body)
-    if dialect == "anthropic_messages" and not generates:
-        return _packed(anthropic_messages.parse(body, generates=False), tenant)
-    return _packed(DIALECTS[dialect].parse(body), tenant)
+    codec = DIALECTS[dialect]
+    parse = codec.parse if generates or codec.parse_counted is None else codec.parse_counted
+    return _packed(parse(body), tenant)
 
 
-def translate_request(dialect: Dialect, model: str, tenant: bytes, body: bytes) -> Parsed:
+def translate_request(dialect: str, model: str, tenant: bytes, body: bytes) -> Parsed:
     """An inference request for `model` of a server that speaks only OpenAI chat, with `tenant` as its salt; empty: it
     keeps that of the client, if there is one."""
     request = DIALECTS[dialect].parse(body)
@@ -148,18 +147,18 @@ def write_server_body(path: str, without: tuple[str, ...], access: Access, body:
     return servers.server_body(path, body, without, access)
 
 
-def read_relayed(dialect: Dialect, generates: bool, strip_billing: bool, body: bytes) -> ReadBody:
+def read_relayed(dialect: str, generates: bool, strip_billing: bool, body: bytes) -> ReadBody:
     """A body that is relayed, of which only the envelope is read."""
     found = envelope.read_relayed(body, dialect, generates=generates, strip_billing=strip_billing)
     changed = found.body if found.body is not body else None
-    return ReadBody(found.envelope.facts, envelope.spans(found), found.is_stripped, changed)
+    return ReadBody(found.envelope.summary, envelope.spans(found), found.is_stripped, changed)
 
 
-def read_preset(dialect: Dialect, generates: bool, is_opaque: bool, preset: bytes, body: bytes) -> ReadBody:
+def read_preset(dialect: str, generates: bool, is_opaque: bool, preset: bytes, body: bytes) -> ReadBody:
     """A body that is relayed, with the fields of `preset`, which is JSON."""
     fields = msgspec.json.decode(preset, type=Preset)
     found = envelope.read_preset(body, dialect, generates, fields, is_opaque)
-    return ReadBody(found.envelope.facts, envelope.spans(found), False, found.body)
+    return ReadBody(found.envelope.summary, envelope.spans(found), False, found.body)
 
 
 def parse_tokenize(tenant: bytes, body: bytes) -> Parsed | ParsedText:
@@ -210,7 +209,7 @@ def complete_conversation(
     """A request of the Responses API, joined with stored responses: it continues the first `num_earlier`, and refers to
     items of the others."""
     completed, stored_input = conversations.complete(Joined(body, sizes), num_earlier, completion)
-    return CompletedBody(completed.envelope.facts, envelope.spans(completed), stored_input, completed.body)
+    return CompletedBody(completed.envelope.summary, envelope.spans(completed), stored_input, completed.body)
 
 
 def list_items(limit: int, ascending: bool, after: str | None, sizes: tuple[StoredSize, ...], body: bytes) -> bytes:

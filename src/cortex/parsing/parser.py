@@ -21,7 +21,6 @@ from cortex.parsing.functions import Parsed, ParsedText, ReadEvent
 from cortex.parsing.items import StoredTexts
 from cortex.parsing.picture_urls import PictureUrl
 from cortex.wire.errors import BodyTooLarge, Overloaded, PreparationLimitExceeded, RateLimitExceeded
-from cortex.wire.node.protocol import Dialect
 from cortex.wire.packed_request import PackedRequest
 from cortex.wire.pooling.request import PoolingRequest
 from cortex.wire.preset import Preset
@@ -64,7 +63,7 @@ class BodyParser:
 
     async def parse(
         self,
-        dialect: Dialect,
+        dialect: str,
         body: bytes,
         client: str,
         *,
@@ -78,7 +77,7 @@ class BodyParser:
         return _packed(await self._parse(functions.parse_request, *arguments, body=body, client=client))
 
     async def translate(
-        self, dialect: Dialect, body: bytes, model: str, client: str, *, tenant: bytes = b""
+        self, dialect: str, body: bytes, model: str, client: str, *, tenant: bytes = b""
     ) -> tuple[GenerateRequest, ServerBody]:
         """The head of an inference request, and the request for `model` in OpenAI chat, without a limit of tokens and
         with `tenant` as its salt if that is given."""
@@ -101,21 +100,21 @@ class BodyParser:
         return await self._parse(functions.write_server_body, path, without, access, body=body, client=client)
 
     async def read_relayed(
-        self, dialect: Dialect, body: bytes, client: str, *, generates: bool, strip_billing: bool
+        self, dialect: str, body: bytes, client: str, *, generates: bool, strip_billing: bool
     ) -> RelayedBody:
         """A body that is relayed, read in another process."""
         reply = await self._call(functions.read_relayed, dialect, generates, strip_billing, body=body, client=client)
         found = body if reply.changed is None else reply.changed
-        return RelayedBody(found, envelope_of(found, reply.facts, reply.spans), reply.is_stripped)
+        return RelayedBody(found, envelope_of(found, reply.summary, reply.spans), reply.is_stripped)
 
     async def read_preset(
-        self, dialect: Dialect, body: bytes, client: str, *, generates: bool, is_opaque: bool, preset: Preset
+        self, dialect: str, body: bytes, client: str, *, generates: bool, is_opaque: bool, preset: Preset
     ) -> RelayedBody:
         """A body that was read before, with what the model's name adds to it."""
         fields = {name: getattr(preset, name) for name in Preset.__struct_fields__}
         arguments = dialect, generates, is_opaque, msgspec.json.encode(fields)
         reply = await self._call(functions.read_preset, *arguments, body=body, client=client)
-        return RelayedBody(reply.changed or body, envelope_of(reply.changed or body, reply.facts, reply.spans), False)
+        return RelayedBody(reply.changed or body, envelope_of(reply.changed or body, reply.summary, reply.spans), False)
 
     async def translate_embed(self, body: bytes, model: str | None, client: str) -> bytes:
         """The body for `/v1/embeddings` of a request of Ollama's embedding routes."""
@@ -165,7 +164,7 @@ class BodyParser:
         data, sizes = await _joined(body, (*earlier, *referred))
         arguments = completion, len(earlier), sizes
         reply = await self._parse(functions.complete_conversation, *arguments, body=data, client=client)
-        envelope = envelope_of(reply.body, reply.facts, reply.spans)
+        envelope = envelope_of(reply.body, reply.summary, reply.spans)
         return Completed(RelayedBody(reply.body, envelope, False), reply.stored_input)
 
     async def list_items(

@@ -13,7 +13,6 @@ from typing import Final, NamedTuple
 from cortex.parsing.picture_urls import has_any
 from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.fields.body import Fields
-from cortex.wire.node.protocol import Dialect
 from cortex.wire.pictures.files import MAX_PICTURES
 from cortex.wire.pictures.header import UnreadablePicture, read_header
 
@@ -36,13 +35,13 @@ class FoundPictures(NamedTuple):
 _NONE: Final = FoundPictures(0, 0, 0)
 
 
-def may_have_pictures(body: bytes, dialect: Dialect) -> bool:
+def may_have_pictures(body: bytes, dialect: str) -> bool:
     """Whether the conversation must be decoded to count its pictures."""
-    marks = DIALECTS[dialect].PICTURE_MARKS
+    marks = DIALECTS[dialect].picture_marks
     return bool(marks) and marks[0][0] in body and has_any(body, marks)
 
 
-def find_pictures(body: bytes, fields: Fields, dialect: Dialect) -> FoundPictures:
+def find_pictures(body: bytes, fields: Fields, dialect: str) -> FoundPictures:
     """The pictures in `body`, which has `fields`. What is no picture counts as text, and so do pictures beyond those
     that one request may have. Raises InvalidValue for a conversation that the dialect does not read."""
     if not may_have_pictures(body, dialect):

@@ -1,1 +1,1 @@
-"""Which of several replicas of a model serves a request: of nodes in a fleet, and of devices in a node. Pure."""
+"""Chooses the replica of a model that serves a request, among the nodes of a fleet or the devices of a node. Pure."""

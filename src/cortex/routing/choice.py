@@ -1,5 +1,5 @@
-"""Which replica serves a request: the one where its first token is expected first, or, where all replicas were
-measured, its last.
+"""Chooses the replica of a request: the one where its first token is expected first or, if all replicas were measured,
+its last.
 
 Everything is weighed in seconds: computing what is not cached of the prompt, copying what is cached in host memory or
 on disk, fetching what another place has, the prompts ahead of it, the queue, and the requests that share the device. A
@@ -18,16 +18,16 @@ from cortex.routing.prefixes import BYTES_PER_TOKEN, NOTHING_CACHED, Blocks, Cac
 
 PREFILL_TOKENS_PER_S = 4000.0
 REQUEST_S = 5.0
-"""Assumed until a request was measured."""
+"""Assumed until a request is measured."""
 COPY_SPEEDUP = 5.0
-"""By how much copying a token from host memory is assumed to be faster than computing it, until it was measured."""
+"""Assumed speed of copying a token from host memory relative to computing it, until measured."""
 RESPONSE_TOKENS = 256
-"""What a response is assumed to have, where replicas are compared by their speed."""
+"""Assumed length of a response, for comparing replicas by speed."""
 SHARING_S = 0.05
 """A running request delays the first token by about one step, and slows the later ones by a few per cent."""
 SCARCE_KV_FRACTION = 0.7
 PREEMPTION_S = 2.0
-"""What a nearly full KV cache costs: requests are preempted, and cached prefixes are lost."""
+"""Cost of a nearly full KV cache, where requests are preempted and cached prefixes lost."""
 SATURATED_KV_FRACTION = 0.95
 MIN_FETCHED_TOKENS = 1024
 """Fewer tokens are computed rather than fetched from another place."""
@@ -43,20 +43,20 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
     """Requests in the queue there."""
     kv_used_fraction: float = 0.0
     backlog_s: float = 0.0
-    """Until the prompts that were sent there are computed."""
+    """Time until the prompts sent there are computed."""
     prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S
     copied_tokens_per_s: float | None = None
-    """How fast pages come back from host memory; None: not measured."""
+    """Rate of pages from host memory; None if not measured."""
     fetched_tokens_per_s: float | None = None
-    """How fast pages come from other places; None: none did yet, so that they are counted as computed."""
+    """Rate of pages from other places; None if unknown, in which case they count as computed."""
     request_s: float = REQUEST_S
-    """How long a request takes there, on average."""
+    """Average duration of a request there."""
     token_s: float = 0.0
-    """How long each token of one more response takes there; 0 for all replicas where one of them was not measured."""
+    """Time per token of one more response there; 0 for all replicas if one was not measured."""
 
     @property
     def is_saturated(self) -> bool:
-        """A further request would cost running ones their memory."""
+        """Whether a further request would take memory from running ones."""
         return self.running + self.waiting > 0 and self.kv_used_fraction >= SATURATED_KV_FRACTION
 
 
@@ -64,23 +64,23 @@ class RoutingChoice(msgspec.Struct, frozen=True):
     """The replica for a request."""
 
     position: int
-    """Where it is among the candidates."""
+    """Its index among the candidates."""
     prefill_s: float
-    """How long it is expected to compute what it has not cached of the prompt, and to copy what is in host memory."""
+    """Expected time to compute the uncached part of the prompt and to copy what is in host memory."""
     cached: CachedPrefix = NOTHING_CACHED
-    """What it has of the prompt."""
+    """The cached part of the prompt."""
     source: str = ""
-    """The place that has computed so much more of the prompt that its KV may be worth fetching; empty: none."""
+    """The place that has computed enough more of the prompt that its KV may be worth fetching; empty if none."""
 
 
 class Source(NamedTuple):
-    """The place that has the most of a prompt. Whether another one fetches that follows from rates that it measures."""
+    """The place that has the most of a prompt. Other places decide by measured rates whether to fetch it."""
 
     place: str = ""
     num_tokens: int = 0
 
     def tokens_for(self, place: str, cached: CachedPrefix) -> int:
-        """How many tokens more than `place`; 0 where they are not worth asking for."""
+        """How many more tokens it has than `place`; 0 if not worth fetching."""
         more = 0 if place == self.place else self.num_tokens - sum(cached)
         return more if more >= MIN_FETCHED_TOKENS else 0
 

@@ -28,7 +28,7 @@ def _edges() -> tuple[int, ...]:
 
 
 EDGES = _edges()
-"""Where the blocks of a prompt end. They are the same for every prompt; block `n` is between edges `n` and `n + 1`."""
+"""The ends of a prompt's blocks, the same for every prompt; block `n` is between edges `n` and `n + 1`."""
 
 
 def leading_blocks(prompt: bytes) -> Blocks:
@@ -48,7 +48,7 @@ def leading_blocks(prompt: bytes) -> Blocks:
 
 
 class CachedPrefix(NamedTuple):
-    """About how many leading tokens of a prompt a place need not compute."""
+    """The approximate number of leading tokens of a prompt that a place need not compute."""
 
     device_tokens: int = 0
     host_tokens: int = 0
@@ -101,14 +101,14 @@ def _num_bytes(block: int) -> int:
 
 
 class PrefixRecord:
-    """Which prefixes of one model were sent where: to which nodes, or to which replicas in a node. Bounded for each
-    place; the least recently used are dropped.
+    """The places (nodes, or replicas in a node) to which prefixes of one model were sent. Bounded per place; the least
+    recently used are dropped.
 
     A prefix is on the device of a place, or in its host memory since it left the device: with the model
     (`moved_to_host`), or because the device holds no more (`limit`).
 
-    Mutable; owned by one loop. It records where prompts went, and what is still cached there only as far as the place
-    reports how much that is: a preference, not a guarantee.
+    Mutable; owned by one loop. It knows what is still cached only from the amounts that places report: a preference,
+    not a guarantee.
     """
 
     def __init__(self, max_blocks_per_place: int = 65536) -> None:
@@ -135,9 +135,8 @@ class PrefixRecord:
     def cached(self, blocks: Blocks, place: str) -> CachedPrefix:
         """What `place` has of the prompt that begins with `blocks`.
 
-        Where a block is known, so are those before it, and where it is on the device, so are they: a block is used
-        after those that follow it, and what is used least recently leaves first. So the ends are found by bisection,
-        without a look at every block."""
+        If a block is known or on the device, so are those before it, because they were used later, and the least
+        recently used leaves first. So the ends are found by bisection."""
         seen = self._places.get(place)
         if seen is None:
             return NOTHING_CACHED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,7 +52,7 @@ def loads(
         raise SettingsError(f"{file or 'configuration'} is not valid TOML: {error}") from error
     except RecursionError as error:
         raise SettingsError(f"{file or 'configuration'} is nested too deeply: remove the brackets") from error
-    expected = inspect.type_info(cls)
+    expected = _type_info(cls)
     source = Source(file, positions(text))
     for override in overrides(expected, env_prefix, env or {}):
         override.apply(data)
@@ -63,6 +64,12 @@ def loads(
     if env and isinstance(expected, inspect.StructType):
         check_unknown(expected, env_prefix, env, value.other_variables)
     return value
+
+
+@cache
+def _type_info(cls: type[Section]) -> inspect.Type:
+    """It takes longer than to read most files, and a program reads files of few types many times."""
+    return inspect.type_info(cls)
 
 
 def _read(path: Path) -> str:

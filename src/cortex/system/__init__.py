@@ -1,1 +1,1 @@
-"""What programs need of the system: files, limits, exit codes, service managers, tasks, what is installed."""
+"""System services for programs: files, limits, exit codes, service managers, tasks, installed packages."""

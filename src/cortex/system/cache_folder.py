@@ -1,4 +1,4 @@
-"""The folder for what programs may lose and make again: downloads, compiled functions, measurements."""
+"""The folder for data that programs can recreate: downloads, compiled functions, measurements."""
 
 from __future__ import annotations
 

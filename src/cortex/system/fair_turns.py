@@ -1,7 +1,8 @@
-"""Whose turn it is: classes of requests, and equal shares for the clients within a class. Pure; times are passed in.
+"""Decides whose turn it is: classes of requests, and equal shares for the clients within a class. Pure; times are
+passed in.
 
-Clients share by virtual time, counted in tokens or in any other cost. The client that has had the least goes first. One
-that comes back is level with those that waited: what it did not use while it was away gives it no advantage.
+Clients share by virtual time, counted in tokens or in any other cost. The client that has used the least goes first.
+One that returns starts level with those that waited: it does not save up unused shares.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Generic, TypeVar
 IDLE, FLEX, DEFAULT, PRIORITY = range(4)
 """The levels of classes. A request of a lower level waits for those of higher ones, and is preempted first."""
 RISES_AFTER_S = (600.0, 60.0, 60.0)
-"""A request that has waited so long at its level counts as one of the next: no class starves another."""
+"""A request that has waited this long at its level counts as one of the next, so that no class starves another."""
 
 Client = TypeVar("Client", bound=Hashable)
 
@@ -27,7 +28,7 @@ def aged(level: int, waited_s: float) -> int:
 
 
 class VirtualTime(Generic[Client]):
-    """What clients have used, as far as it decides whose turn it is. It is forgotten when nobody waits."""
+    """What clients have used, as far as it affects turns. Reset when no client waits."""
 
     def __init__(self) -> None:
         self._used: dict[Client, float] = {}
@@ -47,7 +48,7 @@ class VirtualTime(Generic[Client]):
         self._waiting[client] += 1
 
     def leaves(self, client: Client) -> None:
-        """A request that has joined waits no more, whatever became of it."""
+        """A request that has joined no longer waits, whatever its outcome."""
         if self._waiting[client] <= 1:
             self._rise()
             del self._waiting[client]
@@ -60,8 +61,8 @@ class VirtualTime(Generic[Client]):
             self._waiting[client] -= 1
 
     def charge(self, client: Client, cost: float) -> None:
-        """The client has used this much. Negative: less than it was charged for. While nobody waits, it takes nothing
-        from anybody, and does not count."""
+        """The client has used this much. A negative amount corrects an earlier charge. Does not count while no client
+        waits."""
         if self._waiting:
             self._used[client] = max(self.used(client) + cost, 0.0)
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 log = logging.getLogger(__name__)
 
 MOST_FILES = 1 << 20
-"""More are never needed, and a limit without end cannot be set everywhere."""
+"""More are never needed, and not every system supports an unlimited value."""
 MIN_RESERVE = 64
 FEW_CONNECTIONS = 1024
 """Fewer than this are worth a warning."""

@@ -1,4 +1,4 @@
-"""Files with secrets: readable by their owner only, and complete or absent, also on a full disk."""
+"""Files with secrets: readable only by their owner, and complete or absent, even on a full disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What systemd is told of a service: that it is ready, that it stops, and regularly that its event loop runs.
+"""Notifies systemd that a service is ready, that it stops, and regularly that its event loop runs.
 
 Without a service manager (`NOTIFY_SOCKET` is absent) nothing is sent.
 """
@@ -28,7 +28,7 @@ class ServiceManager:
         self._watchdog_s = _watchdog_s(environment)
 
     def notify(self, state: bytes) -> None:
-        """Send `state`. A failure is logged: the manager decides what its absence means."""
+        """Send `state`. A failure is only logged; the manager handles a missing notification."""
         if not self._address:
             return
         try:

@@ -53,7 +53,8 @@ _CONTROL_CHARACTERS = {
     code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
     for code in (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 }
-"""What ends a line, moves the cursor or reverses text in a terminal: text of clients must not forge log lines."""
+"""Characters that end a line, move the cursor or reverse text in a terminal, with which clients could forge log
+lines."""
 
 
 class TextFormatter(logging.Formatter):
@@ -89,7 +90,7 @@ class _LineHandler(logging.StreamHandler[TextIO]):
 
 
 class _HeldLines(logging.Handler):
-    """Keeps what is logged until `configure`."""
+    """Keeps log lines until `configure`."""
 
     def __init__(self) -> None:
         super().__init__()

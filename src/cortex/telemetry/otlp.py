@@ -60,9 +60,11 @@ class OtlpSpan:
 class OtlpTracer:
     """The tracer of a program, with its exporter."""
 
-    def __init__(self, endpoint: str, sample_ratio: float, service: str) -> None:
+    def __init__(
+        self, endpoint: str, sample_ratio: float, service: str, *, export_timeout_s: float = EXPORT_TIMEOUT_S
+    ) -> None:
         exporter = OTLPSpanExporter(
-            endpoint=endpoint.rstrip("/").removesuffix("/v1/traces") + "/v1/traces", timeout=EXPORT_TIMEOUT_S
+            endpoint=endpoint.rstrip("/").removesuffix("/v1/traces") + "/v1/traces", timeout=export_timeout_s
         )
         self._provider = TracerProvider(
             resource=Resource.create({"service.name": service, "service.version": __version__}),
@@ -73,7 +75,7 @@ class OtlpTracer:
             BatchSpanProcessor(
                 exporter,
                 schedule_delay_millis=SEND_EVERY_S * 1000,
-                export_timeout_millis=EXPORT_TIMEOUT_S * 1000,
+                export_timeout_millis=export_timeout_s * 1000,
             )
         )
         self._tracer = self._provider.get_tracer("cortex", __version__)

@@ -11,19 +11,13 @@ Attributes = Mapping[str, str | int | float]
 MODEL, OPERATION = "gen_ai.request.model", "gen_ai.operation.name"
 INPUT_TOKENS, OUTPUT_TOKENS = "gen_ai.usage.input_tokens", "gen_ai.usage.output_tokens"
 
-_OPERATIONS = {
-    **dict.fromkeys(("openai_completions", "ollama_generate", "llama_cpp_infill"), "text_completion"),
-    **dict.fromkeys(("relay", "opaque"), "generate_content"),
-    "embeddings": "embeddings",
-    "rerank": "rerank",
-    "count": "count_tokens",
-}
+_OPERATIONS = {"relay": "generate_content", "opaque": "generate_content", "count": "count_tokens"}
 
 
 def operation_name(kind: str) -> str:
-    """The value of `gen_ai.operation.name` for a dialect, or for what a request needs where that is no text. The
-    conventions have no name for reranking and counting."""
-    return _OPERATIONS.get(kind, "chat")
+    """The value of `gen_ai.operation.name` for what a request needs, where it generates no text. The conventions have
+    no name for reranking and counting."""
+    return _OPERATIONS.get(kind, kind)
 
 
 class Span(Protocol):

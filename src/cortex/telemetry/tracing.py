@@ -11,7 +11,7 @@ from cortex.telemetry.spans import Attributes, Span, Tracer
 
 
 class TelemetrySection(Section, frozen=True):
-    """Where traces go."""
+    """Export of traces."""
 
     endpoint: str | None = None
     """OTLP/HTTP collector, such as `http://collector:4318`; no traces when absent. Needs the extra `telemetry`."""

@@ -1,1 +1,2 @@
-"""What programs exchange: typed requests, one event stream, a codec per dialect, node reports, the error tree."""
+"""The protocol between programs: typed requests, one event stream, a codec per dialect, node reports, the error
+tree."""

@@ -1,11 +1,13 @@
-"""Encodes an error for the clients of each dialect: status, body and headers."""
+"""Encodes an error: the status and body that a family of clients expects, and headers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from cortex.wire import errors
-from cortex.wire.errors import CortexError, Family, LoadFailed, Recovering
+from cortex.wire.errors import CortexError, LoadFailed, Recovering
 from cortex.wire.node.headers import PROMPT_TOKENS, RECOVERS
 from cortex.wire.words import whole_seconds
 
@@ -47,27 +49,44 @@ def from_code(code: str, message: str) -> CortexError:
     return BY_CODE.get(code, CortexError)(message)
 
 
-def status(error: CortexError, family: Family) -> int:
-    """The HTTP status of this error for clients of `family`."""
-    if family is Family.ANTHROPIC and error.anthropic_status is not None:
-        return error.anthropic_status
+def _status(error: CortexError) -> int:
     return error.status
 
 
-def envelope(error: CortexError, family: Family) -> dict[str, Any]:
-    """The JSON body, or in-stream error payload, that clients of `family` expect."""
-    if family is Family.ANTHROPIC:
-        return {"type": "error", "error": {"type": error.anthropic_type, "message": error.message}}
-    if family is Family.OLLAMA:
-        return {"error": error.message, "code": error.code}
+def _envelope(error: CortexError) -> dict[str, Any]:
     # The message comes first, for people who read the body, and no detail replaces it.
     named = {"message": error.message, "type": error.openai_type, "code": error.code, "param": error.param}
     return {"error": {**named, **error.details, **named}}
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Family:
+    """The conventions of one vendor's API on all its routes, also if a request names no dialect."""
+
+    name: str
+    envelope: Callable[[CortexError], dict[str, Any]] = _envelope
+    """The JSON body of an error, or its payload in a stream."""
+    status: Callable[[CortexError], int] = _status
+    """The HTTP status of an error."""
+    prefix: str | None = None
+    """The prefix of paths that only this vendor has."""
+    header: bytes | None = None
+    """A header that its clients send with every request, also to paths that other vendors have."""
+    id_header: bytes | None = None
+    """The header in which its clients look for the id of a request."""
+    declares_bodies: bool = True
+    """Whether its clients send the Content-Type of a body."""
+    reports_durations: bool = False
+    """Whether its responses say how long the request waited."""
+
+
+OPENAI = Family("openai")
+"""Also the family of routes that are no vendor's."""
+
+
 def headers(error: CortexError) -> dict[str, str]:
-    """`Retry-After` in whole seconds, at least one, for an error that has a time to wait. `Allow` for a method that is
-    not allowed. The size of a prompt that is over a budget. That the model recovers from a fault."""
+    """`Retry-After` in whole seconds, at least one, for errors with a delay; `Allow` for a method that is not allowed;
+    the size of a prompt over a budget; a mark that the model is recovering."""
     found: dict[str, str] = {}
     if error.retry_after_s is not None:
         found["retry-after"] = str(max(1, whole_seconds(error.retry_after_s)))

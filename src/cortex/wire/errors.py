@@ -1,13 +1,13 @@
 """The error tree: every error that a client or an operator can see.
 
-A class has its status and names in each dialect; a message says what happened and what to do. Errors are raised
-anywhere and encoded once, at the boundary (`error_encoding.py`). No program sends a plain-text error.
+A class has its status and its names for machines; a message says what happened and what to do. Errors are raised
+anywhere and encoded once, at the boundary (`error_encoding.py` and the folders of dialects). No program sends a
+plain-text error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import StrEnum
 from typing import Any, ClassVar, Self
 
 MAX_ECHO = 200
@@ -26,23 +26,12 @@ def _encodable(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
-class Family(StrEnum):
-    """The formats of errors."""
-
-    OPENAI = "openai"
-    ANTHROPIC = "anthropic"
-    OLLAMA = "ollama"
-
-
 class CortexError(Exception):
     """An internal error. The request was valid and may be sent again later."""
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "internal_error"
     openai_type: ClassVar[str] = "server_error"
-    anthropic_type: ClassVar[str] = "api_error"
-    anthropic_status: ClassVar[int | None] = None
-    """The status for Anthropic clients, if it differs from OpenAI's (529 for overloaded)."""
     retryable: ClassVar[bool] = False
 
     def __init__(
@@ -71,7 +60,6 @@ class _InvalidRequest(CortexError):
 
     status = 400
     openai_type = "invalid_request_error"
-    anthropic_type = "invalid_request_error"
 
 
 class MalformedJSON(_InvalidRequest):
@@ -147,7 +135,6 @@ class BodyTooLarge(_InvalidRequest):
 
     status = 413
     code = "body_too_large"
-    anthropic_type = "request_too_large"
 
 
 class MalformedHTTP(_InvalidRequest):
@@ -175,7 +162,6 @@ class InvalidAPIKey(_InvalidRequest):
 
     status = 401
     code = "invalid_api_key"
-    anthropic_type = "authentication_error"
 
 
 class ModelNotAllowed(_InvalidRequest):
@@ -183,7 +169,6 @@ class ModelNotAllowed(_InvalidRequest):
 
     status = 403
     code = "model_not_allowed"
-    anthropic_type = "permission_error"
 
 
 class OperatorOnly(_InvalidRequest):
@@ -191,7 +176,6 @@ class OperatorOnly(_InvalidRequest):
 
     status = 403
     code = "operator_only"
-    anthropic_type = "permission_error"
 
 
 class ManagedByFile(_InvalidRequest):
@@ -206,7 +190,6 @@ class CrossSiteRequest(_InvalidRequest):
 
     status = 403
     code = "cross_site_request"
-    anthropic_type = "permission_error"
 
 
 class ModelNotFound(_InvalidRequest):
@@ -214,7 +197,6 @@ class ModelNotFound(_InvalidRequest):
 
     status = 404
     code = "model_not_found"
-    anthropic_type = "not_found_error"
 
 
 class NodeNotFound(_InvalidRequest):
@@ -222,11 +204,10 @@ class NodeNotFound(_InvalidRequest):
 
     status = 404
     code = "node_not_found"
-    anthropic_type = "not_found_error"
 
 
 class GroupClaimed(_InvalidRequest):
-    """Another gateway starts the model on these nodes, or has started it."""
+    """Another gateway is starting the model on these nodes, or has started it."""
 
     status = 409
     code = "group_claimed"
@@ -244,7 +225,6 @@ class RouteNotFound(_InvalidRequest):
 
     status = 404
     code = "route_not_found"
-    anthropic_type = "not_found_error"
 
 
 class MethodNotAllowed(RouteNotFound):
@@ -267,7 +247,6 @@ class RateLimitExceeded(CortexError):
     status = 429
     code = "rate_limit_exceeded"
     openai_type = "requests"
-    anthropic_type = "rate_limit_error"
     retryable = True
 
 
@@ -277,7 +256,6 @@ class InsufficientQuota(CortexError):
     status = 429
     code = "insufficient_quota"
     openai_type = "insufficient_quota"
-    anthropic_type = "rate_limit_error"
 
 
 class TemplateRenderFailed(_InvalidRequest):
@@ -298,8 +276,6 @@ class Overloaded(CortexError):
     status = 503
     code = "overloaded"
     openai_type = "server_error"
-    anthropic_type = "overloaded_error"
-    anthropic_status = 529
     retryable = True
 
 
@@ -310,13 +286,13 @@ class Recovering(Overloaded):
 
 
 class ModelNotReady(Overloaded):
-    """A health check of a model that is not loaded."""
+    """The model of a health check is not loaded."""
 
     code = "model_not_ready"
 
 
 class DatabaseUnavailable(Overloaded):
-    """What the request asks for is in the gateway's database, which fails or does not respond now."""
+    """The request needs the gateway's database, which is unavailable now."""
 
     code = "database_unavailable"
 
@@ -353,7 +329,6 @@ class ModelUnsupported(LoadFailed):
     status = 422
     code = "model_unsupported"
     openai_type = "invalid_request_error"
-    anthropic_type = "invalid_request_error"
 
 
 class UnloadedWhileLoading(LoadFailed):
@@ -410,7 +385,7 @@ class UpstreamInterrupted(CortexError):
 
 
 class RequestCancelled(_InvalidRequest):
-    """Somebody who may do so ended the request. Clients do not repeat this status by themselves."""
+    """An authorised user cancelled the request. Clients do not retry this status automatically."""
 
     status = 499
     code = "request_cancelled"
@@ -446,8 +421,8 @@ def prompt_too_long(
 
 
 def prompt_too_large(num_characters: int, max_characters: int) -> ContextLengthExceeded:
-    """The error for a prompt of so much text that the node does not tokenise it. Its words are those of
-    `prompt_too_long`, so that clients shorten the conversation."""
+    """The error for a prompt with too much text to tokenise, worded like `prompt_too_long`, so that clients shorten the
+    conversation."""
     return ContextLengthExceeded(
         f"prompt is too long: {num_characters} characters > {max_characters} maximum on this node "
         "(text.max_prompt_mb in neuron.toml). Shorten the conversation.",
@@ -456,8 +431,8 @@ def prompt_too_large(num_characters: int, max_characters: int) -> ContextLengthE
 
 
 def prompt_too_long_for_memory(num_tokens: int, reason: str) -> PromptTooLongForMemory:
-    """The error for a prompt that ran out of memory alone, in the words that clients recognise as an overflow. How much
-    shorter it must be is not known."""
+    """The error for a prompt that ran out of memory alone, worded so that clients recognise an overflow. The length
+    that would fit is unknown."""
     return PromptTooLongForMemory(
         f"prompt is too long: {num_tokens} tokens do not fit the device's memory, so this model's maximum context "
         f"length is less than {num_tokens} tokens on this node. Shorten the conversation. ({reason})",
@@ -466,7 +441,7 @@ def prompt_too_long_for_memory(num_tokens: int, reason: str) -> PromptTooLongFor
 
 
 def text_too_long(index: int, num_tokens: int, context_tokens: int) -> ContextLengthExceeded:
-    """The error for a text that an embedding or rerank model cannot take as a whole."""
+    """The error for a text that is too long for an embedding or rerank model."""
     return ContextLengthExceeded(
         f"Text {index} has {num_tokens} tokens. This model's maximum context length is {context_tokens} tokens. Send "
         "shorter texts, or have them cut off with 'truncate_prompt_tokens': -1.",

@@ -14,7 +14,7 @@ import msgspec
 FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
 
 MAX_TOKENS = 2**31 - 1
-"""More than any request uses. A report beyond it is discarded."""
+"""Above any real usage; a larger report is discarded."""
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 
 
@@ -28,9 +28,9 @@ class TokenLogprob(msgspec.Struct, frozen=True):
     token: str
     token_id: int
     logprob: float | None
-    """None for the first token of a prompt, which nothing predicts."""
+    """None for the first token of a prompt, which has no prediction."""
     bytes: tuple[int, ...]
-    """What it adds to the text; nothing for a control token before a prompt's text."""
+    """Its part of the text; empty for a control token before a prompt's text."""
     top: tuple[TokenLogprob, ...] = ()
     rank: int | None = None
     """For a token of the prompt: 1 if it is the top token."""
@@ -44,16 +44,15 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: Tokens = 0
     reasoning_tokens: Tokens = 0
     accepted_prediction_tokens: Tokens = 0
-    """Tokens of the client's prediction that the response has, and those that it has not."""
+    """Tokens of the client's prediction that appear in the response, and those that do not."""
     rejected_prediction_tokens: Tokens = 0
     drafted_tokens: Tokens = 0
-    """Draft tokens that were checked, several in one step, and those of them that the response has."""
+    """Draft tokens that were checked, and those that were accepted."""
     accepted_draft_tokens: Tokens = 0
     queued_ms: Tokens = 0
     """How long its choices waited for a slot of the model, at the node."""
     energy_mj: Tokens = 0
-    """What its choices drew, in millijoules: their share of what the devices of the model drew meanwhile. 0 where
-    that cannot be read."""
+    """Energy of its choices in millijoules: their share of what the model's devices drew meanwhile. 0 if unreadable."""
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,8 +63,8 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     decode_s: float = 0.0
 
     def with_reported(self, reported: Timing) -> Timing:
-        """This timing, measured from outside, with the durations that the server reported. The rest of its time was a
-        wait in the server. As it is where the server reported none."""
+        """This timing, measured from outside, corrected by the durations that the server reported; the rest counts as
+        waiting in the server. Unchanged without such a report."""
         spent_s = self.prefill_s + self.decode_s
         waited_s = spent_s - reported.prefill_s - reported.decode_s
         if waited_s == spent_s or waited_s < 0:
@@ -110,7 +109,7 @@ class ToolCallDelta(Event, frozen=True, tag="tool_delta"):
 class ToolCallStop(Event, frozen=True, tag="tool_stop"):
     call: int
     is_complete: bool = True
-    """False for a call that the end of the response cut off."""
+    """False for a call cut off by the end of the response."""
 
 
 class Logprobs(Event, frozen=True, tag="logprobs"):

@@ -27,7 +27,7 @@ def check_name(name: str, param: str) -> None:
 
 
 def plain_name(name: str) -> str:
-    """`name` without the host of the hub and without the tag that says nothing. Other names stay as they are."""
+    """`name` without the hub's host and without the tag `latest`. Other names stay unchanged."""
     hub = next((hub for hub in _HUBS if name.lower().startswith(hub)), "")
     return name[len(hub) :].removesuffix(_DEFAULT_TAG)
 

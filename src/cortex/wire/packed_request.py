@@ -16,7 +16,7 @@ from cortex.wire.pictures.files import take_files
 from cortex.wire.requests import GenerateRequest
 
 MAX_HEAD_BYTES = 1 << 20
-"""Decoding this many takes a few tens of milliseconds, which an event loop can afford."""
+"""Decoding this many takes tens of milliseconds, which an event loop can afford."""
 MAX_LOOP_TOKENS = 1 << 16
 """Token ids that an event loop handles; these take a few milliseconds."""
 _PARTS: Final = {

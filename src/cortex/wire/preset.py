@@ -1,39 +1,26 @@
-"""Request fields that a name for a model stands for: what an alias or a Modelfile adds to a request, in any dialect."""
+"""Request fields that an alias or a Modelfile adds to a request, in any dialect."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 import msgspec
 from msgspec import Raw
 
-from cortex.wire.dialects.ollama.fields import OPTIONS
-from cortex.wire.node.protocol import Dialect
-
+JsonFields = dict[str, Raw]
+"""The fields of an object, whose values are not decoded."""
 ROUTED_FIELDS: Final = frozenset({"model", "stream", "stream_options", "n", "best_of"})
 """Fields that the gateway itself reads to relay a response and to count it."""
-Reasoning = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
-_OLLAMA: Final = ("ollama_chat", "ollama_generate")
-_OLLAMA_NAMES: Final = {
-    "max_tokens": "num_predict",
-    "max_completion_tokens": "num_predict",
-    "repetition_penalty": "repeat_penalty",
-    "repetition_window": "repeat_last_n",
-}
-_NAMES: Final[dict[str, dict[str, str]]] = {
-    "anthropic_messages": {"stop": "stop_sequences", "max_completion_tokens": "max_tokens"},
-    "openai_responses": {"max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens"},
-    "openai_completions": {"max_completion_tokens": "max_tokens"},
-}
-"""What a field of chat completions is called in other dialects, where it has another name."""
 _SYNONYMS: Final = (
     frozenset({"max_tokens", "max_completion_tokens"}),
     frozenset({"repetition_penalty", "repeat_penalty"}),
     frozenset({"repetition_window", "repeat_last_n"}),
 )
-_THINK: Final = {"none": False, "minimal": "low", "xhigh": "max"}
-_object = msgspec.json.Decoder(dict[str, Raw])
+_object = msgspec.json.Decoder(JsonFields)
 
 
 class _Message(msgspec.Struct):
@@ -43,20 +30,38 @@ class _Message(msgspec.Struct):
 _messages = msgspec.json.Decoder(list[_Message])
 
 
+def _ignore(fields: JsonFields, effort: ReasoningEffort) -> None:
+    """Requests of the dialect have no reasoning effort."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PresetFields:
+    """The places of a preset's fields in a dialect."""
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Names of chat completions fields, if different."""
+    options: frozenset[str] = frozenset()
+    """The fields that are in the object `options` of the body."""
+    system: str = ""
+    """The field with the system prompt. Empty: it is the first of `messages`."""
+    has_messages: bool = False
+    write_reasoning: Callable[[JsonFields, ReasoningEffort], None] = _ignore
+
+
 class Preset(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Field names are those of chat completions; other dialects get them under their own names."""
 
     set_params: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Fields of every request, in place of those of the client: `{ temperature = 0.2, chat_template_kwargs = { … } }`.
-    Names are those of chat completions; requests of other dialects get them under their own names."""
+    """Fields set in every request, overriding those of the client: `{ temperature = 0.2, chat_template_kwargs = { … }
+    }`. Names are those of chat completions; requests of other dialects get them under their own names."""
     default_params: dict[str, Any] = msgspec.field(default_factory=dict)
-    """The same for requests that do not have the field."""
+    """The same, only for requests without the field."""
     system: str | None = None
-    """The system prompt of requests without one."""
+    """The system prompt for requests without one."""
     messages: tuple[dict[str, str], ...] = ()
     """Turns before those of a request, each with `role` and `content`; for chats only."""
-    reasoning: Reasoning | None = None
-    """How much the model reasons, in place of what the client asks for."""
+    reasoning: ReasoningEffort | None = None
+    """The reasoning effort, overriding the client's."""
 
     def __post_init__(self) -> None:
         if fixed := sorted(ROUTED_FIELDS & {*self.set_params, *self.default_params}):
@@ -79,45 +84,37 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             reasoning=self.reasoning or other.reasoning,
         )
 
-    def applied(self, body: bytes, dialect: Dialect, *, is_opaque: bool = False) -> bytes:
+    def applied(self, body: bytes, dialect: PresetFields, *, is_opaque: bool = False) -> bytes:
         """`body`, a JSON object, with these fields. `is_opaque`: a server alone knows its fields, so it gets only
         those that are set. Raises msgspec.DecodeError."""
         fields = _object.decode(body)
         self._write_params(fields, dialect)
         if not is_opaque:
             if self.reasoning is not None:
-                _write_reasoning(fields, dialect, self.reasoning)
+                dialect.write_reasoning(fields, self.reasoning)
             self._write_conversation(fields, dialect)
         return msgspec.json.encode(fields)
 
-    def _write_params(self, fields: dict[str, Raw], dialect: Dialect) -> None:
-        if dialect in _OLLAMA:
-            options = _object.decode(fields["options"]) if _is_object(fields, "options") else {}
-            self._write(options, fields, dialect)
-            if options:
-                fields["options"] = Raw(msgspec.json.encode(options))
-        else:
-            self._write(fields, fields, dialect)
-
-    def _write(self, options: dict[str, Raw], fields: dict[str, Raw], dialect: Dialect) -> None:
+    def _write_params(self, fields: JsonFields, dialect: PresetFields) -> None:
+        options = object_in(fields, "options") if dialect.options else {}
         for values, replaces in ((self.default_params, False), (self.set_params, True)):
             for name, value in values.items():
-                own = (_OLLAMA_NAMES if dialect in _OLLAMA else _NAMES.get(dialect, {})).get(name, name)
-                place = options if dialect in _OLLAMA and own in OPTIONS else fields
+                own = dialect.names.get(name, name)
+                place = options if own in dialect.options else fields
                 synonyms = next((group for group in _SYNONYMS if own in group), frozenset({own}))
                 given = [each for each in synonyms if _is_given(place, each)]
                 if given and not replaces:
                     continue
                 for each in given:
                     del place[each]
-                place[own] = Raw(msgspec.json.encode(value))
+                write(place, own, value)
+        if options:
+            write(fields, "options", options)
 
-    def _write_conversation(self, fields: dict[str, Raw], dialect: Dialect) -> None:
-        if dialect in ("anthropic_messages", "ollama_generate"):
-            self._write_system(fields, "system")
-        elif dialect == "openai_responses":
-            self._write_system(fields, "instructions")
-        if "messages" not in fields or dialect == "ollama_generate":
+    def _write_conversation(self, fields: JsonFields, dialect: PresetFields) -> None:
+        if self.system and dialect.system and not _is_given(fields, dialect.system):
+            write(fields, dialect.system, self.system)
+        if not dialect.has_messages or "messages" not in fields:
             return
         try:
             roles = [message.role for message in _messages.decode(fields["messages"])]
@@ -127,42 +124,23 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             return  # it only loads the model
         leading: list[dict[str, str]] = []
         has_system = any(role in ("system", "developer") for role in roles)
-        if self.system and not has_system and dialect != "anthropic_messages":
+        if self.system and not has_system and not dialect.system:
             leading.append({"role": "system", "content": self.system})
-        own = [each for each in self.messages if each["role"] != "system" or dialect != "anthropic_messages"]
+        own = [each for each in self.messages if each["role"] != "system" or not dialect.system]
         if leading or own:
             joined = msgspec.json.encode([*leading, *own])[:-1] + b"," + bytes(fields["messages"]).strip()[1:]
             fields["messages"] = Raw(joined)
 
-    def _write_system(self, fields: dict[str, Raw], name: str) -> None:
-        if self.system and not _is_given(fields, name):
-            fields[name] = Raw(msgspec.json.encode(self.system))
+
+def write(fields: JsonFields, name: str, value: Any) -> None:
+    fields[name] = Raw(msgspec.json.encode(value))
 
 
-def _write_reasoning(fields: dict[str, Raw], dialect: Dialect, effort: Reasoning) -> None:
-    def write(name: str, value: Any) -> None:
-        fields[name] = Raw(msgspec.json.encode(value))
-
-    if dialect in _OLLAMA:
-        write("think", _THINK.get(effort, effort))
-    elif dialect == "anthropic_messages":
-        write("thinking", {"type": "disabled"} if effort == "none" else {"type": "adaptive"})
-        if effort != "none":
-            effort = "low" if effort == "minimal" else effort
-            given = msgspec.json.decode(fields["output_config"]) if _is_object(fields, "output_config") else {}
-            write("output_config", {**given, "effort": effort})
-    elif dialect == "openai_responses":
-        given = msgspec.json.decode(fields["reasoning"]) if _is_object(fields, "reasoning") else {}
-        write("reasoning", {**given, "effort": effort})
-    elif dialect == "openai_chat":
-        for other in ("enable_thinking", "thinking_budget_tokens"):
-            fields.pop(other, None)
-        write("reasoning_effort", effort)
+def object_in(fields: JsonFields, name: str) -> JsonFields:
+    """The fields of the object `name`; empty where there is none."""
+    is_object = name in fields and bytes(fields[name]).lstrip().startswith(b"{")
+    return _object.decode(fields[name]) if is_object else {}
 
 
-def _is_given(fields: dict[str, Raw], name: str) -> bool:
+def _is_given(fields: JsonFields, name: str) -> bool:
     return name in fields and bytes(fields[name]).strip() not in (b"null", b"")
-
-
-def _is_object(fields: dict[str, Raw], name: str) -> bool:
-    return name in fields and bytes(fields[name]).lstrip().startswith(b"{")

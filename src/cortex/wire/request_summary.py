@@ -1,14 +1,16 @@
-"""What a gateway must know of a request before it is parsed. Each dialect reads them once, for gateway and parser."""
+"""The facts of a request that a gateway needs before it is parsed, read by each dialect for gateway and parser
+alike."""
 
 from __future__ import annotations
 
 import msgspec
 
+from cortex.wire.fields.body import Fields
 from cortex.wire.fields.request_class import RequestClass
 
 
 class RequestSummary(msgspec.Struct, frozen=True, array_like=True):
-    """What a body says, without the conversation."""
+    """The facts of a body, without the conversation."""
 
     model: str
     """As the client wrote it."""
@@ -18,11 +20,11 @@ class RequestSummary(msgspec.Struct, frozen=True, array_like=True):
     num_choices: int
     """How many completions are generated for the request."""
     store: bool | None = None
-    """This and what follows are fields of the Responses API."""
+    """This and the next fields belong to the Responses API."""
     previous_response_id: str | None = None
     background: bool = False
     loads_only: bool = False
-    """This and what follows are of Ollama's API: whether the request has no prompt and asks for the model only."""
+    """This and the next fields belong to Ollama's API. Whether the request has no prompt and only loads the model."""
     unloads: bool = False
     """Whether the model is to be unloaded after the response."""
     has_pictures: bool = False
@@ -32,10 +34,15 @@ class RequestSummary(msgspec.Struct, frozen=True, array_like=True):
     conversation_id: str | None = None
     """The conversation that the request continues (Responses API)."""
     keep_alive_s: float | None = None
-    """How long the model is to stay after the response (Ollama's API); negative: for ever."""
+    """How long the model should stay loaded after the response (Ollama's API); negative: forever."""
     context_tokens: int | None = None
-    """The context that the model is to have for the request (Ollama's API)."""
+    """The requested context of the model (Ollama's API)."""
     cache_salt: bytes = b""
     """The client's salt for cached prefixes, as JSON; empty: none."""
     asked_class: RequestClass | None = None
     """None: that of its key."""
+
+
+def model_only(fields: Fields) -> RequestSummary:
+    """The summary of a request that generates nothing. Raises MissingModel or InvalidValue."""
+    return RequestSummary(fields.model(), False, 0, 1)

@@ -28,7 +28,7 @@ class Text(Value, frozen=True, tag="text"):
 Detail = Literal["auto", "low", "high"]
 
 
-class Image(Value, frozen=True, tag="image"):
+class PicturePart(Value, frozen=True, tag="picture"):
     """A picture: its file, or the address of one. In a packed request it has neither, but the number of its file among
     those that are packed, and its size."""
 
@@ -66,16 +66,16 @@ TOOL_ERROR = "The tool reported an error:"
 
 class ToolResult(Value, frozen=True, tag="tool_result"):
     call_id: str
-    parts: tuple[Text | Image, ...] = ()
+    parts: tuple[Text | PicturePart, ...] = ()
     is_error: bool = False
 
     @property
-    def marked_parts(self) -> tuple[Text | Image, ...]:
+    def marked_parts(self) -> tuple[Text | PicturePart, ...]:
         """The parts, with a line before those of an error: prompts have no other place to say it."""
         return (Text(text=TOOL_ERROR), *self.parts) if self.is_error else self.parts
 
 
-Part = Text | Image | Reasoning | ToolCall | ToolResult
+Part = Text | PicturePart | Reasoning | ToolCall | ToolResult
 
 
 class Message(Value, frozen=True):
@@ -125,7 +125,7 @@ class OutputFormat(Value, frozen=True):
 
 
 EFFORT_TOKENS = {"minimal": 512, "low": 1024, "medium": 8192}
-"""Most tokens of reasoning at an effort, for models without efforts of their own. Higher efforts have no limit."""
+"""Reasoning token limits of efforts, for models without efforts of their own. Higher efforts have no limit."""
 
 
 def effort_of(budget_tokens: int | None) -> str | None:
@@ -148,7 +148,7 @@ class Thinking(Value, frozen=True):
     summarized: bool = False
     """Whether the client reads reasoning as a summary, in a dialect that has both."""
     off_by_default: bool = False
-    """Whether a request that says nothing about reasoning gets none from a model that can do without."""
+    """Whether a request without reasoning options gets none from a model that can omit it."""
 
     @property
     def switch(self) -> bool | None:
@@ -199,14 +199,14 @@ class GenerateRequest(Value, frozen=True):
     suffix: str | None = None
     """Text that follows the prompt's continuation: the model fills in between. Only with one prompt, which is text."""
     middle: str = ""
-    """With a suffix: the beginning of what is filled in."""
+    """With a suffix: the beginning of the infill."""
     context_files: tuple[tuple[str, str], ...] = ()
     """With a suffix: names and texts of other files."""
     echo: bool = False
     """Completions only: return the prompt before the continuation."""
     truncate_prompt_tokens: int | None = None
     """Keep only this many tokens at the end of the prompt; -1: as many as fit into the context."""
-    pictures: tuple[Image, ...] = ()
+    pictures: tuple[PicturePart, ...] = ()
     """The pictures in the messages of a packed request, by their numbers."""
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = ToolChoice()
@@ -230,8 +230,8 @@ class GenerateRequest(Value, frozen=True):
     """`chat_template_kwargs`: extra variables for the model's own template."""
     user: str | None = None
     tenant: bytes = b""
-    """Which clients may use what is computed for it (`wire.tenant`): made of the client's salt, and at a node also of
-    what its gateway says."""
+    """The tenant with which it shares cached prefixes (`wire.tenant`): from the client's salt and, at a node, the
+    gateway's header."""
     metadata: dict[str, Any] = {}
     """Request fields that the response repeats (Responses API)."""
     truncate: bool = False
@@ -242,11 +242,11 @@ class GenerateRequest(Value, frozen=True):
     loads_only: bool = False
     """The request has no prompt and asks only that the model is loaded (Ollama)."""
     request_class: RequestClass | None = None
-    """What it asks for, and at a node the class that it is served in; None: as its key has it."""
+    """The requested class, and at a node the class in which it is served; None for that of its key."""
     echoes_tier: bool = False
     """Whether the response says in which service tier it was served: the request names one."""
     keep_alive_s: float | None = None
-    """How long the model should stay after the response (Ollama). 0: unload it. Nothing else has an effect."""
+    """How long the model should stay loaded after the response (Ollama). 0: unload it. Other values have no effect."""
     dropped_tools: tuple[str, ...] = ()
     """Types of tools that the codec dropped because no local model can run them; reported in a header."""
     unenforced: tuple[str, ...] = ()

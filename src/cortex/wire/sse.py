@@ -17,6 +17,11 @@ MAX_FRAME_BYTES = 16 * 1024 * 1024
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 
 
+def comment(text: str) -> bytes:
+    """A line that clients ignore; `text` is a single line."""
+    return f": {text}\n".encode()
+
+
 def last_comment(text: bytes) -> bytes:
     """A line after the last event of a stream, for the peer that relays the stream. No blank line follows, so the relay
     holds it back as an unfinished event and drops it at the end. `text` is a single line."""

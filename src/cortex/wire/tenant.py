@@ -1,7 +1,7 @@
-"""Tenants: clients that may use what was computed for each other's prompts.
+"""Tenants: groups of clients that share cached prefixes.
 
-A gateway knows who a client is and decides with whom it shares; the client may narrow that with a salt. Nodes learn
-only a digest, and find nothing of a prompt that they keep under another one.
+A gateway authenticates clients and decides with whom each shares; a client may narrow that with a salt. Nodes get only
+a digest, and never match prompts that they keep under another one.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from cortex.wire.fields.body import Fields
 SALT = "cache_salt"
 """The field of requests by which clients narrow their tenant, and by which vLLM and SGLang separate cached prefixes."""
 NAMED_BYTES = 8
-"""The first bytes of a tenant, which the parts of it have in common."""
+"""The first bytes of a tenant, shared by all its narrowed tenants."""
 EVERYBODY = b""
-"""The tenant of all clients that nobody separates."""
+"""The tenant of all clients that are not separated."""
 
 
 def tenant_of(*parts: bytes) -> bytes:

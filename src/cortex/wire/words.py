@@ -1,4 +1,4 @@
-"""Counts and times for people to read, the same in messages, logs and commands."""
+"""Counts and times as text, the same in messages, logs and commands."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from cortex.cli.commands import batch as batch_command
 from cortex.system.exits import ExitCode
 
 from ..conftest import CannedGateway, Invoke
@@ -31,12 +30,10 @@ def lines(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.fixture(autouse=True)
-def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_command, "POLL_S", 0.01)
-
-
-def test_submits_a_file_and_waits_for_its_end(gateway: CannedGateway, invoke: Invoke, lines: Path) -> None:
+def test_submits_a_file_and_waits_for_its_end(
+    gateway: CannedGateway, invoke: Invoke, lines: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cortex.cli.commands.batch.time.sleep", lambda _: None)
     gateway.responses["POST", "/v1/files"] = {"id": "file-1"}
     gateway.responses["POST", "/v1/batches"] = BATCH
     counts = {"total": 2, "completed": 2, "failed": 0}

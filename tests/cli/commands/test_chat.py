@@ -68,7 +68,7 @@ def test_pictures_are_sent_with_the_next_prompt(gateway: CannedGateway, tmp_path
     session = ChatSession(GatewayClient(gateway.url, None), conversation, None, None)
     assert run(session, f"/image {file}") == "1 picture will be sent with the next prompt"
     assert "2 pictures" in run(session, f"/image {file}")
-    assert "is no picture that can be sent" in run(session, f"/image {other}")
+    assert "cannot be sent as a picture" in run(session, f"/image {other}")
     assert "cannot read" in run(session, f"/image {tmp_path / 'absent.png'}")
     conversation.ask("what?")
     conversation.ask("and now?")

@@ -79,8 +79,8 @@ def test_doctor_checks_names_and_addresses_against_each_other(invoke: Invoke, tm
     assert {what: verdict for what, verdict in found.items() if verdict != "fine"} == {
         "pinned_on of big names baest, and there is no such node": "problem",
         "nodes of wide names benjy, and there is no such node": "problem",
-        "alias lost stands for bgi, which is not in the catalogue": "note",
-        "alias twice stands for good, which is an alias itself": "problem",
+        "alias lost points to bgi, which is not in the catalogue": "note",
+        "alias twice points to good, which is itself an alias": "problem",
         "127.0.0.1:9 is the address of gateway.listen and gateway.metrics_listen": "problem",
         "127.0.0.1:8 is the address of node beast and node twin": "problem",
     }
@@ -264,7 +264,7 @@ def test_doctor_reports_what_nodes_do_without(gateway: CannedGateway, invoke: In
     gateway.responses["GET", "/health"] = {"status": "ok", "uptime_s": 1, "devices": [device], "models": []}
     (tmp_path / "cortex.toml").write_text(f'[[neurons]]\nname = "beast"\nendpoint = "{gateway.url}"\n')
     found = findings(invoke("doctor", "--json", "--config", str(tmp_path / "cortex.toml")), "nodes")
-    what = "beast: device 1 does without torch._thing: it is gone; instead: the slow way"
+    what = "beast: device 1 runs without torch._thing: it is gone; instead: the slow way"
     assert found[what] == "note"
 
 

@@ -65,13 +65,12 @@ def test_forgets_nothing_unless_something_is_chosen(folder: Path, options: tuple
     ],
 )
 def test_doctor_suggests_the_disk_only_where_it_is_an_ssd(
-    tmp_path: Path, rotational: str | None, kv_disk_mb: int, verdict: Severity | None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, rotational: str | None, kv_disk_mb: int, verdict: Severity | None
 ) -> None:
-    monkeypatch.setattr("cortex.cli.commands.doctor.checks.LOW_DISK_BYTES", 0)
     if rotational is not None:
         device = tmp_path.stat().st_dev
         queue = tmp_path / "sys/dev/block" / f"{os.major(device)}:{os.minor(device)}" / "queue"
         queue.mkdir(parents=True)
         (queue / "rotational").write_text(rotational)
-    found = list(kv_disk(tmp_path / "kv", kv_disk_mb, root=tmp_path))
+    found = list(kv_disk(tmp_path / "kv", kv_disk_mb, root=tmp_path, low_bytes=0))
     assert [finding.verdict for finding in found] == ([] if verdict is None else [verdict])

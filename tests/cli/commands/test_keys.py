@@ -216,7 +216,7 @@ def test_keys_move_from_the_file_into_the_database_and_back(invoke: Invoke, tmp_
     config.write_text(KEYED + GROUPED)
     invoke("keys", "change", "anna", "--group", "lab", "--config", str(config))
     in_file = config.read_text()
-    assert "win" in invoke("keys", "import", str(config), "--config", str(config)).stdout
+    assert "take precedence" in invoke("keys", "import", str(config), "--config", str(config)).stdout
     assert config.read_text() == in_file
     moved = invoke("keys", "import", str(config), "--move", "--config", str(config))
     assert "Moved 3 keys and 1 group" in moved.stdout

@@ -24,7 +24,7 @@ def test_output_precedes_the_requests(gateway: CannedGateway, invoke: Invoke) ->
     gateway.responses["GET", "/fleet/activity?model=org%2Fm&limit=2&after=0"] = NOTHING
     gateway.responses["GET", PATH] = page("one", "two", "three", after=3)
     shown = invoke("logs", "--model", "org/m", "-n", "2").stdout.splitlines()
-    assert shown == ["box | two", "box | three", "", "no such requests"]
+    assert shown == ["box | two", "box | three", "", "no matching requests"]
     lines = invoke("logs", "--model", "org/m", "--server", "--json").stdout.splitlines()
     assert json.loads(lines[-1]) == {"node": "box", "line": "three"}
     assert len(lines) == 3

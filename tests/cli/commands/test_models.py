@@ -186,6 +186,7 @@ def test_pinned_model_is_not_unloaded_by_a_script_without_yes(gateway: CannedGat
 
 
 def test_rm_asks_and_deletes_on_every_node_with_files(gateway: CannedGateway, invoke: Invoke) -> None:
+    gateway.responses["GET", "/fleet/created"] = {"models": []}
     gateway.responses["GET", "/fleet/status"] = fleet(files={"org/m": 3 << 30})
     gateway.responses["DELETE", "/fleet/nodes/beast/files/org/m?quant=Q4_K_M"] = {
         "node": "beast",
@@ -195,6 +196,15 @@ def test_rm_asks_and_deletes_on_every_node_with_files(gateway: CannedGateway, in
     assert all(request[0] == "GET" for request in gateway.requests)
     assert "1.0 GiB are free again" in invoke("rm", "org/m:Q4_K_M", "--yes").stdout
     assert invoke("rm", "org/other", "--yes").code is ExitCode.NOT_FOUND
+
+
+def test_rm_deletes_a_created_model_and_no_files_of_its_source(gateway: CannedGateway, invoke: Invoke) -> None:
+    gateway.responses["GET", "/fleet/created"] = {"models": ["pirate"]}
+    gateway.responses["GET", "/fleet/status"] = fleet(files={"pirate": 3 << 30})
+    gateway.responses["DELETE", "/fleet/created/pirate"] = {"model": "pirate"}
+    assert invoke("rm", "pirate", stdin="n\n").code is ExitCode.INTERRUPTED
+    assert invoke("rm", "pirate", "--yes").stdout == "pirate deleted\n"
+    assert [path for method, path, _, _ in gateway.requests if method == "DELETE"] == ["/fleet/created/pirate"]
 
 
 def test_move_loads_on_the_node_and_unloads_elsewhere(gateway: CannedGateway, invoke: Invoke) -> None:

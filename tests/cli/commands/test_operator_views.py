@@ -102,6 +102,7 @@ def test_dry_run_of_an_unload_shows_requests_and_pins(gateway: CannedGateway, in
 
 
 def test_files_outside_the_hub_cache_are_named_and_not_deleted(gateway: CannedGateway, invoke: Invoke) -> None:
+    gateway.responses["GET", "/fleet/created"] = {"models": []}
     demo = {"id": "demo", "state": "ready", "source": "/home/anna/.cache/cortex/models/demo.gguf"}
     node = {"name": "local", "kind": "neuron", "up": True, "models": [demo]}
     gateway.responses["GET", "/fleet/status"] = {"version": "1", "nodes": [node]}
@@ -202,7 +203,7 @@ def test_audit_shows_who_did_what_oldest_first(gateway: CannedGateway, invoke: I
     assert re.fullmatch(r"/fleet/audit\?limit=20&key=anna&since=\d+", gateway.requests[-1][1])
     assert [each["action"] for each in json.loads(invoke("audit", "--json").stdout)] == ["POST /keys", "DELETE /keys/b"]
     gateway.responses = AnyQuery({("GET", "/fleet/audit"): {"entries": []}})
-    assert invoke("audit").stdout == "nothing was changed, and nobody signed in\n"
+    assert invoke("audit").stdout == "no changes and no sign-ins\n"
 
 
 def test_load_of_a_profile_goes_on_after_a_failure_and_names_each(gateway: CannedGateway, invoke: Invoke) -> None:

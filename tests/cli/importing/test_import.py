@@ -50,6 +50,13 @@ def harnesses(text: str) -> dict[str, HarnessEntry]:
     return {entry.name: entry for entry in read(text)[1].harnesses}
 
 
+@pytest.mark.parametrize("text", [FULL, GROUPS])
+def test_imported_gateway_starts_without_keys(text: str) -> None:
+    _, _, config, notes = read(text)
+    assert not config.public_addresses
+    assert any("listens on 127.0.0.1:31313" in note for note in notes)
+
+
 def test_command_has_its_macros_and_no_comments() -> None:
     large = harnesses(FULL)["large"]
     assert large.cmd == (
@@ -201,7 +208,7 @@ def test_left_out_keys_are_named_by_their_path() -> None:
 def test_key_that_is_not_known_is_rejected(path: tuple[str, ...], shown: str) -> None:
     data = yaml.safe_load(EVERY)
     reduce(getitem, path, data)["novel"] = 1
-    with pytest.raises(NotLlamaSwap, match=f"`{shown}` is no key of llama-swap"):
+    with pytest.raises(NotLlamaSwap, match=f"`{shown}` is not a known llama-swap key"):
         convert(data)
 
 
@@ -238,7 +245,7 @@ def test_selectors_are_aliases_of_their_first_model() -> None:
     assert (catalogue.aliases["best"], catalogue.aliases["fixed-choice"]) == ("first", "first")
     assert any(note.startswith("the selector best is an alias of first, without warm and second") for note in notes)
     assert [each.id for each in node.default_models] == ["first"]
-    assert any("no models: ghost" in note for note in notes)
+    assert any("no such models: ghost" in note for note in notes)
 
 
 def test_models_keep_their_names_and_stay_unlisted() -> None:
@@ -298,7 +305,7 @@ def test_unreadable_sets_of_the_matrix_are_rejected(expression: str, problem: st
         ('models: {m: {cmd: "s \'unclosed"}}', "the model m: No closing quotation"),
         ("models: {m: {cmd: '# nothing'}}", "its cmd is empty"),
         ("models: {m: {cmd: 's ${PORT}'}}\npeers: {p: {}}", "the peer p has no `proxy`"),
-        ("models: {m: {cmd: 's ${PORT}', ttl: soon}}", "`ttl` is soon, which is no number"),
+        ("models: {m: {cmd: 's ${PORT}', ttl: soon}}", "`ttl` is soon, which is not a number"),
         ("models: {m: {cmd: 's ${PORT}', env: {A: b}}}", "`env` is .*; give a list"),
     ],
 )

@@ -15,8 +15,8 @@ import pytest
 from cortex.cli.up.command import fault_of
 from cortex.cli.up.supervisor import Child, ChildDied, ProcessSupervisor
 
-from ...processes import alive
-from ...waiting import WAIT_S
+from ...processes import wait_end
+from ...waiting import WAIT_S, wait_until
 
 STUBBORN = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(999)"
@@ -29,17 +29,7 @@ def python(code: str) -> list[str]:
 
 
 def wait_for_text(path: Path, text: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while text not in (path.read_text() if path.exists() else ""):
-        assert time.monotonic() < deadline, f"{path} never contained {text!r}"
-        time.sleep(0.02)
-
-
-def wait_until_gone(pid: int) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while alive(pid):
-        assert time.monotonic() < deadline, f"{pid} is still running"
-        time.sleep(0.02)
+    wait_until(lambda: path.exists() and text in path.read_text(), lambda: f"{path} never contained {text!r}")
 
 
 def test_leaving_the_block_terminates_every_child(tmp_path: Path) -> None:
@@ -68,7 +58,7 @@ def test_kills_grandchildren_in_the_process_group(tmp_path: Path) -> None:
         wait_for_text(tmp_path / "a", "started")
         wait_for_text(tmp_path / "a", "up")
         grandchild = int(next(word for word in (tmp_path / "a").read_text().split() if word.isdigit()))
-    wait_until_gone(grandchild)
+    wait_end(grandchild)
 
 
 def test_reports_a_child_that_exited_with_its_last_log_line(tmp_path: Path) -> None:
@@ -121,7 +111,7 @@ def test_children_end_when_the_supervisor_is_killed(tmp_path: Path) -> None:
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    wait_until_gone(child_pid)
+    wait_end(child_pid)
 
 
 @pytest.mark.parametrize(

@@ -24,14 +24,14 @@ from cortex.neuron.engine.memory.host import anonymous_bytes
 from ...neuron.tiny_models import write_llama
 from ...ports import free_port
 from ...programs import PYTHONPATH
-from ...waiting import WAIT_S
+from ...waiting import WAIT_S, wait_until
 
 TINY, WIDE = "tiny", "wide"
 FORK_SERVER = "fork server"
 _PROGRAMS = {
     "cortex.parsing.functions": "cortex-parse",
     "cortex.neuron.hub_process.service": "neuron-hub",
-    "cortex.neuron.node.survey_process.reading": "neuron-survey",
+    "cortex.neuron.node.inspection_process.reading": "neuron-inspect",
     "cortex.neuron.picture_process.decoding": "neuron-pictures",
     "cortex.neuron.tokenizer_process.service": "neuron-tokenize",
     "cortex.neuron.worker.program.fork_server": FORK_SERVER,
@@ -86,8 +86,8 @@ class Daemon:
             time.sleep(0.05)
 
     def descendants(self) -> dict[int, str]:
-        """Process id → name of everything that descends from the daemon, but for the survey process and its workers,
-        which come and go with what there is to read."""
+        """Process id → name of everything that descends from the daemon, but for the inspection process and its
+        workers, which come and go with what there is to read."""
         parents: dict[int, tuple[int, str]] = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
@@ -101,7 +101,7 @@ class Daemon:
         while grown := {child for child, (parent, _) in parents.items() if parent in family} - family:
             family |= grown
             found |= {child: _program(child, parents[child][1]) for child in grown}
-        return {process_id: name for process_id, name in found.items() if name != "neuron-survey"}
+        return {process_id: name for process_id, name in found.items() if name != "neuron-inspect"}
 
     def process_called(self, name: str) -> int:
         (found,) = [process_id for process_id, called in self.descendants().items() if called == name]
@@ -131,13 +131,6 @@ def text_of(daemon: Daemon, model: str, prompt: str = "The capital of France is"
     status, response = daemon.call("/v1/completions", body)
     assert status == 200, response
     return str(response["choices"][0]["text"])
-
-
-def until(holds: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < deadline_s, what
-        time.sleep(0.1)
 
 
 def nodes_of(gateway: Daemon) -> dict[str, Any]:
@@ -273,7 +266,7 @@ def start_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartGat
             except OSError:
                 return False
 
-        until(all_are_up, "the nodes are not up")
+        wait_until(all_are_up, "the nodes are not up")
         return gateway
 
     yield start

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from .conftest import until, write_model
+from ...waiting import wait_until
+from .conftest import write_model
 
 if TYPE_CHECKING:
     from .conftest import Daemon, StartDaemon, StartGateway
@@ -36,7 +37,7 @@ def gateway(node: Daemon, start_gateway: StartGateway) -> Daemon:
     def are_known() -> bool:
         return all(explained(gateway, model)["need_bytes"] for model in ("long", "other", "named"))
 
-    until(are_known, "the models were not read")
+    wait_until(are_known, "the models were not read")
     return gateway
 
 
@@ -83,7 +84,7 @@ def test_model_gets_its_full_context_of_an_idle_model_and_less_is_said_everywher
     assert tokens < 32_768
     assert short["context_is_short"]
     assert "with a context of only about" in short["outcome"]
-    assert "a context of 32,768 tokens cannot be had: only models that cannot be evicted" in short["reason"]
+    assert "a context of 32,768 tokens is not possible: only models that cannot be evicted" in short["reason"]
     limited = f"context limited to {tokens:,} of {FULL:,} tokens by memory"
     assert f"context {tokens:,} of {FULL:,} tokens" in explained(gateway, "long")["reason"]
     listed = gateway.call("/v1/models/long")[1]

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +22,11 @@ from cortex.gateway.ledger.keys import as_toml, generate
 from ...ports import free_port
 from ...programs import PYTHONPATH
 from ...telemetry.otlp_collector import Collector, ReceivedSpan
-from ...waiting import WAIT_S
+from ...waiting import WAIT_S, wait_until
 from .conftest import WIDE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from .conftest import Daemon, StartDaemon
 
@@ -65,7 +64,7 @@ class Fleet:
                 stderr=output,
                 env={**os.environ, "PYTHONPATH": PYTHONPATH},
             )
-        until(lambda: all(self.is_ready(name) for name in self.nodes))
+        wait_until(lambda: all(self.is_ready(name) for name in self.nodes))
 
     def kill(self) -> None:
         assert self.process is not None
@@ -138,15 +137,6 @@ class Conversation:
 
     def leave(self) -> None:
         self._socket.close()
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    """What `condition` returns, once that is true."""
-    deadline_s = time.monotonic() + WAIT_S
-    while not (found := condition()):
-        assert time.monotonic() < deadline_s, "it did not happen in time"
-        time.sleep(0.02)
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +220,7 @@ def test_one_trace_and_one_id_from_the_client_to_the_engine(fleet: Fleet, collec
         return [span for span in collector.spans if span.trace_id == TRACE_ID]
 
     wanted_spans = {("cortex", f"POST {CHAT}"), ("neuron", f"POST {CHAT}"), ("neuron", "prefill"), ("neuron", "decode")}
-    until(lambda: wanted_spans <= {(span.service, span.name) for span in trace()})
+    wait_until(lambda: wanted_spans <= {(span.service, span.name) for span in trace()})
     by_id = {span.span_id: span for span in trace()}
     decode = next(span for span in trace() if span.name == "decode")
     path = [decode]
@@ -273,11 +263,11 @@ def test_turns_of_an_agent_stay_on_their_node_until_it_is_saturated(fleet: Fleet
         (status,) = [each for each in fleet.get("/fleet/status")["nodes"] if each["name"] == name]
         return next(model for model in status["models"] if model["id"] == WIDE)
 
-    until(lambda: model_on(first)["load"]["waiting"] >= 3 * MAX_RUNNING)
+    wait_until(lambda: model_on(first)["load"]["waiting"] >= 3 * MAX_RUNNING)
     assert turn(4)[0] != first, "the other node serves it"
     for other in others:
         other.leave()
-    until(lambda: is_free(fleet))
+    wait_until(lambda: is_free(fleet))
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -288,14 +278,14 @@ def test_client_disconnected_from_the_gateway_frees_the_engine_before_half_its_w
     prompt = LONG_PROMPT if phase == "prefill" else "Once upon a time"
     max_tokens, whole_steps = (1, PROMPT_STEPS) if phase == "prefill" else (1500, 1500)
     asked = fleet.ask("/v1/completions", prompt=prompt, max_tokens=max_tokens, ignore_eos=True, stream=stream)
-    until(lambda: any(running + waiting for running, waiting, _ in loads(fleet)))
+    wait_until(lambda: any(running + waiting for running, waiting, _ in loads(fleet)))
     if phase == "decode" and stream:
         asked.read_until(b"data: ")
     steps_before = counted(fleet, "neuron_engine_steps_total")
     asked.leave()
-    until(lambda: is_free(fleet))
+    wait_until(lambda: is_free(fleet))
     assert counted(fleet, "neuron_engine_steps_total") - steps_before < whole_steps / 2
-    until(lambda: not fleet.in_flight())
+    wait_until(lambda: not fleet.in_flight())
 
 
 def test_disconnected_client_leaves_the_queue_of_a_node_while_others_are_served(fleet: Fleet) -> None:
@@ -308,23 +298,23 @@ def test_disconnected_client_leaves_the_queue_of_a_node_while_others_are_served(
     for other in others:
         other.read_until(b"data: ")
     queued = ask_node(node, max_tokens=4)
-    until(lambda: load() == (MAX_RUNNING, 1))
+    wait_until(lambda: load() == (MAX_RUNNING, 1))
     queued.leave()
-    until(lambda: load() == (MAX_RUNNING, 0))
+    wait_until(lambda: load() == (MAX_RUNNING, 0))
     for other in others:
         other.leave()
-    until(lambda: is_free(fleet))
+    wait_until(lambda: is_free(fleet))
 
 
 def test_disconnected_client_is_charged_for_what_was_computed_and_usage_survives_a_kill(fleet: Fleet) -> None:
     fields = {"prompt": "Once upon a time there was", "ignore_eos": True}
     whole = json.loads(fleet.ask("/v1/completions", **fields).read().partition(b"\r\n\r\n")[2])
-    until(lambda: fleet.usage()["requests"] == fleet.num_asked)
+    wait_until(lambda: fleet.usage()["requests"] == fleet.num_asked)
     before, tokens_before = fleet.usage(), counted(fleet, "neuron_completion_tokens_total")
     asked = fleet.ask("/v1/completions", **fields, max_tokens=1500, stream=True)
     asked.read_until(b"data: ")
     asked.leave()
-    until(lambda: fleet.usage()["requests"] == fleet.num_asked)
+    wait_until(lambda: fleet.usage()["requests"] == fleet.num_asked)
     after = fleet.usage()
     assert after["prompt_tokens"] - before["prompt_tokens"] == whole["usage"]["prompt_tokens"]
     produced = counted(fleet, "neuron_completion_tokens_total") - tokens_before
@@ -337,12 +327,12 @@ def test_disconnected_client_is_charged_for_what_was_computed_and_usage_survives
 def test_request_moves_if_its_node_is_killed_before_the_first_token_and_fails_with_an_event_after_it(
     fleet: Fleet,
 ) -> None:
-    until(lambda: is_free(fleet))
+    wait_until(lambda: is_free(fleet))
     workers = {name: node.process_called("neuron-worker") for name, node in fleet.nodes.items()}
     for worker in workers.values():
         os.kill(worker, signal.SIGSTOP)  # no token comes before its node is killed
     asked = fleet.ask("/v1/completions", prompt="Once upon a time", max_tokens=2, stream=True)
-    (name,) = until(fleet.in_flight)
+    (name,) = wait_until(fleet.in_flight)
     first = fleet.nodes[name].process
     first.send_signal(signal.SIGSTOP)  # it holds the request and says nothing
     asked.read_until(b": keepalive")
@@ -366,6 +356,6 @@ def test_request_moves_if_its_node_is_killed_before_the_first_token_and_fails_wi
     assert b"[DONE]" not in chat.partition(b"upstream_interrupted")[0]
     assert b"event: error\ndata: " in messages
     assert b"message_stop" not in messages
-    until(lambda: not any(node["up"] for node in fleet.get("/fleet/status")["nodes"]))
+    wait_until(lambda: not any(node["up"] for node in fleet.get("/fleet/status")["nodes"]))
     rejected = fleet.ask(CHAT, messages=[{"role": "user", "content": "hi"}]).read()
     assert rejected.startswith(b"HTTP/1.1 50"), rejected

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from ...programs import PYTHONPATH
-from .conftest import Daemon, StartGateway, nodes_of, until
+from ...waiting import wait_until
+from .conftest import Daemon, StartGateway, nodes_of
 
 pytestmark = [
     pytest.mark.e2e,
@@ -150,7 +151,7 @@ def test_launcher_divides_a_model_among_two_and_three_hosts(hosts: Hosts, gatewa
         assert status == 200, response
         contents.append(response["choices"][0]["message"]["content"])
         gateway.call(f"/fleet/models/{model}/unload", {})
-        until(lambda: not hosts.servers(), "servers are left")
+        wait_until(lambda: not hosts.servers(), "servers are left")
     assert contents[0] == contents[1], "the same model, however it is divided"
 
 
@@ -158,20 +159,20 @@ def test_partition_between_the_hosts_ends_the_group_and_its_end_starts_it_again(
     assert ask(gateway, "pair")[0] == 200
     before = hosts.servers()
     hosts.cut("two", is_cut=True)
-    until(lambda: not set(before) & set(hosts.servers()), "the group has not ended")
-    until(lambda: "two cannot be reached at 10.88.0.2" in str(ask(gateway, "pair")), "another start does not fail")
+    wait_until(lambda: not set(before) & set(hosts.servers()), "the group has not ended")
+    wait_until(lambda: "two cannot be reached at 10.88.0.2" in str(ask(gateway, "pair")), "another start does not fail")
     assert not hosts.servers(), "the ports are checked before any server starts"
     hosts.cut("two", is_cut=False)
-    until(lambda: ask(gateway, "pair")[0] == 200, "it is not served again")
+    wait_until(lambda: ask(gateway, "pair")[0] == 200, "it is not served again")
 
 
 @pytest.mark.parametrize("name", ["two", "one"])
 def test_lost_host_ends_the_group_and_its_return_starts_it_again(hosts: Hosts, gateway: Daemon, name: str) -> None:
-    until(lambda: ask(gateway, "pair")[0] == 200, "it is not served")
+    wait_until(lambda: ask(gateway, "pair")[0] == 200, "it is not served")
     before = hosts.servers()
     hosts.nodes[name].process.send_signal(signal.SIGKILL)
     hosts.nodes[name].process.wait()
-    until(lambda: not set(before) & set(hosts.servers()), "a member is left on a host")
+    wait_until(lambda: not set(before) & set(hosts.servers()), "a member is left on a host")
     hosts.start(name)
-    until(lambda: nodes_of(gateway)[name]["up"], "the node is not up")
-    until(lambda: ask(gateway, "pair")[0] == 200, "it is not served again")
+    wait_until(lambda: nodes_of(gateway)[name]["up"], "the node is not up")
+    wait_until(lambda: ask(gateway, "pair")[0] == 200, "it is not served again")

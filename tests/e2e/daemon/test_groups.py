@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from ...neuron.fake_hub import FakeHub, served
-from .conftest import Daemon, StartDaemon, StartGateway, nodes_of, until
+from ...waiting import wait_until
+from .conftest import Daemon, StartDaemon, StartGateway, nodes_of
 
 pytestmark = pytest.mark.e2e
 long = pytest.mark.skipif(os.environ.get("GROUP_TESTS") != "full", reason="takes long; set GROUP_TESTS=full")
@@ -137,8 +138,8 @@ class Group:
 
     def unload(self, model: str) -> None:
         self.gateway.call(f"/fleet/models/{model}/unload", {})
-        until(lambda: not self.processes(model), f"{model} is not gone")
-        until(lambda: not self.temporary_folders, f"temporary files of {model} are left")
+        wait_until(lambda: not self.processes(model), f"{model} is not gone")
+        wait_until(lambda: not self.temporary_folders, f"temporary files of {model} are left")
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +151,7 @@ def group(
         yield made
         for node in made.nodes.values():
             node.process.terminate()
-        until(lambda: not made.processes() and not made.temporary_folders, "servers or their files are left")
+        wait_until(lambda: not made.processes() and not made.temporary_folders, "servers or their files are left")
 
 
 def test_group_starts_on_all_its_nodes_and_the_leader_serves(group: Group) -> None:
@@ -176,13 +177,13 @@ def test_group_starts_on_all_its_nodes_and_the_leader_serves(group: Group) -> No
 def test_group_of_which_a_member_is_lost_ends_and_is_started_again(
     group: Group, model: str, size: int, rank: int, number: int
 ) -> None:
-    until(lambda: group.is_served(model), "it is not served")
+    wait_until(lambda: group.is_served(model), "it is not served")
     before, folders = group.processes(model), set(group.temporary_folders)
     (victim,) = [process for process, its_rank in before.items() if its_rank == rank]
     os.kill(victim, number)
-    until(lambda: not before.keys() & group.processes(model).keys(), "a member of the old group is left")
+    wait_until(lambda: not before.keys() & group.processes(model).keys(), "a member of the old group is left")
     ready = [("ready", rank) for rank in range(size)]
-    until(lambda: sorted(group.members(model).values()) == ready, "it is not started again")
+    wait_until(lambda: sorted(group.members(model).values()) == ready, "it is not started again")
     assert group.is_served(model)
     assert len(group.processes(model)) == size
     assert not folders & set(group.temporary_folders), "temporary files of the old group are left"
@@ -192,20 +193,20 @@ def test_group_of_which_a_member_is_lost_ends_and_is_started_again(
 @long
 @pytest.mark.parametrize("is_head", [False, True])
 def test_group_whose_part_of_ray_ends_is_started_again(group: Group, is_head: bool) -> None:
-    until(lambda: group.is_served("ray"), "it is not served")
+    wait_until(lambda: group.is_served("ray"), "it is not served")
     before = group.processes("ray")
     arguments = {process: Path(f"/proc/{process}/cmdline").read_text().split("\0") for process in before}
     parts = [process for process, words in arguments.items() if "--block" in words]
     (victim,) = [process for process in parts if ("--head" in arguments[process]) == is_head]
     os.kill(victim, signal.SIGKILL)
-    until(lambda: not before.keys() & group.processes("ray").keys(), "a part of the old group is left")
-    until(lambda: group.is_served("ray"), "it is not served again")
+    wait_until(lambda: not before.keys() & group.processes("ray").keys(), "a part of the old group is left")
+    wait_until(lambda: group.is_served("ray"), "it is not served again")
     group.unload("ray")
 
 
 @long
 def test_group_goes_on_while_its_gateway_restarts(group: Group) -> None:
-    until(lambda: group.is_served("two"), "it is not served")
+    wait_until(lambda: group.is_served("two"), "it is not served")
     before = group.processes("two")
     group.gateway.process.kill()
     group.gateway.process.wait()
@@ -216,12 +217,12 @@ def test_group_goes_on_while_its_gateway_restarts(group: Group) -> None:
 
 @long
 def test_group_whose_node_restarts_is_started_again(group: Group) -> None:
-    until(lambda: group.is_served("two"), "it is not served")
+    wait_until(lambda: group.is_served("two"), "it is not served")
     group.nodes["two"].process.terminate()
     group.nodes["two"].process.wait()
-    until(lambda: not group.processes("two"), "the leader has not ended")
+    wait_until(lambda: not group.processes("two"), "the leader has not ended")
     group.start_node("two")
-    until(lambda: group.members("two") == {"one": ("ready", 0), "two": ("ready", 1)}, "it is not started again")
+    wait_until(lambda: group.members("two") == {"one": ("ready", 0), "two": ("ready", 1)}, "it is not started again")
     group.unload("two")
 
 
@@ -237,7 +238,7 @@ def test_nodes_with_different_versions_of_the_server_start_no_group(group: Group
     group.nodes["three"].process.kill()
     group.nodes["three"].process.wait()
     group.start_node("three", version="2.0.0")
-    until(lambda: all(node["up"] for node in nodes_of(group.gateway).values()), "the node is not up")
+    wait_until(lambda: all(node["up"] for node in nodes_of(group.gateway).values()), "the node is not up")
     status, response = group.ask("all")
     assert status >= 400
     assert "different versions of its server" in str(response)
@@ -246,7 +247,7 @@ def test_nodes_with_different_versions_of_the_server_start_no_group(group: Group
     group.nodes["three"].process.kill()
     group.nodes["three"].process.wait()
     group.start_node("three")
-    until(lambda: group.is_served("all"), "it is not served when the versions are equal again")
+    wait_until(lambda: group.is_served("all"), "it is not served when the versions are equal again")
     group.unload("all")
 
 
@@ -260,7 +261,7 @@ def test_files_of_a_group_come_to_all_its_nodes_before_it_starts_and_once_from_t
 
 @long
 def test_members_with_different_files_start_no_group(group: Group) -> None:
-    until(lambda: group.is_served("hub"), "it is not served")
+    wait_until(lambda: group.is_served("hub"), "it is not served")
     group.unload("hub")
     (config,) = (group.nodes["two"].log.parent / "hub").rglob("config.json")
     intact = config.resolve()
@@ -281,16 +282,16 @@ def _is_gone(group: Group, processes: dict[int, int]) -> bool:
 @long
 def test_two_gateways_start_a_lost_group_once(group: Group) -> None:
     second = group.start_gateway(group.models, group.nodes)
-    until(lambda: group.is_served("two"), "it is not served")
-    until(lambda: bool(nodes_of(second)["two"]["members"]), "the second gateway does not see it")
+    wait_until(lambda: group.is_served("two"), "it is not served")
+    wait_until(lambda: bool(nodes_of(second)["two"]["members"]), "the second gateway does not see it")
     body = {"model": "two", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
     for _ in range(5):
         before, num_loads = group.processes("two"), group.num_loads("two")
         os.kill(next(iter(before)), signal.SIGKILL)
-        until(partial(_is_gone, group, before), "the old one is left")
-        until(lambda: len(group.processes("two")) == 2, "it is not started again")
-        until(lambda: group.is_served("two"), "it is not served")
-        until(lambda: second.call("/v1/chat/completions", body)[0] == 200, "the second gateway does not serve it")
+        wait_until(partial(_is_gone, group, before), "the old one is left")
+        wait_until(lambda: len(group.processes("two")) == 2, "it is not started again")
+        wait_until(lambda: group.is_served("two"), "it is not served")
+        wait_until(lambda: second.call("/v1/chat/completions", body)[0] == 200, "the second gateway does not serve it")
         assert group.num_loads("two") == num_loads + 2, "one start, with a load on each node"
     second.process.kill()
     second.process.wait()
@@ -305,7 +306,9 @@ def test_group_is_pinned_moved_and_drained_as_one(group: Group) -> None:
     assert sorted(rank for _, rank in members.values()) == [0, 1, 2]
     leader = next(name for name, (_, rank) in members.items() if rank == 0)
     os.kill(next(iter(group.processes("all"))), signal.SIGKILL)
-    until(lambda: sorted(s for s, _ in group.members("all").values()) == ["ready"] * 3, "a pinned group is not back")
+    wait_until(
+        lambda: sorted(s for s, _ in group.members("all").values()) == ["ready"] * 3, "a pinned group is not back"
+    )
     assert orders("/fleet/models/all/unload", {"wait": True})[0] == 409, "it is pinned"
     orders("/fleet/models/all/unpin", {})
     group.unload("all")
@@ -318,11 +321,11 @@ def test_group_is_pinned_moved_and_drained_as_one(group: Group) -> None:
         assert "three" in str(response)
         group.unload("all")
     orders("/fleet/nodes/three/undrain", {})
-    until(lambda: group.is_served("all"), "it is not served again")
+    wait_until(lambda: group.is_served("all"), "it is not served again")
     orders("/fleet/nodes/three/drain", {})
     processes = group.processes("all")
     orders("/fleet/nodes/three/undrain", {})
-    until(lambda: group.is_served("all"), "it is not served any more")
+    wait_until(lambda: group.is_served("all"), "it is not served any more")
     assert group.processes("all") == processes, "it went on while its node was drained"
     group.unload("all")
 

@@ -16,7 +16,8 @@ from cortex.cli.cortex import cortex
 from cortex.cli.failures import exit_code_of
 
 from ...neuron.tiny_models import tiny_experts, tiny_sizes
-from .conftest import until, write_model
+from ...waiting import wait_until
+from .conftest import write_model
 
 if TYPE_CHECKING:
     from .conftest import Daemon, StartDaemon, StartGateway
@@ -90,7 +91,7 @@ def node(start_daemon: StartDaemon, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.fixture(scope="module")
 def gateway(node: Daemon, start_gateway: StartGateway) -> Daemon:
     gateway = start_gateway("", {"n": node})
-    until(lambda: explained(gateway, "second")["need_bytes"], "the models were not read")
+    wait_until(lambda: explained(gateway, "second")["need_bytes"], "the models were not read")
     return gateway
 
 
@@ -135,7 +136,7 @@ def test_bytes_and_speed_are_said_before_the_load(gateway: Daemon) -> None:
 
 
 def test_dense_model_is_the_last_resort_with_its_speed_said_before_the_load(node: Daemon, gateway: Daemon) -> None:
-    until(lambda: explained(gateway, "dense")["need_bytes"], "the model was not read")
+    wait_until(lambda: explained(gateway, "dense")["need_bytes"], "the model was not read")
     assert "of its weights in host memory, about" in explained(gateway, "dense")["reason"]
     assert "tokens/s expected" in order(gateway, "dense", dry_run=True)["outcome"]
     assert "yes, with host memory" in run(gateway, "fits", "dense")[1]
@@ -162,13 +163,13 @@ def test_loaded_model_says_what_lies_where_and_serves(node: Daemon, gateway: Dae
     assert host["weight_bytes"] == status["host_bytes"] <= host["budget_bytes"] <= HOST_MB << 20
     assert node.complete("moe")[0] == 200
     assert "in RAM" in run(gateway, "ps")[1]
-    until(lambda: node_of(gateway)["host"]["weight_bytes"] > 0, "the gateway does not know it")
+    wait_until(lambda: node_of(gateway)["host"]["weight_bytes"] > 0, "the gateway does not know it")
     assert "host memory" in run(gateway, "status")[1]
 
 
 def test_model_in_host_memory_is_evicted_for_another_that_needs_it(node: Daemon, gateway: Daemon) -> None:
     order(gateway, "moe")
-    until(lambda: explained(gateway, "second")["victims"] == ["moe"], "it is no victim")
+    wait_until(lambda: explained(gateway, "second")["victims"] == ["moe"], "it is no victim")
     order(gateway, "second")
     assert (node.model("second")["state"], node.model("moe")["state"]) == ("ready", "cold")
     host = node.call("/health")[1]["host"]
@@ -187,7 +188,7 @@ def test_model_larger_than_all_devices_together_is_divided_among_them_and_the_ho
     )
     gateway = start_gateway("", {"n": node})
     for name in ("tensor", "pipeline"):
-        until(partial(is_read, gateway, name), "the model was not read")
+        wait_until(partial(is_read, gateway, name), "the model was not read")
         expected = explained(gateway, name)
         assert expected["host"]["need_bytes"] > 0, expected["reason"]
         order(gateway, name)

@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 
 from ...processes import alive
-from ...waiting import WAIT_S
+from ...waiting import WAIT_S, until
 from .conftest import TINY, WIDE
 
 if TYPE_CHECKING:
@@ -60,13 +60,6 @@ async def whole(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) 
 
 async def last(response: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:
     return [event async for event in response][-1]
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        await asyncio.sleep(0.02)
 
 
 async def test_64_streams_are_complete_while_models_are_loaded_and_unloaded(daemon: Daemon) -> None:

@@ -22,8 +22,8 @@ from cortex.gateway.ledger.keys import as_toml, generate
 
 from ...ports import free_port
 from ...programs import SOURCE
-from ...waiting import WAIT_S
-from .conftest import TINY, Daemon, until
+from ...waiting import WAIT_S, wait_until
+from .conftest import TINY, Daemon
 
 REVISION = os.environ.get("MIXED_WITH", "")
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not REVISION, reason="make mixed sets MIXED_WITH")]
@@ -80,7 +80,7 @@ def start(tmp_path: Path, tiny_model: Path) -> Iterator[Start]:
             f'[[neurons]]\nname = "beast"\nendpoint = "{node.url}"\n{as_toml(KEY.section)}'
         )
         daemon = program("cortex.gateway", source, config, f"http://{listen}", KEY.text)
-        until(lambda: is_up(daemon), "the node is not up")
+        wait_until(lambda: is_up(daemon), "the node is not up")
         return daemon
 
     yield begin
@@ -128,7 +128,7 @@ def serve_everything(gateway: Daemon) -> None:
         usage = response["usage"]
         assert usage.get("completion_tokens", usage.get("output_tokens")) in range(1, 5), (path, usage)
     assert state(gateway) == "ready"
-    until(lambda: used(gateway) > 0, "no usage was recorded")
+    wait_until(lambda: used(gateway) > 0, "no usage was recorded")
     status, body = gateway.call(f"/v1/models/{TINY}")
     assert status == 200, body
     status, body = gateway.call("/v1/chat/completions", {**chat, "model": "none"})
@@ -136,7 +136,7 @@ def serve_everything(gateway: Daemon) -> None:
     for order, then in (("unload", "cold"), ("load", "ready")):
         status, body = gateway.call(f"/fleet/models/{TINY}/{order}", {})
         assert status == 200, body
-        until(lambda then=then: state(gateway) == then, f"the model is not {then}")  # type: ignore[misc]
+        wait_until(lambda then=then: state(gateway) == then, f"the model is not {then}")  # type: ignore[misc]
     assert "Traceback" not in gateway.log.read_text()
 
 
@@ -155,7 +155,7 @@ def test_database_of_an_earlier_gateway_is_used_on(earlier: Path, start: Start) 
     status, response = gateway.call("/v1/responses", {"model": TINY, "input": "hi", "max_output_tokens": 4})
     assert status == 200, response
     assert gateway.call("/v1/completions", body)[0] == 200
-    until(lambda: used(gateway) > 0, "no usage was recorded")
+    wait_until(lambda: used(gateway) > 0, "no usage was recorded")
     before = used(gateway)
     end(gateway)
     upgraded = start(SOURCE, node)

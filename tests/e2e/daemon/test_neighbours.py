@@ -15,7 +15,8 @@ import pytest
 from cortex.wire.node.neighbours import PATH, key_hash, new_ticket
 
 from ...neuron.fake_hub import FakeHub, served
-from .conftest import Daemon, StartDaemon, StartGateway, nodes_of, until
+from ...waiting import wait_until
+from .conftest import Daemon, StartDaemon, StartGateway, nodes_of
 
 pytestmark = pytest.mark.e2e
 
@@ -34,7 +35,7 @@ class Fleet:
         if status != 202:
             return {"state": "rejected", **started}
         path = f"/fleet/jobs/{started['job']['id']}"
-        until(lambda: bool(self.gateway.call(path)[1]["state"] != "running"), "the pull does not end")
+        wait_until(lambda: bool(self.gateway.call(path)[1]["state"] != "running"), "the pull does not end")
         return dict(self.gateway.call(path)[1])
 
     def holders(self) -> set[str]:
@@ -72,7 +73,7 @@ def _no_files(fleet: Fleet) -> Iterator[None]:
     for node in fleet.nodes.values():
         node.call("/models/unload", {"model_id": MODEL})
         node.call("/files/delete", {"model_id": MODEL})
-    until(lambda: not fleet.holders(), "files are still reported")
+    wait_until(lambda: not fleet.holders(), "files are still reported")
 
 
 def test_pull_to_several_nodes_downloads_once_and_fills_those_without_the_hub(fleet: Fleet) -> None:
@@ -87,10 +88,10 @@ def test_pull_to_several_nodes_downloads_once_and_fills_those_without_the_hub(fl
 
 def test_cold_load_on_a_node_without_the_hub_takes_the_files_of_another_one(fleet: Fleet) -> None:
     assert fleet.pull(node="one")["state"] == "done"
-    until(lambda: fleet.holders() == {"one"}, "the files are not reported")
+    wait_until(lambda: fleet.holders() == {"one"}, "the files are not reported")
     status, response = fleet.gateway.call(f"/fleet/models/{MODEL}/load", {"node": "two", "wait": True})
     assert status == 200, response
-    until(lambda: fleet.nodes["two"].model(MODEL)["state"] == "ready", "it is not loaded")
+    wait_until(lambda: fleet.nodes["two"].model(MODEL)["state"] == "ready", "it is not loaded")
 
 
 def test_copy_needs_a_node_that_has_the_files(fleet: Fleet) -> None:
@@ -99,7 +100,7 @@ def test_copy_needs_a_node_that_has_the_files(fleet: Fleet) -> None:
     local = fleet.pull(model="tiny", nodes=["two"], copy=True)
     assert "a path on its node" in str(local), local
     assert fleet.pull(node="one")["state"] == "done"
-    until(lambda: fleet.holders() == {"one"}, "the files are not reported")
+    wait_until(lambda: fleet.holders() == {"one"}, "the files are not reported")
     fleet.hub.requests.clear()
     assert fleet.pull(nodes=["two", "three"], copy=True)["state"] == "done"
     assert not fleet.hub.requests
@@ -107,7 +108,7 @@ def test_copy_needs_a_node_that_has_the_files(fleet: Fleet) -> None:
 
 def test_altered_and_damaged_files_of_a_neighbour_are_never_used(fleet: Fleet) -> None:
     assert fleet.pull(node="one")["state"] == "done"
-    until(lambda: fleet.holders() == {"one"}, "the files are not reported")
+    wait_until(lambda: fleet.holders() == {"one"}, "the files are not reported")
     cache = fleet.nodes["one"].log.parent / "hub"
     (weights,) = [path.resolve() for path in cache.rglob("model.safetensors")]
     intact = weights.read_bytes()

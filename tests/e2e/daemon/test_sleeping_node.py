@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ...waiting import WAIT_S
-from .conftest import TINY, nodes_of, until
+from ...waiting import WAIT_S, wait_until
+from .conftest import TINY, nodes_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,15 +52,15 @@ def test_idle_node_sleeps_and_a_request_wakes_it_and_is_told_so(
 ) -> None:
     node, gateway = started(start_daemon, start_gateway, tmp_path, "kill -CONT {pid}")
     assert any('"text"' in line for line in stream(gateway))
-    until(lambda: sleep_of(gateway) == "asleep", "the idle node is not suspended")
+    wait_until(lambda: sleep_of(gateway) == "asleep", "the idle node is not suspended")
     stat = f"/proc/{node.process.pid}/stat"
 
     def is_stopped() -> bool:
         with open(stat) as opened:
             return opened.read().rpartition(")")[2].split()[0] == "T"
 
-    until(is_stopped, "the suspend command did not run")
-    until(lambda: nodes_of(gateway)["box"]["missed_polls"] > 0, "nobody noticed that it sleeps")
+    wait_until(is_stopped, "the suspend command did not run")
+    wait_until(lambda: nodes_of(gateway)["box"]["missed_polls"] > 0, "nobody noticed that it sleeps")
     status, explained = gateway.call(f"/fleet/explain/{TINY}")
     assert status == 200
     assert "asleep" in explained["text"]
@@ -75,8 +75,8 @@ def test_node_that_does_not_come_back_is_reported_and_its_requests_fail_with_the
     start_daemon: StartDaemon, start_gateway: StartGateway, tmp_path: Path
 ) -> None:
     node, gateway = started(start_daemon, start_gateway, tmp_path, "true")
-    until(lambda: sleep_of(gateway) == "asleep", "the idle node is not suspended")
-    until(lambda: nodes_of(gateway)["box"]["missed_polls"] > 0, "nobody noticed that it sleeps")
+    wait_until(lambda: sleep_of(gateway) == "asleep", "the idle node is not suspended")
+    wait_until(lambda: nodes_of(gateway)["box"]["missed_polls"] > 0, "nobody noticed that it sleeps")
     status, reply = gateway.call("/v1/completions", {"model": TINY, "prompt": "a", "max_tokens": 1})
     assert status == 502, reply
     assert "did not come back" in reply["error"]["message"]
@@ -84,7 +84,7 @@ def test_node_that_does_not_come_back_is_reported_and_its_requests_fail_with_the
     events = [event["kind"] for event in gateway.call("/fleet/decisions")[1]["events"]]
     assert "node_lost" in events
     node.process.send_signal(18)  # it comes back after all
-    until(lambda: sleep_of(gateway) == "awake", "a node that responds is not used again")
+    wait_until(lambda: sleep_of(gateway) == "awake", "a node that responds is not used again")
 
 
 def test_node_is_not_suspended_under_a_request(

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ...waiting import NEVER_S, WAIT_S
-from .conftest import TINY, WIDE, nodes_of, until
+from ...waiting import NEVER_S, WAIT_S, wait_until
+from .conftest import TINY, WIDE, nodes_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -121,15 +121,15 @@ def test_demand_through_a_gateway_adds_a_replica_that_gives_way_to_another_model
         return max((model["replicas"] for model in listed()), default=0)
 
     with Clients(gateway, 3) as clients:
-        until(lambda: num_replicas() == 2, "no replica was added")
-        until(lambda: listed()[0]["load"]["running"] == 2, "only one replica has requests")  # each has one slot
+        wait_until(lambda: num_replicas() == 2, "no replica was added")
+        wait_until(lambda: listed()[0]["load"]["running"] == 2, "only one replica has requests")  # each has one slot
         devices = gateway.call(f"/v1/models/{WIDE}")[1]["locations"][0]["replica_devices"]
         assert sorted(devices) == [[0], [1]]
         status, response = gateway.call("/v1/completions", {"model": OTHER, "prompt": "x", "max_tokens": 2})
         assert status == 200, response
         assert daemon.model(WIDE)["replicas"] == 1
         num_served = clients.statuses[200]
-        until(lambda: clients.statuses[200] > num_served + 4, "no responses after the replica was unloaded")
+        wait_until(lambda: clients.statuses[200] > num_served + 4, "no responses after the replica was unloaded")
         assert gateway.call(f"/fleet/models/{OTHER}/unload", {})[0] in (200, 202)
-        until(lambda: num_replicas() == 2, "no replica was added after the other model had gone")
+        wait_until(lambda: num_replicas() == 2, "no replica was added after the other model had gone")
     assert set(clients.statuses) == {200}

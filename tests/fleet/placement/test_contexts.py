@@ -115,7 +115,7 @@ def test_less_is_loaded_only_where_evictions_cannot_help_and_then_it_is_said(
     chosen = decision.assessments[0]
     assert chosen.is_short
     assert chosen.min_context_tokens == 1
-    assert "a context of 32,768 tokens cannot be had: only models that cannot be evicted" in chosen.reason
+    assert "a context of 32,768 tokens is not possible: only models that cannot be evicted" in chosen.reason
     assert outcome(decision) == (
         "load m on n (device 0). It takes 5.0 GiB, with a context of only about 24,576 of 131,072 tokens."
     )

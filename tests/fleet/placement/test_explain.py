@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 
-from cortex.fleet.placement.decision import Origin, Verdict
+from cortex.fleet.placement.decision import Decision, Origin, Verdict
 from cortex.fleet.placement.explain import DRAINING_RETRY_S, as_json, outcome, rejection, rows, text
 from cortex.fleet.placement.feasibility import Feasibility
 from cortex.fleet.placement.place import place
 from cortex.fleet.placement.search import search
 from cortex.fleet.topology import Abilities
-from cortex.wire.error_encoding import envelope
-from cortex.wire.errors import Family
+from cortex.wire.error_encoding import OPENAI
 from cortex.wire.node.protocol import ModelState
 
 NOW = 10_000.0
 Make = Callable[..., Any]
+DECIDERS: tuple[Callable[..., Decision], ...] = (place, search)
 
 
 def test_table_shows_need_have_and_reason_for_every_device(model: Make, node: Make, fleet: Make, spec: Make) -> None:
@@ -102,7 +102,7 @@ def test_rejection_maps_to_status_and_code(
     assert (error.status, error.code) == (status, code)
     with pytest.raises(type(error), match=words):
         raise error
-    assert envelope(error, Family.OPENAI)["error"]["nodes"][0]["node"] == "n"
+    assert OPENAI.envelope(error)["error"]["nodes"][0]["node"] == "n"
     assert (error.retry_after_s == DRAINING_RETRY_S) == (code == "draining")
 
 
@@ -151,7 +151,7 @@ def test_model_with_damaged_files_fits_nowhere_not_even_for_the_operator(
     facts = {"state": ModelState.COLD, "reason_code": "files_damaged", "reason": "m.gguf is truncated", "source": "/m"}
     damaged = fleet(node("a", [24], model("m", **facts)), specs=[spec("m")])
     origins: tuple[Origin, ...] = ("request", "operator")
-    for decide, origin in itertools.product((place, search), origins):
+    for decide, origin in itertools.product(DECIDERS, origins):
         decision = decide("m", damaged, NOW, origin=origin)
         assert [(each.verdict, each.reason) for each in decision.assessments] == [
             (Verdict.FAILED, "m.gguf is truncated")
@@ -168,7 +168,7 @@ def test_model_that_the_node_read_and_does_not_support_fits_nowhere_not_even_for
     read = model("m", state=ModelState.COLD, age_s=0, **facts)
     unsupported = fleet(node("a", [24], read), specs=[spec("m", 8)])
     origins: tuple[Origin, ...] = ("request", "operator")
-    for decide, origin in itertools.product((place, search), origins):
+    for decide, origin in itertools.product(DECIDERS, origins):
         decision = decide("m", unsupported, NOW, origin=origin)
         assert [(each.verdict, each.reason) for each in decision.assessments] == [
             (Verdict.UNSUPPORTED, "mamba9000 is not supported")

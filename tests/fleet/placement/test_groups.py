@@ -185,7 +185,7 @@ def test_group_waits_for_members_of_an_earlier_start_to_end(node: Make, fleet: M
     decision = place("big", fleet(node("beast", [80]), *parts, specs=[group(nodes=3)]), NOW)
     assert decision.action == "wait"
     reasons = {each.node: each.reason for each in decision.assessments}
-    assert reasons["beast"] == "benjy: has a member of an earlier start of it, which is being ended"
+    assert reasons["beast"] == "benjy: still has a member of its previous start, which is being ended"
     four = place("big", fleet(node("beast", [80]), *parts, specs=[group(nodes=4)]), NOW)
     assert (four.action, four.assessments[0].verdict) == ("reject", Verdict.CANNOT_SPAN)
 

@@ -158,7 +158,7 @@ def test_dense_model_is_divided_only_if_its_entry_says_so(setting: Any, is_divid
     dense = mixture(msgspec.structs.replace(SPLITS, is_last_resort=True))
     decision = place("moe", fleet(node("a", 24, 100, dense), host_weights=setting), NOW)
     assert (decision.node == "a") is is_divided
-    hint = 'with `host_weights = "auto"` up to 51.0 GiB of it may lie in host memory, about 10 tokens/s expected'
+    hint = 'with `host_weights = "auto"` up to 51.0 GiB of it may be in host memory, about 10 tokens/s expected'
     assert (hint in text(decision)) is (setting is None)
 
 

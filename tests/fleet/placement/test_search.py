@@ -8,12 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
-from cortex.fleet.placement import feasibility
 from cortex.fleet.placement import search as searching
 from cortex.fleet.placement.bounds import by_free_memory, by_residents
 from cortex.fleet.placement.decision import RANK
@@ -44,10 +42,7 @@ fleets = st.integers(0, 2**48).map(lambda seed: WideDrawing(seed).fleet())
 @given(fleets, wanted, origins)
 def test_decides_as_an_assessment_of_every_node_does(fleet: Fleet, name: str, origin: Any) -> None:
     whole = place(name, fleet, NOW, origin=origin)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(searching, "SMALL_FLEET", 0)
-        patch.setattr(searching, "MIN_ASSESSED", 1)
-        found = search(name, fleet, NOW, origin=origin)
+    found = search(name, fleet, NOW, origin=origin, small_fleet=0, min_assessed=1)
     assert (found.action, found.node, found.evictions) == (whole.action, whole.node, whole.evictions)
     assert found.assessments[0].verdict is whole.assessments[0].verdict
     assert len(found.assessments) + found.num_omitted == len(fleet.nodes)
@@ -79,9 +74,7 @@ def test_a_listing_names_the_nodes_that_could_serve_a_model(fleet: Fleet, name: 
         for node in fleet.nodes
         if place(name, fleet, NOW, origin="operator", only_on=node.name).action != "reject"
     }
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(feasibility, "SMALL_FLEET", 0)
-        assert set(Feasibility(fleet, NOW).nodes(name)) == one_by_one
+    assert set(Feasibility(fleet, NOW, small_fleet=0).nodes(name)) == one_by_one
 
 
 def test_assesses_few_of_many_nodes(node: Callable[..., Node], model: Callable[..., Any]) -> None:

@@ -13,10 +13,9 @@ from cortex.gateway.config import ActivitySection
 from cortex.gateway.ledger.keys import NewKey, generate
 from cortex.wire.node.protocol import ModelState
 
-from ...waiting import WAIT_S
+from ...waiting import WAIT_S, until
 from ..fake_neuron import GB
 from ..fake_responses import hang
-from ..started_gateway import until
 
 if TYPE_CHECKING:
     from ..fake_neuron import FakeNeuron, StartNeuron

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 from cortex.gateway.ledger.keys import NewKey, generate
 from cortex.wire.node.protocol import ModelState, PullStatus
 
-from ...waiting import WAIT_S
+from ...waiting import WAIT_S, until
 from ..fake_neuron import GB
-from ..started_gateway import until
 
 if TYPE_CHECKING:
     from ..fake_neuron import StartNeuron

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from cortex.wire.node.bench import BenchRequest, BenchResult, BenchStatus, StreamRate
 from cortex.wire.node.protocol import ModelState
 
-from ...waiting import WAIT_S
+from ...waiting import until
 from ..fake_neuron import GB
-from ..started_gateway import Client, until
+from ..started_gateway import Client
 
 if TYPE_CHECKING:
     from ..fake_neuron import StartNeuron
@@ -22,10 +22,7 @@ DONE = BenchStatus(model_id="a", state="done", result=RESULT)
 
 
 async def ended(client: Client, job_id: str) -> dict[str, Any]:
-    async with asyncio.timeout(WAIT_S):
-        while (job := (await client.get(f"/fleet/jobs/{job_id}"))[1])["state"] == "running":
-            await asyncio.sleep(0.01)
-    return dict(job)
+    return dict(await client.get_until(f"/fleet/jobs/{job_id}", lambda job: job["state"] != "running"))
 
 
 async def test_measures_a_model_where_it_is_ready_and_shows_the_result(
@@ -39,9 +36,7 @@ async def test_measures_a_model_where_it_is_ready_and_shows_the_result(
     assert (status, sorted(body["nodes"]), body["job"]["kind"]) == (202, ["attic", "beast"], "bench")
     await until(lambda: beast.bench_requests and attic.bench_requests)
     assert beast.bench_requests == [BenchRequest(model_id="a", reload=False)]
-    async with asyncio.timeout(WAIT_S):
-        while (job := (await client.get(f"/fleet/jobs/{body['job']['id']}"))[1])["stage"] != "8 streams":
-            await asyncio.sleep(0.01)
+    job = await client.get_until(f"/fleet/jobs/{body['job']['id']}", lambda job: job["stage"] == "8 streams")
     assert (job["results"], job["can_cancel"]) == ({}, True)
     beast.bench = attic.bench = DONE
     job = await ended(client, body["job"]["id"])
@@ -51,12 +46,8 @@ async def test_measures_a_model_where_it_is_ready_and_shows_the_result(
         "beast": 70.0,
     }
     assert not cold.bench_requests
-    async with asyncio.timeout(WAIT_S):
-        while True:
-            nodes = {node["node"]: node for node in (await client.get("/fleet/explain/a"))[1]["nodes"]}
-            if nodes["beast"]["bench"] is not None:
-                break
-            await asyncio.sleep(0.02)
+    explained = await client.get_until("/fleet/explain/a", lambda found: any(node["bench"] for node in found["nodes"]))
+    nodes = {node["node"]: node for node in explained["nodes"]}
     assert nodes["beast"]["bench"]["streams"][0]["share"] == 0.5
     assert nodes["cold"]["bench"] is None
 
@@ -89,9 +80,7 @@ async def test_failure_on_one_node_leaves_the_others_to_their_end(
     one, other = (beast, attic) if body["nodes"][0] == "beast" else (attic, beast)
     other.bench = BenchStatus(model_id="a", state="running", stage="wake")
     one.bench = BenchStatus(model_id="a", state="failed", reason="a has 2 requests", code="model_in_use")
-    async with asyncio.timeout(WAIT_S):
-        while (job := (await client.get(f"/fleet/jobs/{body['job']['id']}"))[1])["stage"] == "8 streams":
-            await asyncio.sleep(0.01)
+    job = await client.get_until(f"/fleet/jobs/{body['job']['id']}", lambda job: job["stage"] != "8 streams")
     assert (job["state"], job["stage"], job["can_cancel"]) == ("running", "wake", True)
     other.bench = DONE
     job = await ended(client, body["job"]["id"])

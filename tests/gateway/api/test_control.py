@@ -15,8 +15,8 @@ from cortex.fleet.catalogue import Alias, Catalogue, Cost, ModelSpec
 from cortex.gateway.ledger.keys import generate
 from cortex.wire.node.protocol import ModelState
 
+from ...waiting import until
 from ..fake_neuron import GB
-from ..started_gateway import until
 
 if TYPE_CHECKING:
     from ..fake_neuron import StartNeuron

@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 
-from cortex.gateway.api.live import event_streams
 from cortex.gateway.api.live.event_streams import MAX_MISSED_POLLS, Following
 from cortex.wire.errors import UpstreamUnavailable
 from cortex.wire.node.protocol import PullStatus
@@ -17,10 +16,7 @@ RUNNING = PullStatus(model_id="a", state="running")
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
-async def test_node_that_does_not_respond_is_tried_once_each_poll(
-    is_cancelled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(event_streams, "POLL_S", 0.01)
+async def test_node_that_does_not_respond_is_tried_once_each_poll(is_cancelled: bool) -> None:
     loop = asyncio.get_running_loop()
     tried_at: list[float] = []
 
@@ -31,7 +27,7 @@ async def test_node_that_does_not_respond_is_tried_once_each_poll(
         tried_at.append(loop.time())
         raise UpstreamUnavailable("it restarts")
 
-    work = Following(start, fail, fail, described="the download on beast", after_restart="again")
+    work = Following(start, fail, fail, described="the download on beast", after_restart="again", poll_s=0.01)
     if is_cancelled:
         work.cancelled.set()
     async with asyncio.timeout(WAIT_S):

@@ -20,9 +20,9 @@ from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.node.orders import HubRepository, HubVariant
 from cortex.wire.node.protocol import ModelState, PullStatus
 
-from ...waiting import WAIT_S
+from ...waiting import until
 from ..fake_neuron import GB
-from ..started_gateway import Client, until
+from ..started_gateway import Client
 
 if TYPE_CHECKING:
     from ..fake_neuron import StartNeuron
@@ -39,10 +39,7 @@ async def call(client: Client, method: str, path: str, body: Any = None, **heade
 
 
 async def ended(client: Client, job_id: str) -> dict[str, Any]:
-    async with asyncio.timeout(WAIT_S):
-        while (job := (await client.get(f"/fleet/jobs/{job_id}"))[1])["state"] == "running":
-            await asyncio.sleep(0.01)
-    return dict(job)
+    return dict(await client.get_until(f"/fleet/jobs/{job_id}", lambda job: job["state"] != "running"))
 
 
 async def test_load_without_waiting_is_a_job_with_progress(neurons: StartNeuron, start_gateway: StartGateway) -> None:
@@ -222,8 +219,7 @@ async def test_sampling_of_the_catalogue_reaches_the_node_and_is_shown(
     await client.post("/fleet/models/a/load")
     assert beast.load_requests[0].sampling == SamplingDefaults(temperature=0.2)
     beast.sampling["a"] = SamplingDefaults(temperature=0.2, top_k=40)
-    while (await client.get("/v1/models/a"))[1]["sampling"] != {"temperature": 0.2, "top_k": 40}:
-        await asyncio.sleep(0.02)
+    await client.get_until("/v1/models/a", lambda model: model["sampling"] == {"temperature": 0.2, "top_k": 40})
 
 
 async def test_pin_and_drain_survive_a_restart(neurons: StartNeuron, start_gateway: StartGateway) -> None:
@@ -246,9 +242,8 @@ async def test_pin_and_drain_survive_a_restart(neurons: StartNeuron, start_gatew
 
 
 async def test_pins_and_drained_nodes_are_stored_when_the_order_is_confirmed(
-    neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    neurons: StartNeuron, start_gateway: StartGateway, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("cortex.gateway.dispatch.operator.state.INTERVAL_S", 3600)
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
     client = await start_gateway(beast)
 
@@ -274,9 +269,7 @@ async def test_pull_is_a_job_on_the_node_with_room(neurons: StartNeuron, start_g
     assert (status, body["job"]["node"], body["job"]["kind"]) == (202, "large", "pull")
     await until(lambda: large.pull_requests)
     assert (large.pull_requests[0].model_id, large.pull_requests[0].quant) == ("org/new", "Q4_K_M")
-    job = body["job"]
-    while job["done_bytes"] is None:
-        _, job = await client.get(f"/fleet/jobs/{job['id']}")
+    job = await client.get_until(f"/fleet/jobs/{body['job']['id']}", lambda job: job["done_bytes"] is not None)
     assert [job[name] for name in ("stage", "done_bytes", "total_bytes", "eta_s")] == ["download", 30, 100, 7.0]
     large.pull = PullStatus(model_id="org/new", state="done")
     assert (await ended(client, job["id"]))["state"] == "done"

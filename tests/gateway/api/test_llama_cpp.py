@@ -6,18 +6,17 @@ import asyncio
 import json
 from typing import TYPE_CHECKING, Any
 
-import pytest
 from aiohttp import web
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
-from cortex.gateway.api import model_servers
+from cortex.gateway.api.model_servers import ModelServerRoutes
 from cortex.gateway.ledger.keys import generate
+from cortex.gateway.proxy.deferred_responses import DeferredResponses
 from cortex.http.request import Request
 from cortex.wire.node.protocol import ModelState
 
-from ...waiting import WAIT_S
+from ...waiting import WAIT_S, until
 from ..fake_neuron import GB, FakeNeuron
-from ..started_gateway import until
 
 if TYPE_CHECKING:
     from ..fake_neuron import StartNeuron
@@ -67,21 +66,18 @@ async def test_model_is_loaded_until_its_unload_has_ended_and_is_loaded_again_th
     node = await neurons("beast", sizes={"a": GB}, states={"a": ModelState.READY}, unload_gate=asyncio.Event())
     client = await start_gateway(node)
 
-    async def value() -> str:
-        [listed] = (await client.get("/models"))[1]["data"]
-        return str(listed["status"]["value"])
+    def is_loaded(models: Any) -> bool:
+        return [each["status"]["value"] for each in models["data"]] == ["loaded"]
 
     assert await client.post("/models/unload", {"model": "a"}) == (200, {"success": True})
     await until(lambda: node.unload_requests)
-    assert await value() == "loaded"
+    assert is_loaded((await client.get("/models"))[1])
     assert await client.post("/models/load", {"model": "a"}) == (200, {"success": True})
     assert not node.load_requests
     node.unload_gate.set()
     await until(lambda: node.load_requests)
     await until(lambda: node.states.get("a") is ModelState.READY)
-    async with asyncio.timeout(WAIT_S):
-        while await value() != "loaded":
-            await asyncio.sleep(0.01)
+    await client.get_until("/models", is_loaded)
 
 
 async def test_events_report_changes_of_states(neurons: StartNeuron, start_gateway: StartGateway) -> None:
@@ -167,22 +163,21 @@ async def test_models_of_a_profile_that_cannot_be_loaded_do_not_keep_the_others_
 async def test_logs_have_the_events_of_the_fleet_and_follow_them(
     neurons: StartNeuron, start_gateway: StartGateway
 ) -> None:
-    beast = await neurons("beast", sizes={"a": GB})
+    beast = await neurons("beast", sizes={"a": GB, "b": GB})
     client = await start_gateway(beast)
-    async with client.session.get(client.url + "/logs/stream/proxy?no-history=1") as stream:
-        await client.chat("a")
+    await client.chat("a")
+    async with client.session.get(client.url + "/logs/stream/proxy?no-history") as stream:
+        await client.chat("b")
         while b"model loaded" not in (line := await stream.content.readline()):
             pass
-        assert b"model=a" in line
+        assert b"model=b" in line
     async with client.session.get(client.url + "/logs") as response:
         assert "model loaded model=a" in (await response.text()).replace("node=beast ", "")
 
 
 async def test_stream_of_logs_keeps_what_a_slow_client_has_not_read(
-    neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+    neurons: StartNeuron, start_gateway: StartGateway
 ) -> None:
-    monkeypatch.setattr(model_servers, "_FOLLOW_S", 0.01)
-
     class SlowExchange:
         request = Request(b"GET", b"/logs/stream/proxy", b"", (), b"", "client")
         closed, written = False, b""
@@ -201,7 +196,10 @@ async def test_stream_of_logs_keeps_what_a_slow_client_has_not_read(
 
     client = await start_gateway(await neurons("beast", sizes={"a": GB}))
     await client.chat("a")
-    slow, routes = SlowExchange(), client.gateway._model_servers  # noqa: SLF001
+    slow, metering = SlowExchange(), client.gateway._metering  # noqa: SLF001
+    routes = ModelServerRoutes(
+        client.gateway.dispatcher, {}, metering, DeferredResponses(), client.gateway.event_log, follow_s=0.01
+    )
     async with asyncio.timeout(WAIT_S):
         await routes._follow(slow, "proxy", None, has_history=True)  # type: ignore[arg-type]  # noqa: SLF001
     assert b"model loaded" in slow.written

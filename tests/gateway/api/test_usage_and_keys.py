@@ -229,6 +229,8 @@ async def test_only_operators_manage_keys_and_others_see_their_own(keyed: Keyed)
         ("POST", "/keys", {"name": "anna"}, 400),
         ("POST", "/keys", {"name": " "}, 400),
         ("POST", "/keys", {"name": "a/b"}, 400),
+        ("POST", "/keys", {"name": "a\0b"}, 400),
+        ("POST", "/groups", {"name": "a\x1b[2Jb"}, 400),
         ("POST", "/keys", {"name": "x", "expires": "soon"}, 400),
         ("POST", "/keys", {"name": "x", "balance": 5}, 400),
         ("POST", "/keys", {"name": "x", "requests_per_min": 0}, 400),

@@ -7,28 +7,29 @@ import io
 import json
 import time
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
 from openai.types import Batch
 
-from cortex.gateway.batches import results as batch_results
-from cortex.gateway.batches import runner
+from cortex.gateway.batches.runner import BatchLimits
 
 from ...waiting import WAIT_S
+from ..started_gateway import StartGateway
 
 MODEL = "small"
 CHAT = "/v1/chat/completions"
 
 
-@pytest.fixture(autouse=True)
-def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is waited for in seconds elsewhere takes moments here."""
-    monkeypatch.setattr(runner, "RENEW_S", 0.1)
-    monkeypatch.setattr(batch_results, "RENEW_S", 0.1)
-    monkeypatch.setattr(runner, "PUMP_S", 0.02)
-    monkeypatch.setattr(runner, "LOST_AFTER_S", 1.0)
+FAST = BatchLimits(renew_s=0.1, pump_s=0.02, lost_after_s=1.0)
+"""What is waited for in seconds elsewhere takes moments."""
+
+
+@pytest.fixture
+def start_gateway(start_gateway: StartGateway) -> StartGateway:
+    return partial(start_gateway, batch_limits=FAST)
 
 
 def openai_client(port: int, key: str = "none") -> AsyncOpenAI:

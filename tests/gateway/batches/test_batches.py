@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,18 @@ import pytest
 from aiohttp import web
 
 from cortex.fleet.catalogue import Catalogue, Cost, ModelSpec
-from cortex.gateway.batches import runner
 from cortex.gateway.config import BatchesSection
 from cortex.gateway.ledger import keys
 from cortex.wire.node.protocol import ModelState
 
-from ...waiting import WAIT_S
+from ...waiting import NEVER_S, WAIT_S, until
 from ..fake_neuron import FakeNeuron, StartNeuron, plain_response
 from ..fake_responses import reset_connection
-from ..started_gateway import StartGateway, until
-from .conftest import MODEL, ended, line, openai_client, results, submit
+from ..started_gateway import StartGateway
+from .conftest import FAST, MODEL, ended, line, openai_client, results, submit
 
 READY = {"sizes": {MODEL: 1 << 30}, "states": {MODEL: ModelState.READY}}
+ONE_TRY = replace(FAST, max_tries=1)
 
 
 async def test_every_line_of_a_batch_has_one_result(start_gateway: StartGateway, neurons: StartNeuron) -> None:
@@ -167,16 +168,15 @@ async def test_lines_run_again_where_a_node_dies(start_gateway: StartGateway, ne
 
 @pytest.mark.parametrize("status", [503, 429])
 async def test_a_busy_node_is_asked_again_and_counts_as_no_failure(
-    status: int, start_gateway: StartGateway, neurons: StartNeuron, monkeypatch: pytest.MonkeyPatch
+    status: int, start_gateway: StartGateway, neurons: StartNeuron
 ) -> None:
-    monkeypatch.setattr(runner, "MAX_TRIES", 1)
-
     async def respond(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         if len(node.seen) <= 2:
             return web.json_response({"error": {"message": "full", "code": "overloaded"}}, status=status)
         return await plain_response(node, request, body)
 
-    client = openai_client((await start_gateway(await neurons("one", **READY, respond=respond))).port)
+    node = await neurons("one", **READY, respond=respond)
+    client = openai_client((await start_gateway(node, batch_limits=ONE_TRY)).port)
 
     done = await ended(client, (await submit(client, [line(0), line(1)])).id)
 
@@ -185,17 +185,15 @@ async def test_a_busy_node_is_asked_again_and_counts_as_no_failure(
 
 
 async def test_a_batch_without_budget_does_not_delay_one_of_another_key(
-    start_gateway: StartGateway, neurons: StartNeuron, monkeypatch: pytest.MonkeyPatch
+    start_gateway: StartGateway, neurons: StartNeuron
 ) -> None:
-    monkeypatch.setattr(runner, "MIN_BACKOFF_S", 3600.0)
-    monkeypatch.setattr(runner, "MAX_BACKOFF_S", 3600.0)
     poor, rich = keys.generate("ada", balance_tokens=0), keys.generate("bob")
-    gateway = await start_gateway(await neurons("one", **READY), keys=(poor.section, rich.section))
+    patient = replace(FAST, min_backoff_s=NEVER_S, max_backoff_s=NEVER_S)
+    node = await neurons("one", **READY)
+    gateway = await start_gateway(node, keys=(poor.section, rich.section), batch_limits=patient)
     await submit(openai_client(gateway.port, poor.text), [line(0)])
-    deadline = time.monotonic() + WAIT_S
-    while not (await gateway.get("/fleet/activity", Authorization=f"Bearer {poor.text}"))[1]["requests"]:
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
+    bearer = f"Bearer {poor.text}"
+    await gateway.get_until("/fleet/activity", lambda page: page["requests"], Authorization=bearer)
 
     client = openai_client(gateway.port, rich.text)
 
@@ -203,23 +201,19 @@ async def test_a_batch_without_budget_does_not_delay_one_of_another_key(
 
 
 async def test_a_line_waits_while_another_one_holds_the_budget(
-    start_gateway: StartGateway, neurons: StartNeuron, monkeypatch: pytest.MonkeyPatch
+    start_gateway: StartGateway, neurons: StartNeuron
 ) -> None:
-    monkeypatch.setattr(runner, "MAX_TRIES", 1)
-
     async def respond(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         await node.stream_gate.wait()
         return await plain_response(node, request, body)
 
     new, gate = keys.generate("ada", balance_tokens=1000), asyncio.Event()
     nodes = [await neurons(name, **READY, respond=respond, stream_gate=gate) for name in ("one", "two")]
-    gateway = await start_gateway(*nodes, keys=(new.section,))
+    gateway = await start_gateway(*nodes, keys=(new.section,), batch_limits=ONE_TRY)
     client = openai_client(gateway.port, new.text)
     batch = await submit(client, [line(number, max_tokens=1000) for number in range(2)])
-    deadline = time.monotonic() + WAIT_S
-    while not (await gateway.get("/fleet/activity", Authorization=f"Bearer {new.text}"))[1]["requests"]:
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
+    bearer = f"Bearer {new.text}"
+    await gateway.get_until("/fleet/activity", lambda page: page["requests"], Authorization=bearer)
 
     gate.set()
 
@@ -228,11 +222,10 @@ async def test_a_line_waits_while_another_one_holds_the_budget(
 
 
 async def test_lines_wait_for_the_window_of_a_budget_to_move_on(
-    start_gateway: StartGateway, neurons: StartNeuron, monkeypatch: pytest.MonkeyPatch
+    start_gateway: StartGateway, neurons: StartNeuron
 ) -> None:
-    monkeypatch.setattr(runner, "MAX_TRIES", 1)
     new = keys.generate("ada", window_tokens=60)
-    gateway = await start_gateway(await neurons("one", **READY), keys=(new.section,))
+    gateway = await start_gateway(await neurons("one", **READY), keys=(new.section,), batch_limits=ONE_TRY)
     client = openai_client(gateway.port, new.text)
     id = (await submit(client, [line(number, max_tokens=3) for number in range(12)])).id
     deadline = time.monotonic() + WAIT_S
@@ -485,6 +478,7 @@ async def test_a_large_batch_does_not_hold_up_a_small_one(start_gateway: StartGa
     client = openai_client(gateway.port)
     large = await submit(client, [line(number) for number in range(20)])
     small = await submit(client, [line(100)])
+    await gateway.get_until(f"/v1/batches/{small.id}", lambda batch: batch["status"] == "in_progress")
     gate.set()
 
     await ended(client, small.id)

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import openai
 import pytest
 from aiohttp import web
 
-from cortex.gateway.batches import runner, tables
+from cortex.gateway.batches import tables
 from cortex.gateway.batches.files import FileStore
 from cortex.gateway.batches.results import BatchResults, Finished
 from cortex.gateway.batches.runner import BatchRunner
@@ -30,11 +31,11 @@ from cortex.http.request import Headers
 from cortex.http.server.exchange import Exchange
 from cortex.wire.node.protocol import ModelState
 
-from ...waiting import WAIT_S
+from ...waiting import WAIT_S, until
 from ..fake_neuron import FakeNeuron, StartNeuron, plain_response
 from ..fake_responses import reset_connection
-from ..started_gateway import SpawnGateway, StartGateway, until
-from .conftest import MODEL, ended, line, openai_client, results, submit
+from ..started_gateway import SpawnGateway, StartGateway
+from .conftest import FAST, MODEL, ended, line, openai_client, results, submit
 
 NUM_LINES = 24
 TOKENS = 10
@@ -96,14 +97,17 @@ async def test_another_gateway_takes_over_the_batch_of_a_killed_one(
     start_gateway: StartGateway,
     neurons: StartNeuron,
     postgres_url: str,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(runner, "LOST_AFTER_S", 4.0)
     gate = Gate(6)
     node = await neurons("one", sizes={MODEL: 1 << 30}, states={MODEL: ModelState.READY}, respond=gate.respond)
     new = keys.generate("ada")
     first = await spawn(node, f'[ledger]\ndatabase = "{postgres_url}"\n{keys.as_toml(new.section)}')
-    second = await start_gateway(node, keys=(new.section,), ledger=LedgerSection(database=postgres_url))
+    second = await start_gateway(
+        node,
+        keys=(new.section,),
+        ledger=LedgerSection(database=postgres_url),
+        batch_limits=replace(FAST, lost_after_s=4.0),
+    )
     client, other = openai_client(first.port, new.text), openai_client(second.port, new.text)
     batch = await submit(client, [line(number) for number in range(NUM_LINES)])
     await _recorded(other, batch.id, 1)
@@ -324,7 +328,7 @@ async def test_a_line_that_fails_unexpectedly_is_not_tried_again_at_once(
 
     await until(lambda: len(attempts) >= 3)
 
-    assert attempts[2] - attempts[0] >= runner.MIN_BACKOFF_S
+    assert attempts[2] - attempts[0] >= FAST.min_backoff_s
 
 
 async def test_models_that_are_ready_nowhere_are_tried_a_few_at_a_time(

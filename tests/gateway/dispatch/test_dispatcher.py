@@ -49,6 +49,32 @@ def test_requests_before_the_first_poll_wait() -> None:
     assert node_of(got) == "n"
 
 
+def test_request_waits_for_a_node_that_starts_after_the_gateway() -> None:
+    fake = FakeFleet({"n": {"a": GB}}, catalogue=Catalogue(models=(ModelSpec(id="a"),)))
+    for _ in range(5):
+        fake.dispatcher.missed("n", "connection refused")
+    got = fake.ask("a")
+    fake.now += 20
+    fake.dispatcher.tick()
+    assert got == []
+    fake.ready["n"]["a"] = fake.now
+    fake.poll()
+    assert node_of(got) == "n"
+
+
+def test_request_fails_when_a_node_has_not_started_within_the_fair_wait() -> None:
+    fake = FakeFleet({"n": {"a": GB}}, catalogue=Catalogue(models=(ModelSpec(id="a"),)))
+    for _ in range(5):
+        fake.dispatcher.missed("n", "connection refused")
+    got = fake.ask("a")
+    fake.now += fake.rules.fair_wait_s
+    fake.dispatcher.tick()
+    [error] = got
+    assert isinstance(error, UpstreamUnavailable)
+    [error] = fake.ask("a")
+    assert isinstance(error, UpstreamUnavailable), "later requests do not wait for it"
+
+
 def test_one_poll_after_restart_restores_the_fleet() -> None:
     fake = FakeFleet({"n": {"a": GB}, "m": {"b": GB}})
     fake.ready["m"]["b"] = 900.0

@@ -35,7 +35,7 @@ def test_request_beyond_the_limit_of_a_model_is_rejected_instead_of_queued() -> 
     fake.poll()
     lease = lease_of(fake.ask("a"))
     fake.ask("a")
-    with pytest.raises(RateLimitExceeded, match="a has 2 requests already"):
+    with pytest.raises(RateLimitExceeded, match="a already has 2 requests"):
         fake.ask("a")
     fake.dispatcher.release(lease)
     assert fake.ask("a")

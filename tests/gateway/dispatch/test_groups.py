@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import cast
 
 import pytest
 
 from cortex.fleet.topology import Fleet
-from cortex.gateway.dispatch import groups
 from cortex.gateway.dispatch.groups import start_group, unload_group
 from cortex.gateway.dispatch.model_jobs import MemberPlan
 from cortex.gateway.dispatch.nodes.client import NodeClient
@@ -19,7 +17,7 @@ from cortex.wire.node.groups import PreparedMember, PrepareMember
 from cortex.wire.node.orders import FilesRequest, LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import ModelState, ModelStatus, PullStatus
 
-from ...waiting import WAIT_S
+from ...waiting import until
 
 
 class NotedNode:
@@ -116,8 +114,7 @@ async def test_files_come_before_the_load_and_once_from_the_hub() -> None:
         assert node.orders == ["prepare m", "pull m", "prepare m", *checks, "load m"]
 
 
-async def test_claims_are_renewed_while_members_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "RENEW_S", 0.01)
+async def test_claims_are_renewed_while_members_take_long() -> None:
     fleet: dict[str, NodeClient] = {}
     leader, member = NotedNode(fleet), NotedNode(fleet)
     fleet |= {"first": cast(NodeClient, leader), "second": cast(NodeClient, member)}
@@ -125,13 +122,12 @@ async def test_claims_are_renewed_while_members_take_long(monkeypatch: pytest.Mo
     async def slow(order: str) -> None:
         """Returns when the leader was asked again."""
         num_orders = len(leader.orders)
-        async with asyncio.timeout(WAIT_S):
-            while len(leader.orders) < num_orders + 2:
-                await asyncio.sleep(0.01)
+        await until(lambda: len(leader.orders) >= num_orders + 2)
 
     member.before = slow
     plans = (MemberPlan("first", (0,)), MemberPlan("second", (0,)))
-    await start_group(fleet, plans, LoadRequest(model_id="m", harness="vllm"), no_neighbours(fleet))
+    request = LoadRequest(model_id="m", harness="vllm")
+    await start_group(fleet, plans, request, no_neighbours(fleet), renew_s=0.01)
     assert member.orders == ["prepare m", "load m"]
     assert set(leader.orders[:-1]) == {"prepare m", "check ports of m"}
     assert leader.orders[-1] == "load m"
@@ -148,13 +144,13 @@ async def test_members_with_different_files_start_no_group() -> None:
 
 
 @pytest.mark.parametrize("others_end", ["ready", "cold"])
-async def test_gateway_waits_for_the_start_of_another_one(others_end: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "CLAIM_POLL_S", 0.01)
+async def test_gateway_waits_for_the_start_of_another_one(others_end: str) -> None:
     fleet: dict[str, NodeClient] = {}
     noted = {name: NotedNode(fleet, num_claims=3, state=ModelState(others_end)) for name in ("first", "second")}
     fleet |= {name: cast(NodeClient, node) for name, node in noted.items()}
     plans = tuple(MemberPlan(name, (0,)) for name in ("second", "first"))
-    start = start_group(fleet, plans, LoadRequest(model_id="m", harness="vllm"), no_neighbours(fleet))
+    request = LoadRequest(model_id="m", harness="vllm")
+    start = start_group(fleet, plans, request, no_neighbours(fleet), claim_poll_s=0.01)
     if others_end == "ready":
         with pytest.raises(GroupClaimed):
             await start

@@ -11,8 +11,8 @@ import pytest
 from cortex.gateway.dispatch.measured_sizes import FILE_NAME, MAX_AGE_S, MeasuredSizes
 from cortex.wire.node.protocol import ModelState
 
+from ...waiting import until
 from ..fake_neuron import GB
-from ..started_gateway import until
 
 if TYPE_CHECKING:
     from ..fake_neuron import StartNeuron

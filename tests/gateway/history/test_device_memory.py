@@ -7,7 +7,6 @@ import pytest
 
 from cortex.fleet.devices import DeviceState
 from cortex.fleet.topology import Fleet, Node, Residency
-from cortex.gateway.history import history
 from cortex.gateway.history.history import DeviceMemory
 from cortex.wire.node.protocol import ModelState, ModelStatus
 
@@ -45,9 +44,8 @@ def test_what_held_before_a_window_is_its_beginning() -> None:
     assert [each.at for each in memory.since(450.0)] == [50.0]
 
 
-def test_changes_of_a_large_fleet_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = DeviceMemory(keep_s=1e9)
-    monkeypatch.setattr(history, "MAX_CHANGES", 5)
+def test_changes_of_a_large_fleet_are_bounded() -> None:
+    memory = DeviceMemory(keep_s=1e9, max_changes=5)
     for moment in range(20):
         memory.sample(fleet(a=moment + 1), float(moment))
     assert len(memory.since(0.0)) == 5

@@ -14,8 +14,8 @@ from cortex.gateway.ledger.keys import NewKey, generate
 from cortex.gateway.proxy.accounting.activity import ActivityLog
 from cortex.wire.node.protocol import ModelState
 
+from ...waiting import until
 from ..fake_neuron import GB
-from ..started_gateway import until
 
 if TYPE_CHECKING:
     from ..fake_neuron import StartNeuron

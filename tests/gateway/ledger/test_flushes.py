@@ -18,7 +18,7 @@ from cortex.gateway.ledger.meter import KeyedMeter, Meter
 from cortex.gateway.ledger.store import Store, open_store
 from cortex.system.tasks import Supervisor
 
-from ...waiting import WAIT_S
+from ...waiting import WAIT_S, until
 from .metered_requests import NOW, Clock, admit, opened, settle
 
 T = TypeVar("T")
@@ -115,9 +115,7 @@ async def test_unexpected_failure_of_a_flush_is_retried_with_the_same_usage(tmp_
     settle(admit(KeyedMeter(ledger), key), 5, 5)
     store.is_away = False
     reader = open_store(f"{tmp_path}/spend.db")
-    async with asyncio.timeout(WAIT_S):
-        while reader.exchange({}, {key.section.id: 0})[key.section.id].total != 20:
-            await asyncio.sleep(0.01)
+    await until(lambda: reader.exchange({}, {key.section.id: 0})[key.section.id].total == 20)
     reader.close()
     await ledger.close()
 
@@ -139,12 +137,7 @@ async def test_writes_spend_regularly(tmp_path: object) -> None:
     await ledger.start()
     settle(admit(KeyedMeter(ledger), key), 5, 5)
     reader = open_store(f"{tmp_path}/spend.db")
-    for _ in range(300):
-        if reader.exchange({}, {key.section.id: 0})[key.section.id].total == 10:
-            break
-        await asyncio.sleep(0.01)
-    else:
-        pytest.fail("nothing was written within 3 s")
+    await until(lambda: reader.exchange({}, {key.section.id: 0})[key.section.id].total == 10)
     reader.close()
     await ledger.close()
 

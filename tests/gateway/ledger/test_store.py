@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import cortex
-from cortex.gateway.database import StoreError, StoreSettingError
+from cortex.gateway.database import Database, StoreError, StoreSettingError
 from cortex.gateway.ledger.limits import Spent
-from cortex.gateway.ledger.store import Counts, GroupBy, Slot, open_store
+from cortex.gateway.ledger.store import SCHEMA, Counts, GroupBy, Slot, open_store
 from cortex.gateway.ledger.usage_report import usage
 from cortex.wire.events import Usage
 
@@ -146,14 +146,15 @@ def test_error_names_an_unusable_file(tmp_path: Path, content: bytes | None) -> 
         open_store(str(path))
 
 
-def test_locked_file_is_no_error_of_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    connect = sqlite3.connect
-    monkeypatch.setattr(sqlite3, "connect", lambda path, **options: connect(path, **{**options, "timeout": 0.0}))
-    open_store(str(tmp_path / "spend.db")).close()
-    with contextlib.closing(connect(tmp_path / "spend.db")) as other:
+def test_locked_file_is_no_error_of_the_configuration(tmp_path: Path) -> None:
+    path = str(tmp_path / "spend.db")
+    open_store(path).close()
+    database = Database(path).use(SCHEMA)
+    database.work_s = 0.0
+    with contextlib.closing(sqlite3.connect(path)) as other:
         other.execute("BEGIN EXCLUSIVE")
         with pytest.raises(StoreError, match="locked") as caught:
-            open_store(str(tmp_path / "spend.db"))
+            database.run(lambda _: None)
     assert not isinstance(caught.value, StoreSettingError)
 
 

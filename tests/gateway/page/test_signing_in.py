@@ -19,8 +19,9 @@ from cortex.gateway.page.sign_in_attempts import MOST_FAILURES
 from cortex.wire.errors import InvalidAPIKey, Overloaded, UpstreamUnavailable
 from cortex.wire.node.protocol import ModelState
 
+from ...waiting import until
 from ..fake_neuron import GB
-from ..started_gateway import Client, until
+from ..started_gateway import Client
 
 pytest.importorskip("jwt", reason="needs the extra `oidc`")
 

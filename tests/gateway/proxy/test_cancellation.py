@@ -12,9 +12,9 @@ from aiohttp import web
 from cortex.gateway.ledger.keys import generate
 from cortex.wire.node.protocol import ModelState
 
+from ...waiting import until
 from ..fake_neuron import GB
 from ..fake_responses import begin_stream, chunk, hang
-from ..started_gateway import until
 
 if TYPE_CHECKING:
     from ..fake_neuron import FakeNeuron, StartNeuron
@@ -47,21 +47,17 @@ async def remove(client: Client, path: str, **headers: str) -> tuple[int, Any]:
 
 async def running(client: Client, phase: str, **headers: str) -> dict[str, Any]:
     """The only request, once it has got to `phase`."""
-    while True:
-        _, page = await client.get(RUNNING, **headers)
-        if [each["phase"] for each in page["requests"]] == [phase]:
-            return dict(page["requests"][0])
-        await asyncio.sleep(0.01)
+
+    def has_begun(page: Any) -> bool:
+        return [each["phase"] for each in page["requests"]] == [phase]
+
+    return dict((await client.get_until(RUNNING, has_begun, **headers))["requests"][0])
 
 
 async def recorded(client: Client) -> dict[str, Any]:
     """The only request that has ended, once its node has reported its usage."""
-    while True:
-        _, page = await client.get("/fleet/activity")
-        if page["requests"]:
-            [record] = page["requests"]
-            return dict(record)
-        await asyncio.sleep(0.01)
+    [record] = (await client.get_until("/fleet/activity", lambda page: page["requests"]))["requests"]
+    return dict(record)
 
 
 @pytest.mark.parametrize("path", BODIES)

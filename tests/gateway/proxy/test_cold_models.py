@@ -13,11 +13,12 @@ from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.fleet.rules import EvictionRules
 from cortex.wire.node.protocol import ModelState
 
-from ..fake_neuron import GB, plain_response
-from ..started_gateway import until
+from ...ports import free_port
+from ...waiting import until
+from ..fake_neuron import GB, FakeNeuron, plain_response
 
 if TYPE_CHECKING:
-    from ..fake_neuron import FakeNeuron, StartNeuron
+    from ..fake_neuron import StartNeuron
     from ..started_gateway import StartGateway
 
 
@@ -79,6 +80,20 @@ async def test_unknown_model_is_404_with_near_misses_in_the_dialect_of_the_route
     assert "qwen3-8b" in body["error"]["message"]
     status, body = await client.post("/v1/messages", {"model": "qwen3-8bb", "messages": []})
     assert (status, body["type"], body["error"]["type"]) == (404, "error", "not_found_error")
+
+
+async def test_unknown_model_can_be_asked_for_again_while_a_node_is_starting(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    away = FakeNeuron("away", port=free_port())
+    client = await start_gateway(await neurons("beast", sizes={"a": GB}), away)
+    async with client.session.post(
+        client.url + "/v1/chat/completions", data=b'{"model":"b","messages":[]}'
+    ) as response:
+        error = (await response.json())["error"]
+        assert (response.status, error["code"], "retry-after" in response.headers) == (503, "overloaded", True)
+        assert "away may have it" in error["message"]
+    assert (await client.chat("a"))[0] == 200
 
 
 async def test_model_that_fits_nowhere_is_507_with_need_and_have(

@@ -12,9 +12,9 @@ from aiohttp import web
 
 from cortex.wire.node.protocol import ModelState
 
+from ...waiting import until
 from ..fake_neuron import GB
 from ..fake_responses import begin_stream, chunk, hang, usage_chunk
-from ..started_gateway import until
 
 if TYPE_CHECKING:
     from ..fake_neuron import FakeNeuron, StartNeuron

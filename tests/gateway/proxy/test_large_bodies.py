@@ -10,8 +10,8 @@ import msgspec
 from cortex.parsing.cost import is_read_elsewhere
 from cortex.wire.node.protocol import ModelState
 
+from ...waiting import until
 from ..fake_neuron import GB
-from ..started_gateway import until
 
 if TYPE_CHECKING:
     from ..fake_neuron import StartNeuron

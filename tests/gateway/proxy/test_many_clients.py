@@ -18,10 +18,9 @@ from cortex.http.server.exchange import Exchange
 from cortex.http.upstream.call import UpstreamCall
 from cortex.wire.node.protocol import ModelState
 
-from ...waiting import WAIT_S
+from ...waiting import WAIT_S, until
 from ..fake_neuron import GB, JSON
 from ..fake_responses import begin_stream, chunk
-from ..started_gateway import until
 
 if TYPE_CHECKING:
     from ..fake_neuron import FakeNeuron, StartNeuron

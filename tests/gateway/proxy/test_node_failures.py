@@ -9,11 +9,12 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from cortex.gateway.proxy.services import RequestLimits
 from cortex.wire.node.protocol import ModelState
 
+from ...waiting import until
 from ..fake_neuron import GB
 from ..fake_responses import begin_stream, chunk, hang, reset_connection
-from ..started_gateway import until
 
 if TYPE_CHECKING:
     from ..fake_neuron import FakeNeuron, StartNeuron
@@ -91,7 +92,7 @@ async def test_tries_another_node_when_a_loading_one_misses_polls(
     client = await start_gateway(bad, good, poll_timeout_s=0.5)
     request = asyncio.create_task(client.chat("a"))
     await until(lambda: bad.load_requests)
-    bad.silent = True
+    bad.control_gate.clear()
     status, response = await request
     assert (status, response["choices"][0]["message"]["content"]) == (200, "from good")
 
@@ -123,16 +124,16 @@ async def test_slow_response_that_is_no_stream_is_neither_sent_again_nor_held_ag
     is_too_busy_for_polls: bool,
     neurons: StartNeuron,
     start_gateway: StartGateway,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def work(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        node.silent = is_too_busy_for_polls
-        for _ in range(3 if is_too_busy_for_polls else 0):
-            client.gateway.dispatcher.missed(node.name, "did not respond to a poll")
+        if is_too_busy_for_polls:
+            node.control_gate.clear()
+            for _ in range(3):
+                client.gateway.dispatcher.missed(node.name, "did not respond to a poll")
         if body["input"] == "endless":
             await hang()
         await asyncio.sleep(0.6)
-        node.silent = False
+        node.control_gate.set()
         return web.Response(body=b"sound")
 
     nodes = [await neurons(name, sizes={"a": GB}, states={"a": READY}, respond=work) for name in ("one", "two")]
@@ -144,7 +145,9 @@ async def test_slow_response_that_is_no_stream_is_neither_sent_again_nor_held_ag
     data = msgspec.json.encode({"model": "a", "messages": [], "input": "long"})
     async with client.session.post(client.url + path, data=data, headers=headers) as response:
         assert (response.status, await response.read()) == (200, b"sound")
-    monkeypatch.setattr("cortex.gateway.proxy.routes.WHOLE_SILENCE_S", 0.5)
+    limits = RequestLimits(whole_silence_s=0.5)
+    client = await start_gateway(*own, foreign=foreign, idle_timeout_s=0.2, request_limits=limits)
+    client.gateway.event_log.subscribe(events.append)
     status, body = await client.post(path, {"model": "a", "messages": [], "input": "endless"}, **headers)
     assert (status, body["error"]["code"]) == (502, "upstream_unavailable")
     assert sum(len(node.seen) for node in nodes) == 2
@@ -153,7 +156,7 @@ async def test_slow_response_that_is_no_stream_is_neither_sent_again_nor_held_ag
 
 async def _hang_with(node: FakeNeuron) -> NoReturn:
     """The whole node hangs from now on, as a stopped process does."""
-    node.silent = True
+    node.control_gate.clear()
     await hang()
 
 
@@ -189,7 +192,7 @@ async def test_stream_of_a_node_that_is_down_goes_on_while_it_sends(
 ) -> None:
     async def respond(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         response = await begin_stream(request)
-        node.silent = True
+        node.control_gate.clear()
         while "bad" not in down:
             await response.write(chunk(body["model"], {"content": "more"}))
             await asyncio.sleep(0.05)
@@ -229,9 +232,9 @@ async def test_one_missed_poll_does_not_take_a_node_down(neurons: StartNeuron, s
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
     client = await start_gateway(beast, missed_polls=3, poll_timeout_s=0.5)
     polls = beast.polls
-    beast.silent = True
+    beast.control_gate.clear()
     await until(lambda: beast.polls > polls + 1)
-    beast.silent = False
+    beast.control_gate.set()
     assert (await client.chat("a"))[0] == 200
     assert (await client.get("/health"))[1]["nodes"] == {"beast": "up"}
 

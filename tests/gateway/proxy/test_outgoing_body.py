@@ -16,7 +16,7 @@ from cortex.gateway.dispatch.nodes.poller import FOREIGN_DIALECTS
 from cortex.gateway.ledger.keys import generate
 from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest
 from cortex.gateway.proxy.outgoing_body import MOST_UNASKED_TOKENS, OutgoingBody, choice_limit
-from cortex.gateway.proxy.routes import CHAT, MESSAGES, InferenceRoute
+from cortex.gateway.proxy.routes import CHAT, ROUTES, InferenceRoute
 from cortex.parsing import envelope as envelopes
 from cortex.parsing.parser import BodyParser
 from cortex.wire.errors import InvalidValue
@@ -70,9 +70,9 @@ async def test_prompt_with_more_bytes_than_the_context_has_tokens_gets_a_respons
 ) -> None:
     alice = generate("alice", balance_tokens=BALANCE)
     ledger, meter = await opened(str(tmp_path / "ledger.db"), alice)
-    facts = RequestSummary("a", False, limit, 1)
-    reservation = meter.admit(meter.key(bearer(alice)), 10_000, facts, lambda _: 8192)
-    assert choice_limit(reservation, facts, 10_000) == limit
+    summary = RequestSummary("a", False, limit, 1)
+    reservation = meter.admit(meter.key(bearer(alice)), 10_000, summary, lambda _: 8192)
+    assert choice_limit(reservation, summary, 10_000) == limit
     reservation.cancel()
     await ledger.close()
 
@@ -95,9 +95,9 @@ async def test_texts_beyond_the_budget_are_not_sent(
 async def test_choice_without_a_limit_gets_no_more_than_servers_accept(tmp_path: Path) -> None:
     alice = generate("alice", balance_tokens=BALANCE)
     ledger, meter = await opened(str(tmp_path / "ledger.db"), alice)
-    facts = RequestSummary("a", False, None, 1)
-    reservation = meter.admit(meter.key(bearer(alice)), 200, facts)
-    assert choice_limit(reservation, facts, 200) == MOST_UNASKED_TOKENS
+    summary = RequestSummary("a", False, None, 1)
+    reservation = meter.admit(meter.key(bearer(alice)), 200, summary)
+    assert choice_limit(reservation, summary, 200) == MOST_UNASKED_TOKENS
     reservation.cancel()
     await ledger.close()
 
@@ -124,7 +124,7 @@ def picture_body(route: InferenceRoute, url: str, num_padding: int = 0) -> bytes
     return msgspec.json.encode({"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": content}]})
 
 
-@pytest.mark.parametrize("route", [CHAT, MESSAGES], ids=["relayed", "translated"])
+@pytest.mark.parametrize("route", [CHAT, ROUTES[b"/v1/messages"]], ids=["relayed", "translated"])
 def test_foreign_server_gets_no_address_of_a_picture(route: InferenceRoute) -> None:
     body = outgoing(route, picture_body(route, "https://10.0.0.1/x.png"))
     assert body.choose(lease(is_ours=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -79,19 +78,17 @@ async def test_foreign_model_has_the_capability_once_it_served_such_a_request(
             return web.json_response({"error": {"message": "no embeddings here"}}, status=501)
         return await pool(node, request, body)
 
-    async def listed() -> bool:
-        _, models = await client.get("/v1/models")
+    def has_embeddings(models: Any) -> bool:
         return bool(models["data"][0]["capabilities"]["embeddings"])
 
     foreign = await neurons("foreign", sizes={"m": GB}, states={"m": ModelState.READY}, respond=respond)
     client = await start_gateway(foreign=(foreign,))
     body = {"model": "m", "input": "a"}
-    assert not await listed()
+    assert not has_embeddings((await client.get("/v1/models"))[1])
     status, _ = await client.post("/v1/embeddings", body)
     assert status == 501, "it is tried"
-    assert not await listed()
+    assert not has_embeddings((await client.get("/v1/models"))[1])
     accepts = True
     status, _ = await client.post("/v1/embeddings", body)
     assert status == 200
-    while not await listed():
-        await asyncio.sleep(0.01)
+    await client.get_until("/v1/models", has_embeddings)

@@ -24,7 +24,7 @@ from cortex.wire.node.kv_blocks import SCOPE, read_source
 from cortex.wire.node.neighbours import is_valid_ticket, key_hash, repository_of
 from cortex.wire.node.protocol import HostKV, ModelState
 
-from ...waiting import WAIT_S
+from ...waiting import until
 from ..fake_neuron import GB
 
 if TYPE_CHECKING:
@@ -186,9 +186,7 @@ async def test_prefix_on_the_disk_of_a_restarted_node_counts_once_it_has_loaded_
         return taken
 
     async def until_up(*names: str) -> None:
-        async with asyncio.timeout(WAIT_S):
-            while {node.name for node in dispatcher.fleet.nodes if node.healthy} != set(names):
-                await asyncio.sleep(0.02)
+        await until(lambda: {node.name for node in dispatcher.fleet.nodes if node.healthy} == set(names))
 
     prompts = [bytes([number, *range(1, 256)]) * 40 for number in range(2)]
     for prompt in prompts:
@@ -202,7 +200,5 @@ async def test_prefix_on_the_disk_of_a_restarted_node_counts_once_it_has_loaded_
     await until_up("beast", "mini")
     beast.kv_host = HostKV(num_bytes=0, num_tokens=100_000)
     beast.states["a"] = READY
-    async with asyncio.timeout(WAIT_S):
-        while dispatcher.lease_now("a", lambda: b"", frozenset({"mini"})) is None:
-            await asyncio.sleep(0.02)
+    await until(lambda: dispatcher.lease_now("a", lambda: b"", frozenset({"mini"})))
     assert lease(prompts[1], "beast").kv_source == "beast"

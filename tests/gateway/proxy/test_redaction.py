@@ -14,7 +14,8 @@ from aiohttp import web
 from cortex.gateway.ledger.keys import generate
 from cortex.gateway.proxy.redaction import ErrorRedaction
 from cortex.http.upstream.faults import ResponseTooLarge
-from cortex.wire.errors import Family, UpstreamUnavailable
+from cortex.wire.error_encoding import OPENAI
+from cortex.wire.errors import UpstreamUnavailable
 from cortex.wire.node.protocol import Capabilities, ModelState
 
 from ..fake_neuron import GB
@@ -240,7 +241,7 @@ async def test_key_with_models_sees_only_those_in_the_fleet(neurons: StartNeuron
 
 
 def test_does_not_hold_an_endless_error() -> None:
-    redaction = ErrorRedaction(None, Family.OPENAI, lambda status, body: UpstreamUnavailable(f"{status} {len(body)}"))
+    redaction = ErrorRedaction(None, OPENAI, lambda status, body: UpstreamUnavailable(f"{status} {len(body)}"))
     redaction.head(500, ())
     for _ in range(10):
         redaction.push(b"x" * 100_000)

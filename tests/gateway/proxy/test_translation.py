@@ -13,9 +13,9 @@ from openai.types.responses import FunctionToolParam, Response
 
 from cortex.ipc.pool import HelperProcess
 
+from ...waiting import until
 from ..fake_neuron import GB
 from ..fake_responses import USAGE, begin_stream, chunk, reset_connection, stream_chat
-from ..started_gateway import until
 
 if TYPE_CHECKING:
     from ..fake_neuron import FakeNeuron, StartNeuron

@@ -12,15 +12,14 @@ import pytest
 from aiohttp import web
 
 from cortex.gateway.config import ResponsesSection
+from cortex.gateway.proxy.services import RequestLimits
 from cortex.gateway.responses import tables
 from cortex.gateway.responses.background import LOST_AFTER_S, current_body
 from cortex.gateway.responses.response_object import head_of
 from cortex.gateway.responses.tables import StoredResponse
-from cortex.http.server import deferred_end as held_end
 
-from ...waiting import NEVER_S, WAIT_S
+from ...waiting import NEVER_S, WAIT_S, until
 from ..fake_neuron import FakeNeuron
-from ..started_gateway import until
 from .responding_node import create, found, stream_events
 
 if TYPE_CHECKING:
@@ -173,8 +172,8 @@ async def test_the_end_of_a_background_response_does_not_wait_for_a_database_tha
         return finish(*args)
 
     monkeypatch.setattr(tables, "finish", finish_late)
-    monkeypatch.setattr(held_end, "MAX_HELD_S", 0.01 if in_conversation else NEVER_S)
-    client = await start_gateway(node)
+    limits = RequestLimits(max_held_s=0.01 if in_conversation else NEVER_S)
+    client = await start_gateway(node, request_limits=limits)
     fields: dict[str, Any] = {"background": True, "stream": True}
     if in_conversation:
         fields["conversation"] = (await client.post("/v1/conversations", {}))[1]["id"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,17 +15,16 @@ from openai.types.conversations import Conversation, ConversationDeletedResource
 from cortex.gateway.config import ResponsesSection
 from cortex.gateway.database import Database, Execute
 from cortex.gateway.ledger import keys
+from cortex.gateway.proxy.services import RequestLimits
 from cortex.gateway.responses import conversation_tables, tables
 from cortex.gateway.responses.store import ResponseStore
 from cortex.gateway.responses.tables import NewResponse
-from cortex.http.server import deferred_end as held_end
 from cortex.parsing import items as stored_items
 from cortex.system.tasks import Supervisor
 from cortex.wire.errors import InvalidValue
 
-from ...waiting import WAIT_S
+from ...waiting import NEVER_S, WAIT_S, until
 from ..fake_neuron import FakeNeuron
-from ..started_gateway import until
 from .responding_node import CALL, create, found, send, stream_events
 
 if TYPE_CHECKING:
@@ -131,17 +132,18 @@ async def test_items_with_an_id_and_no_type_are_messages(node: FakeNeuron, start
     assert [(item["type"], item["role"]) for item in items] == [("message", role) for role in ROLES]
 
 
-async def test_full_conversation_rejects_items(
-    node: FakeNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stored_items, "MAX_ITEMS", 2)
+async def test_full_conversation_rejects_items(node: FakeNeuron, start_gateway: StartGateway, tmp_path: Path) -> None:
     client = await start_gateway(node)
     _, made = await client.post("/v1/conversations", {"items": [HELLO]})
+    items = [Raw(b'{"id":"msg_%d","type":"message"}' % number) for number in range(stored_items.MAX_ITEMS - 2)]
+    owner = conversation_tables.Owner("", time.time(), NEVER_S)
+    database = Database(client.gateway.config.responses_database(tmp_path))
+    assert await database.do(lambda execute: conversation_tables.append(execute, made["id"], owner, items))
+    await database.close()
     path = f"/v1/conversations/{made['id']}/items"
     status, error = await client.post(path, {"items": [HELLO, HELLO]})
     assert (status, error["error"]["param"]) == (400, "items")
-    assert (await client.post(path, {"items": [HELLO]}))[0] == 200
-    assert len(await listed(client, made["id"])) == 2
+    assert [(await client.post(path, {"items": [HELLO]}))[0] for _ in range(2)] == [200, 400]
 
 
 async def test_conversations_belong_to_the_key_that_made_them(node: FakeNeuron, start_gateway: StartGateway) -> None:
@@ -289,7 +291,8 @@ async def test_next_turn_at_another_gateway_has_the_previous_one(
     node: FakeNeuron, start_gateway: StartGateway, database: str, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     section = ResponsesSection(database=database)
-    one, other = await start_gateway(node, responses=section), await start_gateway(node, responses=section)
+    one = await start_gateway(node, responses=section, request_limits=RequestLimits(max_held_s=WAIT_S))
+    other = await start_gateway(node, responses=section)
     _, made = await one.post("/v1/conversations", {"items": [HELLO]})
     fields = {"model": "a", "input": "and?", "conversation": made["id"]}
     writing, may_write = threading.Event(), threading.Event()
@@ -309,7 +312,6 @@ async def test_next_turn_at_another_gateway_has_the_previous_one(
         are_written.append(args[1])
         return finish(*args)
 
-    monkeypatch.setattr(held_end, "MAX_HELD_S", WAIT_S)
     monkeypatch.setattr(tables, "add", add_late)
     monkeypatch.setattr(tables, "finish", finish_late)
 

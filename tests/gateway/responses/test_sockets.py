@@ -16,16 +16,18 @@ from cortex.gateway.config import ResponsesSection
 from cortex.gateway.ledger.keys import generate
 from cortex.gateway.responses import sockets
 from cortex.http.limits import ClientShares
+from cortex.http.tls import client_context
 from cortex.wire import sse
 from cortex.wire.dialects.openai_responses import socket_events
 
-from ...waiting import WAIT_S
+from ...waiting import WAIT_S, until
 from ..fake_neuron import FakeNeuron
 from ..fake_responses import begin_stream
-from ..started_gateway import Client, until
+from ..started_gateway import Client
 from .responding_node import CALL, READY
 
 if TYPE_CHECKING:
+    from ...certificates import Authority
     from ..fake_neuron import StartNeuron
     from ..started_gateway import StartGateway
 
@@ -88,6 +90,21 @@ async def test_the_sdk_works_unmodified(node: FakeNeuron, start_gateway: StartGa
         assert deltas == ["1 ", "messages", "3 ", "messages"]
     _, stored = await client.get(f"/v1/responses/{ids[1]}", authorization=f"Bearer {ALICE.text}")
     assert stored["previous_response_id"] == ids[0]
+
+
+async def test_the_sdk_works_over_tls(node: FakeNeuron, start_gateway: StartGateway, authority: Authority) -> None:
+    certificate = authority.issue("gateway")
+    client = await start_gateway(node, keys=KEYS, tls_cert=certificate.cert, tls_key=certificate.key)
+    trust: Any = {"ssl": client_context(authority.own.cert)}
+    async with (
+        AsyncOpenAI(api_key=ALICE.text, base_url=f"https://localhost:{client.port}/v1") as openai,
+        openai.responses.connect(websocket_connection_options=trust) as connection,
+    ):
+        await connection.response.create(model="a", input="hello")
+        types = [(await connection.recv()).type]
+        while types[-1] not in LAST:
+            types.append((await connection.recv()).type)
+    assert types[-1] == "response.completed"
 
 
 @pytest.mark.parametrize("stores", [True, False])
@@ -286,29 +303,26 @@ async def test_a_client_that_does_not_read_pauses_its_node(neurons: StartNeuron,
         assert sent == num_events
 
 
-async def test_events_beyond_the_limit_are_rejected(
-    node: FakeNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sockets, "MAX_EVENTS", 3)
+async def test_events_beyond_the_limit_are_rejected(node: FakeNeuron, start_gateway: StartGateway) -> None:
     client = await start_gateway(node)
     node.stream_gate.clear()
     async with connected(client) as socket:
-        for _ in range(4):
+        for _ in range(sockets.MAX_EVENTS + 1):
             await send(socket)
         assert (await last(socket))["error"]["code"] == "rate_limit_exceeded"
         node.stream_gate.set()
-        for _ in range(3):
+        for _ in range(sockets.MAX_EVENTS):
             assert (await last(socket))["type"] == "response.completed"
 
 
-def test_a_connection_forgets_old_responses(monkeypatch: pytest.MonkeyPatch) -> None:
-    remembered = sockets.RememberedResponses(ClientShares(1000, None), "key")
+def test_a_connection_forgets_old_responses() -> None:
+    most = sockets.MAX_REMEMBERED_BYTES
+    remembered = sockets.RememberedResponses(ClientShares(2 * most, None), "key")
     for number in range(sockets.MAX_REMEMBERED + 1):
         remembered.add(f"resp_{number}", remembered.chain(f"resp_{number - 1}") or (), b"[]", b"{}")
     assert remembered.chain("resp_0") is None
     assert len(remembered.chain(f"resp_{sockets.MAX_REMEMBERED}") or ()) == sockets.MAX_REMEMBERED + 1
-    monkeypatch.setattr(sockets, "MAX_REMEMBERED_BYTES", 30)
-    remembered.add("large", (), msgspec.Raw(b'"' + b"x" * 30 + b'"'), b"{}")
+    remembered.add("large", (), msgspec.Raw(b'"' + b"x" * most + b'"'), b"{}")
     assert remembered.chain("large") is None
     remembered.add("fits", (), b"[]", b"{}")
     assert remembered.chain("fits") is not None

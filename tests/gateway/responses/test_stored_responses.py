@@ -17,9 +17,9 @@ from cortex.wire.dialects.openai_responses import kept
 from cortex.wire.dialects.openai_responses.fields import ITEMS_OF_GATEWAYS, OF_GATEWAYS
 from cortex.wire.events import TextDelta
 
+from ...waiting import until
 from ..fake_neuron import GB, FakeNeuron
 from ..fake_responses import begin_stream
-from ..started_gateway import until
 from .responding_node import CALL, create, events_of, found, send, stream_events
 
 if TYPE_CHECKING:

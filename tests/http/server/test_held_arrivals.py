@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from cortex.http.limits import ClientLimits
 from cortex.http.server.listener import hold_arrivals, listen
 from cortex.http.server.server import Server
 from cortex.http.ticker import Ticker
@@ -100,11 +101,10 @@ class SlowHandshake(socket.socket):
         return super().accept()
 
 
-async def test_client_whose_handshake_ends_after_the_stop_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_client_whose_handshake_ends_after_the_stop_is_served() -> None:
     if not is_held_here():
         pytest.skip("this platform has no filters for sockets")
-    monkeypatch.setattr("cortex.http.server.server._HANDSHAKE_S", 0.5)
-    server = Server(echo, reject, Ticker(asyncio.get_running_loop()))
+    server = Server(echo, reject, Ticker(asyncio.get_running_loop()), ClientLimits(handshake_s=0.5))
     (bound,) = listen("127.0.0.1", 0)
     listening = SlowHandshake(fileno=bound.detach())
     server.listen_on([listening])
@@ -117,12 +117,9 @@ async def test_client_whose_handshake_ends_after_the_stop_is_served(monkeypatch:
     await server.close()
 
 
-async def test_request_on_an_idle_connection_during_the_stop_is_served_and_told_to_be_the_last(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("cortex.http.server.server._HANDSHAKE_S", 0)
-    monkeypatch.setattr("cortex.http.server.server._LAST_REQUEST_S", WAIT_S)
-    server = Server(echo, reject, Ticker(asyncio.get_running_loop()))
+async def test_request_on_an_idle_connection_during_the_stop_is_served_and_told_to_be_the_last() -> None:
+    limits = ClientLimits(handshake_s=0, last_request_s=WAIT_S)
+    server = Server(echo, reject, Ticker(asyncio.get_running_loop()), limits)
     reader, writer = await asyncio.open_connection(*await server.listen("127.0.0.1", 0))
     writer.write(GET)
     head = await reader.readuntil(b"\r\n\r\n")

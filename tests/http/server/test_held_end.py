@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
 from cortex.http.request import Headers, Request
-from cortex.http.server import deferred_end as held_end
 from cortex.http.server.deferred_end import DeferredEnd
 from cortex.http.server.exchange import Exchange, ResponseTransport, SwitchedConnection
 
-from ...waiting import WAIT_S
+from ...waiting import NEVER_S, WAIT_S
 
 
 class RecordedConnection:
@@ -20,6 +17,7 @@ class RecordedConnection:
     def __init__(self) -> None:
         self.written: list[bytes] = []
         self.ends: list[object] = []
+        self.ended = asyncio.Event()
 
     @property
     def transport(self) -> ResponseTransport:
@@ -27,6 +25,7 @@ class RecordedConnection:
 
     def exchange_ended(self, keep_alive: bool) -> None:
         self.ends.append(keep_alive)
+        self.ended.set()
 
     def upgrade(self, headers: Headers, switched: SwitchedConnection) -> None:
         raise AssertionError("nothing is upgraded here")
@@ -38,10 +37,10 @@ class RecordedConnection:
         self.ends.append("aborted")
 
 
-def begun(max_bytes: int = 1000) -> tuple[RecordedConnection, Exchange, DeferredEnd]:
+def begun(max_bytes: int = 1000, max_held_s: float = NEVER_S) -> tuple[RecordedConnection, Exchange, DeferredEnd]:
     connection = RecordedConnection()
     exchange = Exchange(Request(b"POST", b"/v1/responses", b"", (), b"", "127.0.0.1"), connection)
-    held = DeferredEnd.of(exchange, max_bytes)
+    held = DeferredEnd.of(exchange, max_bytes, max_held_s)
     exchange.start(200, (), None, b"first")
     return connection, exchange, held
 
@@ -91,13 +90,10 @@ async def test_aborted_response_is_not_sent_later() -> None:
     assert (connection.written, connection.ends) == ([], ["aborted"])
 
 
-async def test_end_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_end, "MAX_HELD_S", 0.01)
-    connection, exchange, held = begun()
+async def test_end_does_not_wait_for_ever() -> None:
+    connection, exchange, held = begun(max_held_s=0.01)
     held.hold()
     exchange.finish()
     assert not connection.ends
-    async with asyncio.timeout(WAIT_S):
-        while not connection.ends:
-            await asyncio.sleep(0.01)
+    await asyncio.wait_for(connection.ended.wait(), WAIT_S)
     assert connection.written[-1] == b"0\r\n\r\n"

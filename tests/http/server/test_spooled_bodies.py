@@ -20,7 +20,7 @@ from cortex.http.ticker import Ticker
 from cortex.http.upstream.faults import UpstreamFault
 from cortex.http.upstream.pool import Pool
 
-from ...waiting import WAIT_S
+from ...waiting import WAIT_S, until
 
 MIB = 1 << 20
 
@@ -168,11 +168,9 @@ async def test_a_client_that_leaves_leaves_no_file() -> None:
         for _ in range(3):
             writer.write(b"100000\r\n" + bytes(MIB) + b"\r\n")
         await writer.drain()
-        while not site.server.spooled.num_bytes:
-            await asyncio.sleep(0.01)
+        await until(lambda: site.server.spooled.num_bytes)
         writer.close()
-        while site.server.num_connections:
-            await asyncio.sleep(0.01)
+        await until(lambda: not site.server.num_connections)
         assert site.server.spooled.num_bytes == 0
 
 

@@ -106,11 +106,11 @@ def test_accepts_the_handshake_of_the_standard() -> None:
 class Echo:
     """Sends back what it gets."""
 
-    def __init__(self, socket: WebSocket) -> None:
+    def __init__(self, socket: WebSocket, *, is_idle: bool) -> None:
         self.socket = socket
         self.got: list[bytes] = []
         self.calls: list[str] = []
-        self.is_idle = True
+        self.is_idle = is_idle
 
     def on_message(self, text: bytes) -> None:
         self.got.append(text)
@@ -133,11 +133,13 @@ class Opened:
         self.harness = harness
         self.echoes: list[Echo] = []
         self.buffered = Buffered(1 << 20)
+        self.are_idle = True
+        """Those that begin later."""
 
     async def start(self, **limits: float) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         def handle(exchange: Exchange) -> None:
             socket = WebSocket(self.server.limits, self.buffered)
-            self.echoes.append(Echo(socket))
+            self.echoes.append(Echo(socket, is_idle=self.are_idle))
             socket.listen(self.echoes[-1])
             exchange.upgrade(websocket.accept_headers(exchange.request), socket)
 
@@ -215,11 +217,8 @@ async def test_nothing_is_read_from_a_client_that_reads_nothing_and_it_is_discon
     assert opened.echoes[0].calls[-1] == "closed"
 
 
-async def test_a_silent_client_is_asked_whether_it_is_there(
-    opened: Opened, harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(websocket, "PING_S", 0.05)
-    reader, writer = await opened.start(stall_s=0.3)
+async def test_a_silent_client_is_asked_whether_it_is_there(opened: Opened, harness: Harness) -> None:
+    reader, writer = await opened.start(stall_s=0.3, ping_s=0.05)
     for _ in range(3):
         assert await reader.readexactly(2) == encode(Opcode.PING, b"")
         writer.write(masked(10, b""))
@@ -227,12 +226,9 @@ async def test_a_silent_client_is_asked_whether_it_is_there(
     await harness.eventually(lambda: opened.server.num_connections == 0)
 
 
-async def test_a_connection_that_is_not_used_any_more_is_closed(
-    opened: Opened, harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reader, _ = await opened.start(linger_s=0.05)
-    opened.echoes[0].is_idle = False
-    monkeypatch.setattr(websocket, "MAX_IDLE_S", 0.05)
+async def test_a_connection_that_is_not_used_any_more_is_closed(opened: Opened, harness: Harness) -> None:
+    opened.are_idle = False
+    reader, _ = await opened.start(linger_s=0.05, unused_s=0.05)
     await asyncio.sleep(0.2)
     assert opened.server.num_connections == 1, "something runs for it"
     opened.echoes[0].is_idle = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,6 @@ from cortex.wire.node.protocol import (
 )
 from cortex.wire.packed_request import PackedRequest, unpack
 
-from ...waiting import WAIT_S
 from ..generations import PlayedGeneration
 from .served import served
 
@@ -374,21 +373,6 @@ async def api(node: ScriptedNode, node_keys: NodeKeys, keepalive_s: float) -> As
         ClientSession(headers={"content-type": "application/json"}) as client,
     ):
         yield Api(node, drain_gate, f"http://{host}:{port}", client)
-
-
-Until = Callable[[Callable[[], object]], Awaitable[None]]
-
-
-@pytest.fixture
-def until() -> Until:
-    """Waits for a condition; the timeout is only reached on failure."""
-
-    async def wait(condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(WAIT_S):
-            while not condition():
-                await asyncio.sleep(0.005)
-
-    return wait
 
 
 def chat(**fields: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from cortex.wire.node.kv_blocks import SCOPE
 from cortex.wire.node.neighbours import PATH as SHARED_FILES
 from cortex.wire.node.neighbours import key_hash, new_ticket
 
-from ...waiting import WAIT_S
+from ...waiting import WAIT_S, until
 from .served import served
 
 KEY, OTHER = "nk-0123456789abcdef", "nk-fedcba9876543210"
@@ -168,15 +168,14 @@ def test_needs_no_key_on_loopback() -> None:
 
 
 async def test_uses_changed_keys_and_keeps_the_old_ones_when_the_change_is_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, until: Any, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("cortex.neuron.api.server.CHECK_FILES_S", 0.01)
     path, keys = tmp_path / "neuron.toml", tmp_path / "keys"
     path.write_text('key_file = "keys"\n')
     keys.write_text(KEY)
     front = Front(NeuronConfig(key_file=Path("keys")), path, insecure=False)
     keys.write_text(f"{OTHER}\n")  # before the first look, as while the node starts
-    watching = asyncio.create_task(front.watch())
+    watching = asyncio.create_task(front.watch(check_s=0.01))
     await until(lambda: front.keys.recognises(OTHER))
     assert not front.keys.recognises(KEY), "a removed key is revoked"
     keys.write_text("short\n")

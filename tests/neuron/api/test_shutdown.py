@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from dataclasses import replace
 from typing import Any
-
-import pytest
 
 from cortex.neuron.api.app import NodeApi
 from cortex.neuron.api.drain_gate import DrainGate
@@ -19,10 +18,10 @@ REQUEST = (
 )
 
 
-async def test_client_that_is_not_accepted_yet_gets_a_response(node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cortex.http.server.server._LAST_REQUEST_S", WAIT_S)
+async def test_client_that_is_not_accepted_yet_gets_a_response(node: Any) -> None:
     drain_gate = DrainGate()
     api = NodeApi(node, drain_gate)
+    api.server.limits = replace(api.server.limits, last_request_s=WAIT_S)
     address = await api.server.listen("127.0.0.1", 0)
     with socket.create_connection(address, WAIT_S) as client:  # the loop has no turn before the shutdown
         client.sendall(REQUEST)

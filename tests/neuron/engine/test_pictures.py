@@ -19,7 +19,7 @@ from cortex.neuron.engine.execution.picture_encoder import PictureEncoder
 from cortex.neuron.engine.loading.loading import load_model
 from cortex.neuron.engine.request import LoadSpec, StageSpec
 from cortex.neuron.engine.scheduling.picture_positions import PicturePositions, PictureSpan
-from cortex.neuron.vision.picture import Picture, PictureGrid, PictureRules
+from cortex.neuron.pictures.picture import Picture, PictureGrid, PictureRules
 
 from ..models.vision_models import Prompt, random_image, spec_of, text, write_vision_model
 from ..rank_threads import RankThreads, run, tokens_of

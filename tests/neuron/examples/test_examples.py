@@ -28,8 +28,8 @@ from cortex.neuron.engine.memory.reserve import MemoryReserve
 from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.node.harness.estimates import Footprint
 from cortex.neuron.node.harness.forecast import Forecast
+from cortex.neuron.node.inspection_process.preflight import inspect
 from cortex.neuron.node.library import KnownModel
-from cortex.neuron.node.survey_process.preflight import inspect
 from cortex.neuron.weights.hub.listing import parse_listing
 from cortex.neuron.weights.hub.selection import Selection, select
 from cortex.neuron.weights.hub.source import HubSource, parse_source

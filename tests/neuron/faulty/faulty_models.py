@@ -18,10 +18,10 @@ from lasting_workers import lasting_workers
 
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.dependencies import NodeDependencies
+from cortex.neuron.node.inspection_process.preflight import ModelMetadata
+from cortex.neuron.node.inspection_process.reading import Read, find_local, read_metadata_of
 from cortex.neuron.node.node import Node
-from cortex.neuron.node.survey_process.preflight import ModelFacts
-from cortex.neuron.node.survey_process.reading import Read, find_local, read_facts
-from cortex.neuron.text.model import TextModel, TextSurvey
+from cortex.neuron.text.model import TextInspection, TextModel
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.node.protocol import Capabilities
@@ -82,12 +82,12 @@ class PlainText:
         pass
 
 
-def survey_text(path: Path) -> TextSurvey:
-    return TextSurvey(Capabilities(tools=True, notes=("from the template",)), SamplingDefaults(top_k=40))
+def inspect_text(path: Path) -> TextInspection:
+    return TextInspection(Capabilities(tools=True, notes=("from the template",)), SamplingDefaults(top_k=40))
 
 
 @dataclass(frozen=True, slots=True)
-class LocalSurveys:
+class LocalInspector:
     """Reads the files of models on threads of this process."""
 
     find: Callable[[str, str, str | None], str | None] = find_local
@@ -96,11 +96,11 @@ class LocalSurveys:
         path = await asyncio.to_thread(self.find, source, str(cache), quant)
         return None if path is None else Path(path)
 
-    async def read(self, job: Read) -> ModelFacts:
-        return await asyncio.to_thread(read_facts, job)
+    async def read(self, job: Read) -> ModelMetadata:
+        return await asyncio.to_thread(read_metadata_of, job)
 
-    async def read_text(self, path: Path, name: str, chat_template: str | None = None) -> TextSurvey:
-        return survey_text(path)
+    async def read_text(self, path: Path, name: str, chat_template: str | None = None) -> TextInspection:
+        return inspect_text(path)
 
     async def rest_idle(self) -> None:
         pass
@@ -110,13 +110,13 @@ class LocalSurveys:
 
 
 def parts(**changes: Any) -> NodeDependencies:
-    """The real node but for the engine, the survey process and the tokenizer, and impatient."""
+    """The real node but for the engine, the inspection process and the tokenizer, and impatient."""
     find = changes.pop("find_local", find_local)
     return NodeDependencies(
         **{
             "make_workers": partial(lasting_workers, "faulty_engine:load"),
             "open_text": PlainText,
-            "surveys": partial(LocalSurveys, find),
+            "inspector": partial(LocalInspector, find),
             "policy": BackoffPolicy(first_delay_s=0.05, max_streak=3),
             "first_retry_s": 0.1,
             **changes,

@@ -1,6 +1,8 @@
 """Kernels run on a GPU, or on the CPU under Triton's interpreter (`TRITON_INTERPRET=1`, as `make test` does)."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -26,9 +28,21 @@ if INTERPRETED:  # no kernel of Triton is in them, and the rest of the suite run
     speed_up()
 
 
-@pytest.fixture(autouse=True)
-def _same_random_values() -> None:
-    torch.manual_seed(0)
+if torch.cuda.is_available():  # those of the CPU are, as in every test of a node
+
+    @pytest.fixture(autouse=True)
+    def _same_random_values() -> None:
+        torch.cuda.manual_seed(0)
+
+
+def combinations(*factors: Sequence[Any], one_of: int) -> list[tuple[Any, ...]]:
+    """Every combination of the factors' values; interpreted, when each takes long, one of so many, in which each value
+    of a factor meets values of all others."""
+    return [
+        tuple(factor[index] for factor, index in zip(factors, indices, strict=True))
+        for indices in itertools.product(*(range(len(factor)) for factor in factors))
+        if not INTERPRETED or sum(indices) % one_of == 0
+    ]
 
 
 AssertClose = Callable[[torch.Tensor, torch.Tensor], None]

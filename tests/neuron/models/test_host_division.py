@@ -50,7 +50,7 @@ def test_buffers_hold_the_experts_of_each_size_and_one_for_exchanges() -> None:
 
 
 def test_reason_names_what_is_lacking() -> None:
-    assert "lacking on the device" in str(divide(LAYERS, OTHER, 100 * MIB, 1 << 40))
+    assert "the device lacks" in str(divide(LAYERS, OTHER, 100 * MIB, 1 << 40))
     assert "of host memory" in str(divide(LAYERS, OTHER, WHOLE - 60 * MIB, 8 * MIB))
     assert "no routed experts" in str(divide([LayerWeights(MIB)] * 4, 0, MIB, 1 << 40, moves_blocks=False))
     assert "none of its weights" in str(divide([LayerWeights(MIB)] * 4, 0, MIB, 1 << 40))

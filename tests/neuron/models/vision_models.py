@@ -14,9 +14,9 @@ import transformers
 from PIL import Image
 
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
+from cortex.neuron.pictures.picture import Picture, PictureGrid, content_key
+from cortex.neuron.pictures.spec import PictureSpec, prepare
 from cortex.neuron.text.files import picture_spec
-from cortex.neuron.vision.picture import Picture, PictureGrid, content_key
-from cortex.neuron.vision.spec import PictureSpec, prepare
 
 from ..tiny_models import tiny_delta, tiny_sizes
 from .reference_models import randomised

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from cortex.neuron.node.node import Node
 from cortex.wire.node.orders import LoadRequest
 from cortex.wire.node.protocol import ModelStatus
 
-from ...waiting import WAIT_S
 from ..generations import Reader
 from ..tiny_models import write_llama
 
@@ -37,12 +35,6 @@ async def load(
     node: Node, model_id: str = "m", *, source: str | None = None, devices: tuple[int, ...] = ()
 ) -> ModelStatus:
     return await node.load(LoadRequest(model_id=model_id, source=source, devices=devices), wait=True)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def has_worker(node: Node) -> bool:

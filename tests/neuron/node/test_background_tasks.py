@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
 from faulty_models import parts, running_node
 
-from ...waiting import WAIT_S
+from ...waiting import until
 
 
 async def test_sampling_goes_on_after_failures_and_shows_as_degraded(tmp_path: Path) -> None:
@@ -20,16 +19,14 @@ async def test_sampling_goes_on_after_failures_and_shows_as_degraded(tmp_path: P
             raise RuntimeError("a bug")
         return read(*arguments)
 
-    async with running_node(tmp_path, read_devices=read_devices) as node, asyncio.timeout(WAIT_S):
+    async with running_node(tmp_path, read_devices=read_devices) as node:
         assert node.health().status == "ok"
-        while node.health().status == "ok":
-            await asyncio.sleep(0.01)
+        await until(lambda: node.health().status != "ok")
         assert node.health().status == "degraded"
         assert node.health().failing_tasks == ("sample devices",)
         broken = False
         restarts = node.task_restarts()["sample devices"]
-        while node.task_restarts()["sample devices"] == restarts:
-            await asyncio.sleep(0.01)
+        await until(lambda: node.task_restarts()["sample devices"] > restarts)
 
 
 async def test_bug_in_one_load_leaves_the_other_default_models(tmp_path: Path) -> None:
@@ -37,7 +34,6 @@ async def test_bug_in_one_load_leaves_the_other_default_models(tmp_path: Path) -
         raise RuntimeError("a bug")
 
     config = {"default_models": [{"id": "org/one"}, {"id": "org/two"}]}
-    async with running_node(tmp_path, config, fetch=fetch) as node, asyncio.timeout(WAIT_S):
-        while node.health().activation.state != "done":
-            await asyncio.sleep(0.01)
+    async with running_node(tmp_path, config, fetch=fetch) as node:
+        await until(lambda: node.health().activation.state == "done")
         assert node.health().activation.failed == ("org/one", "org/two")

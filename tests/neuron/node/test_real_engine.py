@@ -27,9 +27,10 @@ from cortex.wire.node.neighbours import Neighbour, key_hash, new_ticket
 from cortex.wire.node.orders import UnloadRequest
 from cortex.wire.node.protocol import ModelState
 
+from ...waiting import until
 from ..api.served import served
 from ..generations import Reader
-from .node_calls import converse, generate, load, tokens_of, until, worker_bytes, worker_of, write_source
+from .node_calls import converse, generate, load, tokens_of, worker_bytes, worker_of, write_source
 
 MEBIBYTE = 1 << 20
 

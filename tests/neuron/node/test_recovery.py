@@ -17,9 +17,9 @@ from cortex.wire.errors import (
 )
 from cortex.wire.node.protocol import ModelState
 
-from ...waiting import WAIT_S
+from ...waiting import WAIT_S, until
 from ..generations import Reader
-from .node_calls import has_worker, load, request, tokens_of, until, worker_of
+from .node_calls import has_worker, load, request, tokens_of, worker_of
 
 
 async def test_recovers_each_time_its_worker_is_killed_mid_stream(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ async def test_recovers_when_the_worker_is_lost_after_the_weights_and_before_the
     async with running_node(tmp_path, models(tmp_path, m={}), open_text=SlowText) as node:
         loading = asyncio.create_task(load(node, "m"))
         await until(lambda: (p := node.model("m").progress) is not None and p.stage == "read")
-        await asyncio.sleep(0.2)  # by now the worker has loaded it
+        await node.devices.supervisors[0].memory()  # by now the worker has loaded it
         os.kill(worker_of(node), signal.SIGKILL)
         await until(lambda: not has_worker(node))
         tokenizer_ready.set()

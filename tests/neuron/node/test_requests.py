@@ -21,9 +21,9 @@ from cortex.wire.node.orders import LoadRequest
 from cortex.wire.node.protocol import ModelState
 
 from ...processes import alive
-from ...waiting import WAIT_S
+from ...waiting import WAIT_S, until
 from ..generations import Reader
-from .node_calls import has_worker, held, load, request, tokens_of, until, worker_of
+from .node_calls import has_worker, held, load, request, tokens_of, worker_of
 
 
 async def test_error_of_one_request_does_not_affect_others(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from cortex.wire.errors import InsufficientCapacity, ModelInUse, Overloaded
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import Device, ModelState, ModelStatus
 
-from ...waiting import NEVER_S
+from ...waiting import NEVER_S, until
 from ..generations import Reader
-from .node_calls import has_worker, held, load, request, tokens_of, until, worker_of
+from .node_calls import has_worker, held, load, request, tokens_of, worker_of
 
 MEBIBYTE = 1 << 20
 

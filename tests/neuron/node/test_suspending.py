@@ -9,8 +9,9 @@ from faulty_models import models, running_node
 from cortex.neuron.weights.hub.cache import RepositoryCache
 from cortex.wire.errors import ModelInUse, ModelUnsupported
 
+from ...waiting import until
 from ..generations import Reader
-from .node_calls import load, request, tokens_of, until
+from .node_calls import load, request, tokens_of
 
 
 async def test_node_suspends_its_host_once_nothing_runs_and_nobody_reads_its_files(

@@ -16,11 +16,11 @@ from PIL import Image as Files
 
 from cortex.neuron.picture_process.client import Pictures, PictureWork
 from cortex.neuron.picture_process.limits import PictureLimits
-from cortex.neuron.vision.picture import Picture, PictureGrid, PicturePlace
-from cortex.neuron.vision.spec import PictureSpec, prepare
+from cortex.neuron.pictures.picture import Picture, PictureGrid, PicturePlace
+from cortex.neuron.pictures.spec import PictureSpec, prepare
 from cortex.wire.errors import InvalidValue, Overloaded, PreparationLimitExceeded, RateLimitExceeded
 from cortex.wire.packed_request import PackedRequest, pack
-from cortex.wire.requests import GenerateRequest, Image, Message
+from cortex.wire.requests import GenerateRequest, Message, PicturePart
 
 from ...picture_files import picture, png_of_size, saved, with_scans
 from ...waiting import WAIT_S
@@ -37,7 +37,7 @@ async def pictures() -> AsyncIterator[Pictures]:
 
 
 def request(*files: bytes) -> PackedRequest:
-    parts = tuple(Image(data=file, param=f"messages[0].content[{at}]") for at, file in enumerate(files))
+    parts = tuple(PicturePart(data=file, param=f"messages[0].content[{at}]") for at, file in enumerate(files))
     return pack(GenerateRequest(model="m", messages=(Message(role="user", parts=parts),)))
 
 

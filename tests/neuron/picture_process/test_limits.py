@@ -6,14 +6,14 @@ import pytest
 
 from cortex.neuron.picture_process.limits import PictureLimits
 from cortex.wire.errors import InvalidValue
-from cortex.wire.requests import Image
+from cortex.wire.requests import PicturePart
 
 LIMITS = PictureLimits(max_pictures=3, max_mb=2, max_megapixels=4, max_aspect=50)
-SMALL = Image(param="messages[0].content[0]", num_bytes=1000, width=64, height=64)
+SMALL = PicturePart(param="messages[0].content[0]", num_bytes=1000, width=64, height=64)
 
 
-def image(width: int, height: int, num_bytes: int = 1000) -> Image:
-    return Image(param="input[2].output[1]", num_bytes=num_bytes, width=width, height=height)
+def image(width: int, height: int, num_bytes: int = 1000) -> PicturePart:
+    return PicturePart(param="input[2].output[1]", num_bytes=num_bytes, width=width, height=height)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def image(width: int, height: int, num_bytes: int = 1000) -> Image:
         ((SMALL, SMALL, image(64, 64)), "has 4 pictures, at most 3"),
     ],
 )
-def test_error_names_the_picture_and_the_setting(images: tuple[Image, ...], problem: str) -> None:
+def test_error_names_the_picture_and_the_setting(images: tuple[PicturePart, ...], problem: str) -> None:
     given = (SMALL, *images)
     with pytest.raises(InvalidValue, match=problem) as caught:
         LIMITS.check(given)

@@ -24,10 +24,10 @@ NAMES = ("model.layers.10.mlp.up.weight", "model.layers.2.mlp.up.weight", "model
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    for function in (library.library_model, private.class_facts):
+    for function in (library.library_model, private.model_classes):
         function.cache_clear()
     yield
-    for function in (library.library_model, private.class_facts):
+    for function in (library.library_model, private.model_classes):
         function.cache_clear()
 
 
@@ -44,7 +44,7 @@ def test_import_says_the_same_as_the_source_files(
 
     parsed = library_model("mixtral")
     library_model.cache_clear()
-    private.class_facts.cache_clear()
+    private.model_classes.cache_clear()
     fail_probe(monkeypatch, private.SOURCE_FILES)
     monkeypatch.setattr(subprocess, "run", run)
     imported = library_model("mixtral")

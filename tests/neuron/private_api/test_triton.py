@@ -12,7 +12,7 @@ from cortex.neuron.engine.errors import LoadError
 from cortex.neuron.engine.loading import warmup
 from cortex.neuron.engine.loading.kernel_pass import ModelToCompile, kernel_pass
 from cortex.neuron.kernels import jit
-from cortex.neuron.kernels.device_facts import CARDS
+from cortex.neuron.kernels.device_properties import CARDS
 from cortex.neuron.layers.configs import WHOLE
 from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.private_api import triton as private
@@ -26,10 +26,9 @@ pytestmark = pytest.mark.skipif(private.triton is None, reason="needs Triton")
 def test_kernels_are_compiled_by_triton_itself_where_launches_cannot_be_collected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(jit, "INTERPRETED", False)
-    assert jit._decorator() is jit._compiled  # noqa: SLF001
+    assert jit._decorator(interpreted=False) is jit._compiled  # noqa: SLF001
     fail_probe(monkeypatch, private.COLLECTED_LAUNCHES)
-    assert jit._decorator() is private.triton.jit  # noqa: SLF001
+    assert jit._decorator(interpreted=False) is private.triton.jit  # noqa: SLF001
 
 
 def test_nothing_is_compiled_ahead_where_launches_cannot_be_collected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +45,7 @@ def test_only_kernels_of_the_card_that_is_here_are_compiled_without_the_offline_
 ) -> None:
     fail_probe(monkeypatch, private.OFFLINE_DRIVER)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(warmup, "facts_of", lambda _: CARDS["sm_90"])
+    monkeypatch.setattr(warmup, "properties_of", lambda _: CARDS["sm_90"])
     warmup._use_card(CARDS["sm_90"])  # noqa: SLF001
     with pytest.raises(LoadError, match="only for the card that is here"):
         warmup._use_card(CARDS["sm_80"])  # noqa: SLF001

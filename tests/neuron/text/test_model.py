@@ -14,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from cortex.neuron.text.local import text_of_gguf
-from cortex.neuron.text.model import TextModel, survey_text
+from cortex.neuron.text.model import TextModel, inspect_text
 from cortex.neuron.text.template.chat_template import ChatTemplate
 from cortex.neuron.text.template.prompt import PromptRules
 from cortex.neuron.weights.errors import CheckpointError
@@ -213,7 +213,7 @@ def test_sampling_defaults_come_from_the_model(
     }
     model = load_text(write_model(tmp_path, backend, "chatml", generation_config=stated))
     assert model.generation == SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20)
-    assert survey_text(tmp_path).generation == model.generation
+    assert inspect_text(tmp_path).generation == model.generation
     greedy = load_text(write_model(tmp_path, backend, "chatml", generation_config={"do_sample": False}))
     assert greedy.generation == SamplingDefaults(temperature=0.0)
     sampled = TextModel.of(*text_of_gguf({**gguf_metadata, "general.sampling.temp": 0.5, "general.sampling.top_k": 40}))
@@ -225,17 +225,17 @@ def test_capabilities_are_known_without_a_tokenizer(tmp_path: Path, backend: Any
     path = write_model(tmp_path, backend, family, config={"vision_config": {}})
     loaded = load_text(path).capabilities
     (path / "tokenizer.json").write_text("{")
-    assert survey_text(path).capabilities == loaded
+    assert inspect_text(path).capabilities == loaded
 
 
 def test_tokens_for_filling_in_are_known_without_a_tokenizer(tmp_path: Path, backend: Any) -> None:
     path = write_model(tmp_path, backend, "chatml")
-    assert not survey_text(path).capabilities.insert
+    assert not inspect_text(path).capabilities.insert
     described = json.loads((path / "tokenizer.json").read_text())
     for number, token in enumerate(("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>")):
         described["added_tokens"].append({**described["added_tokens"][0], "content": token, "id": 5000 + number})
         (path / "tokenizer.json").write_text(json.dumps(described, ensure_ascii=number == 2))
-        assert survey_text(path).capabilities.insert == (number == 2)
+        assert inspect_text(path).capabilities.insert == (number == 2)
 
 
 def test_gguf_and_directory_give_the_same_text_model(gguf_metadata: dict[str, Any], make_model: Any) -> None:

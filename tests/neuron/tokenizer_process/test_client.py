@@ -10,10 +10,11 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import jinja2
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,7 +26,6 @@ from cortex.neuron.text.errors import TextFileMalformed, TokenizerMissing, Token
 from cortex.neuron.text.local import read_text
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import prepare
-from cortex.neuron.text.template import jinja_environment
 from cortex.neuron.text.template.prompt import NO_RULES, PromptRules
 from cortex.neuron.tokenizer_process.client import TokenizerClient
 from cortex.neuron.weights.errors import Malformed
@@ -34,7 +34,7 @@ from cortex.wire.packed_request import pack
 from cortex.wire.requests import GenerateRequest, Message, OutputFormat, Text
 
 from ...processes import alive
-from ...waiting import WAIT_S
+from ...waiting import WAIT_S, until
 from ..weights.conftest import GGUFWriter
 
 CONTROL = ("<|im_start|>", "<|im_end|>")
@@ -72,12 +72,6 @@ async def tokenizer(model: Path) -> AsyncIterator[TokenizerClient]:
 def process_of(tokenizer: TokenizerClient) -> int:
     assert tokenizer.process_id is not None
     return tokenizer.process_id
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def encode(tokenizer: TokenizerClient, text: str) -> tuple[int, ...]:
@@ -390,8 +384,12 @@ async def test_template_whose_constants_take_gigabytes_rejects_requests_within_i
 
 
 async def test_daemon_side_of_a_text_compiles_no_template(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise AssertionError("a template was compiled")
+
     tokenizer = TokenizerClient(model)
-    monkeypatch.setattr(jinja_environment, "ENVIRONMENT", None)
+    for method in ("from_string", "parse"):
+        monkeypatch.setattr(jinja2.Environment, method, fail)
     text = await tokenizer.read()
     assert text.capabilities.tools
     prepared = await tokenizer.prepare(pack(user_request("hi")).whole(), NO_RULES, is_long=False)

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from cortex.neuron.worker.protocol import DeviceAddress, Exit, Exited, ForkServe
 from cortex.telemetry import logs
 
 from ...processes import alive
-from ...waiting import WAIT_S
+from ...waiting import WAIT_S, until
 
 CPU = DeviceAddress("cpu", 0)
 
@@ -42,9 +41,7 @@ async def forked(worker_factory: WorkerFactory, device: DeviceAddress = CPU) -> 
     ours, theirs = socket.socketpair()
     with theirs:
         handle = await worker_factory.fork(device, theirs)
-    async with asyncio.timeout(WAIT_S):
-        while handle.process_id is None:
-            await asyncio.sleep(0.01)
+    await until(lambda: handle.process_id)
     return handle, ours
 
 
@@ -62,9 +59,7 @@ async def test_workers_come_from_one_process_and_report_their_exit() -> None:
     async with worker_factory() as made:
         (one, channel), (two, other_channel) = await forked(made), await forked(made)
         assert status(process_of(one), "PPid") == status(process_of(two), "PPid")
-        async with asyncio.timeout(WAIT_S):  # the fork is reported before the worker has begun
-            while os.getsid(process_of(one)) != one.process_id:
-                await asyncio.sleep(0.01)
+        await until(lambda: os.getsid(process_of(one)) == one.process_id)  # the fork is reported before it has begun
         channel.sendall(encode_frame([Exit()]))
         assert await asyncio.wait_for(one.exited, WAIT_S) == 0
         os.kill(process_of(two), signal.SIGSEGV)
@@ -95,10 +90,7 @@ async def test_workers_die_with_the_fork_server_which_is_replaced() -> None:
         worker, channel = await forked(made)
         os.kill(int(status(process_of(worker), "PPid")), signal.SIGKILL)
         assert await asyncio.wait_for(worker.exited, WAIT_S) == -signal.SIGKILL
-        deadline_s = time.monotonic() + WAIT_S
-        while alive(process_of(worker)) and time.monotonic() < deadline_s:
-            await asyncio.sleep(0.01)
-        assert not alive(process_of(worker))
+        await until(lambda: not alive(process_of(worker)))
         again, other_channel = await forked(made)
         assert alive(process_of(again))
         channel.close()
@@ -113,9 +105,7 @@ async def test_kills_a_fork_server_whose_import_hangs(tmp_path: Path, monkeypatc
         ours, theirs = socket.socketpair()
         with ours, theirs:
             handle = await made.fork(CPU, theirs)
-            async with asyncio.timeout(WAIT_S):
-                while not importing.exists():
-                    await asyncio.sleep(0.01)
+            await until(importing.exists)
             assert handle.process_id is None
             handle.kill()
             assert await asyncio.wait_for(handle.exited, WAIT_S) == -signal.SIGKILL

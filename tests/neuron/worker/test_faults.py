@@ -3,7 +3,7 @@ import errno
 import pytest
 import torch
 
-from cortex.neuron.engine.errors import EngineError, LoadError, NoRoomError, RequestError, StepBlamed
+from cortex.neuron.engine.errors import EngineError, InsufficientMemory, LoadError, RequestError, StepBlamed
 from cortex.neuron.worker.faults import FaultKind, chain, choose_victims, classify, explain
 
 
@@ -32,7 +32,7 @@ ADVICE = (
         (RequestError("too long"), FaultKind.REQUEST),
         (OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"), FaultKind.OUT_OF_MEMORY),
         (MemoryError(), FaultKind.OUT_OF_MEMORY),
-        (NoRoomError("the model needs 8.00 GB on cuda:0 but 2.00 GB can be used"), FaultKind.OUT_OF_MEMORY),
+        (InsufficientMemory("the model needs 8.00 GB on cuda:0 but 2.00 GB can be used"), FaultKind.OUT_OF_MEMORY),
         (LoadError("this is no model"), FaultKind.BUG),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), FaultKind.OUT_OF_MEMORY),
         (AcceleratorError("CUDA error: out of memory" + ADVICE), FaultKind.OUT_OF_MEMORY),

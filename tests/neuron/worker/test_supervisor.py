@@ -14,7 +14,7 @@ from cortex.neuron.worker.model_host import LoadRejected
 from cortex.neuron.worker.process import WorkerTimeouts
 
 from ...processes import alive
-from ...waiting import WAIT_S
+from ...waiting import WAIT_S, until
 from .recording_sink import RecordingSink
 from .supervised import loaded, model, request, supervised, worker_bytes, worker_of
 
@@ -34,15 +34,11 @@ async def test_knows_what_the_libraries_of_its_worker_lack(tmp_path: Path) -> No
     async with supervised() as supervisor:
         spec = model(tmp_path, rejects_openmp="no libgomp")
         await loaded(supervisor, spec, RecordingSink())
-        async with asyncio.timeout(WAIT_S):
-            while not supervisor.fallbacks:
-                await asyncio.sleep(0.01)
+        await until(lambda: supervisor.fallbacks)
         assert supervisor.fallbacks == {OPENMP.name: f"no libgomp; instead: {OPENMP.fallback}"}
         assert await supervisor.recycle() is False
         supervisor.kill_worker("a test")
-        async with asyncio.timeout(WAIT_S):
-            while supervisor.has_models:
-                await asyncio.sleep(0.01)
+        await until(lambda: not supervisor.has_models)
         await loaded(supervisor, model(tmp_path, "other"), RecordingSink())
         assert supervisor.fallbacks == {}, "another worker has others"
 

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from cortex.neuron.worker.process import WorkerLost
 from cortex.neuron.worker.supervisor import WorkerSupervisor
 
 from ...processes import alive
-from ...waiting import WAIT_S
+from ...waiting import wait_until
 from .recording_sink import RecordingSink
 from .supervised import CPU, LONG_TIMEOUTS, SHORT_TIMEOUTS, loaded, model, request, supervised, worker_of
 
@@ -191,7 +190,4 @@ def test_worker_ends_when_its_daemon_is_killed(tmp_path: Path, token: int) -> No
     assert alive(worker)
     daemon.kill()
     daemon.wait()
-    deadline_s = time.monotonic() + WAIT_S
-    while alive(worker) and time.monotonic() < deadline_s:
-        time.sleep(0.02)
-    assert not alive(worker)
+    wait_until(lambda: not alive(worker))

@@ -16,10 +16,11 @@ import msgspec
 import openai
 import pytest
 
+from cortex.wire.dialects.anthropic_messages.errors import ANTHROPIC
 from cortex.wire.dialects.openai_chunks import SYSTEM_FINGERPRINT
 from cortex.wire.dialects.registry import DIALECTS, ROUTES
-from cortex.wire.error_encoding import BY_CODE, envelope, headers, status
-from cortex.wire.errors import Family, InvalidValue, Overloaded, Recovering
+from cortex.wire.error_encoding import BY_CODE, OPENAI, headers
+from cortex.wire.errors import InvalidValue, Overloaded, Recovering
 from cortex.wire.events import (
     AnyEvent,
     Failure,
@@ -69,17 +70,17 @@ TRANSCRIPTS = {"agent_turn": AGENT_TURN, "plain": PLAIN, "failed": FAILED}
 
 
 def streamed(dialect: str, events: Iterable[AnyEvent]) -> bytes:
-    codec = DIALECTS[dialect]  # type: ignore[index]
+    codec = DIALECTS[dialect]
     request = GenerateRequest(model="m", stream=True, include_usage=True)
-    encoder = codec.Encoder(request, id=codec.ID_PREFIX + "1", created=START.created, model="m")
-    data = codec.KEEPALIVE + b"".join(encoder.encode(event) for event in events)
+    encoder = codec.new_encoder(request, id=codec.id_prefix + "1", created=START.created, model="m")
+    data = codec.keepalive + b"".join(encoder.encode(event) for event in events)
     return data.replace(SYSTEM_FINGERPRINT.encode(), b"fp_cortex_0.0.0")  # not another golden file for each version
 
 
 def folded(dialect: str, events: Iterable[AnyEvent]) -> bytes:
-    codec = DIALECTS[dialect]  # type: ignore[index]
+    codec = DIALECTS[dialect]
     request = GenerateRequest(model="m")
-    return codec.fold(events, request, id=codec.ID_PREFIX + "1", created=START.created, model="m")
+    return codec.fold(events, request, id=codec.id_prefix + "1", created=START.created, model="m")
 
 
 @pytest.mark.parametrize("dialect", ["openai_chat", "openai_completions"])
@@ -261,14 +262,14 @@ def test_failure_inside_a_stream_reaches_the_caller() -> None:
 
 def test_errors_become_exceptions_of_the_sdk() -> None:
     invalid = InvalidValue("temperature is too low", param="temperature")
-    body = msgspec.json.encode(envelope(invalid, Family.OPENAI))
+    body = msgspec.json.encode(OPENAI.envelope(invalid))
     with pytest.raises(openai.BadRequestError) as rejected:
         openai_client(body, "application/json", 400).chat.completions.create(model="m", messages=HELLO)
     assert (rejected.value.code, rejected.value.param) == ("invalid_value", "temperature")
     full = Overloaded("try later", retry_after_s=3)
-    body = msgspec.json.encode(envelope(full, Family.ANTHROPIC))
+    body = msgspec.json.encode(ANTHROPIC.envelope(full))
     with pytest.raises(anthropic.APIStatusError) as overloaded:
-        anthropic_client(body, "application/json", status(full, Family.ANTHROPIC), headers(full)).messages.create(
+        anthropic_client(body, "application/json", ANTHROPIC.status(full), headers(full)).messages.create(
             model="m", max_tokens=9, messages=HELLO
         )
     assert overloaded.value.status_code == 529

@@ -116,7 +116,7 @@ def request(n: int = 1) -> GenerateRequest:
 
 
 def stream(dialect: Any, events: Iterable[AnyEvent], n: int = 1) -> bytes:
-    encoder = dialect.Encoder(request(n), id="id", created=7, model="m")
+    encoder = dialect.new_encoder(request(n), id="id", created=7, model="m")
     return b"".join(encoder.encode(event) for event in events)
 
 
@@ -141,8 +141,8 @@ def test_streamed_choices_equal_the_whole_ones(events: list[AnyEvent]) -> None:
 
 def check_streamed_chat_equals_the_whole_one(events: list[AnyEvent]) -> None:
     n = len({event.index for event in events})
-    chunks = payloads(stream(openai_chat, events, n))
-    body = whole(openai_chat, events, n)
+    chunks = payloads(stream(openai_chat.DIALECT, events, n))
+    body = whole(openai_chat.DIALECT, events, n)
     assert chunks[-1]["choices"] == []
     assert chunks[-1]["usage"] == body["usage"]
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
@@ -170,8 +170,8 @@ def check_streamed_chat_equals_the_whole_one(events: list[AnyEvent]) -> None:
 
 def check_streamed_completion_equals_the_whole_one(events: list[AnyEvent]) -> None:
     n = len({event.index for event in events})
-    chunks = payloads(stream(openai_completions, events, n))
-    body = whole(openai_completions, events, n)
+    chunks = payloads(stream(openai_completions.DIALECT, events, n))
+    body = whole(openai_completions.DIALECT, events, n)
     assert chunks[-1]["usage"] == body["usage"]
     for choice in body["choices"]:
         mine = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
@@ -195,8 +195,8 @@ def test_choice_is_well_formed_and_the_same_in_every_dialect_whole_streamed_deco
 
 
 def check_streamed_message_is_well_formed_and_equals_the_whole_one(events: list[AnyEvent]) -> None:
-    streamed = payloads(stream(anthropic_messages, events))
-    body = whole(anthropic_messages, events)
+    streamed = payloads(stream(anthropic_messages.DIALECT, events))
+    body = whole(anthropic_messages.DIALECT, events)
     assert [event["type"] for event in streamed].count("message_start") == 1
     assert streamed[0]["type"] == "message_start"
     assert [event["type"] for event in streamed[-2:]] == ["message_delta", "message_stop"]
@@ -241,9 +241,9 @@ def check_streamed_message_is_well_formed_and_equals_the_whole_one(events: list[
 
 
 def check_streamed_response_is_well_formed_and_equals_the_whole_one(events: list[AnyEvent]) -> None:
-    data = stream(openai_responses, events)
+    data = stream(openai_responses.DIALECT, events)
     streamed = payloads(data)
-    body = whole(openai_responses, events)
+    body = whole(openai_responses.DIALECT, events)
     assert [frame.event for frame in Parser().feed(data)] == [event["type"] for event in streamed]
     assert [event["sequence_number"] for event in streamed] == list(range(len(streamed)))
     assert [event["type"] for event in streamed[:2]] == ["response.created", "response.in_progress"]
@@ -269,8 +269,8 @@ def check_streamed_response_is_well_formed_and_equals_the_whole_one(events: list
 
 
 def check_streamed_lines_equal_the_whole_body(events: list[AnyEvent]) -> None:
-    lines = payloads(stream(ollama_chat, events))
-    body = whole(ollama_chat, events)
+    lines = payloads(stream(ollama_chat.DIALECT, events))
+    body = whole(ollama_chat.DIALECT, events)
     assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
     messages = [line.pop("message") for line in lines]
     message = body.pop("message")
@@ -284,9 +284,9 @@ def check_streamed_lines_equal_the_whole_body(events: list[AnyEvent]) -> None:
 
 def check_every_dialect_has_the_same_blocks(events: list[AnyEvent]) -> None:
     blocks = gather(events)[0].blocks
-    content = whole(anthropic_messages, events)["content"]
-    output = whole(openai_responses, events)["output"]
-    message = whole(openai_chat, events)["choices"][0]["message"]
+    content = whole(anthropic_messages.DIALECT, events)["content"]
+    output = whole(openai_responses.DIALECT, events)["output"]
+    message = whole(openai_chat.DIALECT, events)["choices"][0]["message"]
     kinds = {Text: ("text", "message"), Reasoning: ("thinking", "reasoning"), ToolCall: ("tool_use", "function_call")}
     assert [block["type"] for block in content] == [kinds[type(block)][0] for block in blocks]
     assert [item["type"] for item in output] == [kinds[type(block)][1] for block in blocks]
@@ -294,7 +294,7 @@ def check_every_dialect_has_the_same_blocks(events: list[AnyEvent]) -> None:
 
 
 def check_decoding_an_encoded_stream_gives_its_events_for_any_split(events: list[AnyEvent], cuts: list[int]) -> None:
-    data = stream(openai_chat, events)
+    data = stream(openai_chat.DIALECT, events)
     edges = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
     decoder = openai_chat.ResponseDecoder()
     decoded = [event for start, end in itertools.pairwise(edges) for event in decoder.feed(data[start:end])]
@@ -332,10 +332,12 @@ def test_stream_error_is_a_frame_of_its_own() -> None:
 
 
 def test_keepalives_are_valid_and_without_content() -> None:
-    assert Parser().feed(openai_chat.KEEPALIVE) == []
-    (ping,) = Parser().feed(anthropic_messages.KEEPALIVE)
+    assert Parser().feed(DIALECTS["openai_chat"].keepalive) == []
+    (ping,) = Parser().feed(DIALECTS["anthropic_messages"].keepalive)
     assert (ping.event, ping.data) == ("ping", '{"type":"ping"}')
-    assert msgspec.json.decode(ollama_chat.KEEPALIVE + b'{"a":1}') == {"a": 1}, "it is part of the next line"
+    assert msgspec.json.decode(DIALECTS["ollama_chat"].keepalive + b'{"a":1}') == {"a": 1}, (
+        "it is part of the next line"
+    )
 
 
 def test_every_route_has_a_dialect() -> None:

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import CortexError, InvalidValue, MalformedJSON, MissingModel
 from cortex.wire.fields.body import parse, without_lone_surrogates
-from cortex.wire.node.protocol import Dialect
 
 
 @pytest.mark.parametrize(
@@ -192,7 +191,7 @@ COLLECTIONS = [
 
 
 @pytest.mark.parametrize(("dialect", "field", "item"), COLLECTIONS, ids=lambda value: value if value else None)
-def test_rejects_collections_beyond_their_limit_by_name(dialect: Dialect, field: str, item: list[object]) -> None:
+def test_rejects_collections_beyond_their_limit_by_name(dialect: str, field: str, item: list[object]) -> None:
     turn: dict[str, Any] = {"role": "assistant", "content": "x"}
     body: dict[str, Any] = {"model": "m", "messages": [turn], "input": "x", "max_tokens": 9}
     if dialect == "openai_completions":

@@ -35,7 +35,7 @@ def chat(**fields: Any) -> bytes:
     ],
 )
 def test_gateway_and_node_read_the_same_class(fields: dict[str, Any], expected: RequestClass | None) -> None:
-    assert read(chat(**fields), "openai_chat").facts.asked_class == expected
+    assert read(chat(**fields), "openai_chat").summary.asked_class == expected
     assert openai_chat.parse(chat(**fields)).request_class == expected
 
 

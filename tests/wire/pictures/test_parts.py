@@ -9,10 +9,9 @@ import pytest
 
 from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import InvalidValue
-from cortex.wire.node.protocol import Dialect
 from cortex.wire.packed_request import pack, unpack
 from cortex.wire.pictures.files import MAX_PICTURES, data_url, with_files
-from cortex.wire.requests import GenerateRequest, Image, ToolResult
+from cortex.wire.requests import GenerateRequest, PicturePart, ToolResult
 
 from ... import picture_files
 from ...picture_files import base64_of, picture
@@ -26,7 +25,7 @@ def said(content: Any, **more: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content, **more}]
 
 
-PLACES: dict[str, tuple[Dialect, dict[str, Any], str]] = {
+PLACES: dict[str, tuple[str, dict[str, Any], str]] = {
     "chat": (
         "openai_chat",
         {"messages": said([{"type": "text", "text": "?"}, {"type": "image_url", "image_url": {"url": URL}}])},
@@ -72,14 +71,14 @@ PLACES: dict[str, tuple[Dialect, dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-def parsed(dialect: Dialect, body: dict[str, Any]) -> GenerateRequest:
+def parsed(dialect: str, body: dict[str, Any]) -> GenerateRequest:
     return DIALECTS[dialect].parse(msgspec.json.encode({"model": "m", **body}))
 
 
-def images_of(request: GenerateRequest) -> list[Image]:
+def images_of(request: GenerateRequest) -> list[PicturePart]:
     parts = [part for message in request.messages for part in message.parts]
     inner = [each for part in parts for each in (part.parts if isinstance(part, ToolResult) else (part,))]
-    return [part for part in inner if isinstance(part, Image)]
+    return [part for part in inner if isinstance(part, PicturePart)]
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -95,7 +94,7 @@ def test_packed_request_has_sizes_instead_of_files(place: str) -> None:
     request = parsed(dialect, body)
     packed = pack(request)
     assert packed.files == (PNG,)
-    assert packed.head.pictures == (Image(param=param, num_bytes=len(PNG), width=31, height=17),)
+    assert packed.head.pictures == (PicturePart(param=param, num_bytes=len(PNG), width=31, height=17),)
     assert images_of(unpack(packed.whole())) == list(packed.head.pictures)
     assert base64_of(PNG)[:40].encode() not in packed.whole()
     restored = images_of(with_files(unpack(packed.whole()), packed.files))
@@ -118,9 +117,9 @@ def chat_image(url: Any, **more: Any) -> GenerateRequest:
 @pytest.mark.parametrize(
     ("url", "problem"),
     [
-        ("file:///etc/passwd", "no picture"),
-        ("/etc/passwd", "no picture"),
-        ("ftp://example.org/x.png", "no picture"),
+        ("file:///etc/passwd", "not a picture"),
+        ("/etc/passwd", "not a picture"),
+        ("ftp://example.org/x.png", "not a picture"),
         ("data:image/png,abc", "not in base64"),
         ("data:image/png;base64,", "empty"),
         ("data:image/png;base64,%%%%", "not valid base64"),

@@ -29,13 +29,13 @@ class _FirstLine(msgspec.Struct):
 
 @click.group(cls=Group)
 def batch() -> None:
-    """Run files of requests when nobody else needs the fleet."""
+    """Run files of requests on idle capacity."""
 
 
 @batch.command()
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--window", default="24h", show_default=True, help="How long it may take: 30m, 24h, 7d.")
-@click.option("--wait", "waits", is_flag=True, help="Show the progress until it has ended.")
+@click.option("--wait", "waits", is_flag=True, help="Show progress until it ends.")
 @gateway_options
 @json_option
 def submit(file: Path, window: str, waits: bool, gateway: GatewayClient, as_json: bool) -> None:
@@ -66,7 +66,7 @@ def submit(file: Path, window: str, waits: bool, gateway: GatewayClient, as_json
 
 
 @batch.command(name="ls")
-@click.option("-n", "--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="How many.")
+@click.option("-n", "--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="Number of batches.")
 @gateway_options
 @json_option
 def ls(limit: int, gateway: GatewayClient, as_json: bool) -> None:
@@ -100,7 +100,7 @@ def ls(limit: int, gateway: GatewayClient, as_json: bool) -> None:
 @batch.command()
 @click.argument("id")
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write to a file.")
-@click.option("--errors", is_flag=True, help="The lines that failed, instead of those that succeeded.")
+@click.option("--errors", is_flag=True, help="Get the failed lines instead of the successful ones.")
 @gateway_options
 def results(id: str, output: Path | None, errors: bool, gateway: GatewayClient) -> None:
     """Print the results of a batch, one JSON object per line."""
@@ -133,7 +133,7 @@ def results(id: str, output: Path | None, errors: bool, gateway: GatewayClient) 
 @click.argument("id")
 @gateway_options
 def cancel(id: str, gateway: GatewayClient) -> None:
-    """Cancel a batch. The lines that are done keep their results."""
+    """Cancel a batch. Completed lines keep their results."""
     kind = "messages/batches" if id.startswith(_MESSAGES) else "batches"
     found = gateway.post(f"/v1/{kind}/{quote(id, safe='')}/cancel")
     console().print(f"{id} is {found.get('status') or found['processing_status']}")

@@ -20,9 +20,9 @@ from cortex.wire.node.protocol import ModelState
 
 @click.command(cls=Command)
 @click.argument("model", type=MODEL, required=False)
-@click.option("--node", help="Only on this node; on all where the model is ready when absent.")
-@click.option("--reload/--no-reload", default=True, help="Also measure its load and its wake (the default).")
-@click.option("--force", is_flag=True, help="Also while it has requests; the result is then of what they leave.")
+@click.option("--node", help="Node to measure on. [default: all where the model is ready]")
+@click.option("--reload/--no-reload", default=True, help="Also measure load and wake (the default).")
+@click.option("--force", is_flag=True, help="Measure even while the model has requests, which lower the result.")
 @gateway_options
 @json_option
 def bench(
@@ -30,12 +30,12 @@ def bench(
 ) -> None:
     """Measure how fast a model is on its nodes. Takes about a minute.
 
-    Runs 1, 8 and 64 streams and a prompt of 2,048 tokens, as far as the model takes them, then a wake and a load, and
-    shows what share of the machine's own limit each of them reaches. A model that is ready nowhere is loaded first;
-    without MODEL, every model that is ready is measured, one after the other; one that cannot be is reported, and the
-    others follow. Nodes keep the results, for `cortex explain` and for routing. Ctrl-C cancels.
+    Runs 1, 8 and 64 streams and a prompt of 2,048 tokens, as far as the model permits, then a wake and a load, and
+    shows which share of the machine's own limit each reaches. A model that is not ready is loaded first. Without MODEL,
+    every ready model is measured in turn; failures are reported and skipped. Nodes keep the results for `cortex
+    explain` and for routing. Ctrl-C cancels.
 
-    For wake and load the model leaves memory for a moment: requests wait, and its prefix cache goes to host memory.
+    Wake and load take the model out of memory for a moment: requests wait, and its prefix cache moves to host memory.
     """
     models = [model] if model is not None else _ready_models(gateway, node)
     body: dict[str, Any] = {"wait": False, "reload": reload, "force": force} | ({} if node is None else {"node": node})
@@ -61,11 +61,11 @@ def bench(
     count = sum(failure.code != ModelUnsupported.code for failure in failures)
     if count or len(failures) == len(models):
         what = f"{len(failures)} of {len(models)} models were not measured, or not everywhere"
-        raise CommandError(what, "see above why, and name one to measure it again: `cortex bench MODEL`")
+        raise CommandError(what, "the reasons are above; measure one again with `cortex bench MODEL`")
 
 
 def _measure(gateway: GatewayClient, model: str, body: dict[str, Any]) -> tuple[dict[str, Any], GatewayRejected | None]:
-    """What was found, and why not more. Raises CommandError for what holds for every model."""
+    """The results, and the errors by node. Raises CommandError for an error that affects every model."""
     failure = None
     try:
         job = gateway.post(model_path(model, "bench"), body)["job"]

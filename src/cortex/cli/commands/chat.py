@@ -52,7 +52,7 @@ def complete_blocks(text: str) -> tuple[str, str]:
 
 
 class ResponseView:
-    """Shows a response on `console`. A context manager: what is left is shown at the end, also after Ctrl-C.
+    """Shows a response on `console`. A context manager: the rest is shown at the end, also after Ctrl-C.
 
     On a terminal, finished blocks are rendered. Elsewhere the text is printed as it is.
     """
@@ -109,7 +109,7 @@ Content = str | list[dict[str, Any]]
 
 
 def read_picture(path: Path) -> dict[str, Any]:
-    """The part of a message with the picture at `path`. Raises CommandError for a file that is none."""
+    """The part of a message with the picture at `path`. Raises CommandError for a file that is not a picture."""
     try:
         file = path.expanduser().read_bytes()
         header = read_header(file)
@@ -118,7 +118,7 @@ def read_picture(path: Path) -> dict[str, Any]:
             f"cannot read {path}: {error.strerror}", "check the path of the picture", ExitCode.USAGE
         ) from error
     except UnreadablePicture as problem:
-        raise CommandError(f"{path} is no picture that can be sent: {problem}", "", ExitCode.USAGE) from None
+        raise CommandError(f"{path} cannot be sent as a picture: {problem}", "", ExitCode.USAGE) from None
     url = f"data:{header.media_type};base64,{base64.b64encode(file).decode()}"
     return {"type": "image_url", "image_url": {"url": url}}
 
@@ -148,7 +148,7 @@ class Conversation:
     system: str | None = None
     turns: list[dict[str, Any]] = field(default_factory=list)
     pictures: list[dict[str, Any]] = field(default_factory=list)
-    """Those of the next prompt."""
+    """Pictures of the next prompt."""
 
     def ask(self, text: str) -> None:
         """Add a turn of the user, with the pictures."""
@@ -203,15 +203,20 @@ class ChatResponse:
 @click.argument("model", type=MODEL, required=False)
 @click.argument("prompt", required=False)
 @click.option("-s", "--system", help="System prompt.")
-@click.option("-t", "--temperature", type=click.FloatRange(0, 2), help="0 always takes the most likely token.")
-@click.option("-n", "--max-tokens", type=click.IntRange(1), help="Longest response, in tokens.")
+@click.option(
+    "-t",
+    "--temperature",
+    type=click.FloatRange(0, 2),
+    help="Sampling temperature; 0 always picks the most likely token.",
+)
+@click.option("-n", "--max-tokens", type=click.IntRange(1), help="Maximum length of the response, in tokens.")
 @click.option(
     "-i",
     "--image",
     "images",
     type=click.Path(path_type=Path),
     multiple=True,
-    help="A picture that is sent with the first prompt: JPEG, PNG, WebP or GIF. Repeat it for several.",
+    help="Picture to send with the first prompt: JPEG, PNG, WebP or GIF; repeatable.",
 )
 @gateway_options
 def chat(
@@ -225,7 +230,7 @@ def chat(
 ) -> None:
     """Chat with a model in the terminal.
 
-    Without MODEL, uses the first loaded model. A PROMPT or piped input gets one response.
+    Without MODEL, uses the first loaded model. With a PROMPT or piped input, prints one response.
 
     \b
       cortex chat
@@ -292,7 +297,7 @@ class ChatSession:
         self.conversation.model = name
 
     def waits_for(self) -> str:
-        """What the next response has to wait for first, for a person."""
+        """What the next response must wait for, as text."""
         model = self.conversation.model
         try:
             is_loaded = self._gateway.get(f"/v1/models/{quote(model, safe='')}").get("loaded")
@@ -428,8 +433,13 @@ _SHOWN_ELEMENTS = 4
 @click.command(cls=Command)
 @click.argument("model", type=MODEL)
 @click.argument("texts", metavar="[TEXT]...", nargs=-1)
-@click.option("-d", "--dimensions", type=click.IntRange(1), help="Only the first elements of each vector.")
-@click.option("--as", "purpose", type=click.Choice(["query", "document"]), help="Use the model's prompt for it.")
+@click.option("-d", "--dimensions", type=click.IntRange(1), help="Return only this many elements of each vector.")
+@click.option(
+    "--as",
+    "purpose",
+    type=click.Choice(["query", "document"]),
+    help="Prepend the model's prompt for this kind of text.",
+)
 @gateway_options
 @json_option
 def embed(
@@ -442,8 +452,8 @@ def embed(
 ) -> None:
     """Show the vectors of texts.
 
-    Without a TEXT, every line of the input is one. Lists how similar each text is to the first; with --json, the whole
-    vectors.
+    Without TEXT, embeds each line of standard input. Lists how similar each text is to the first; with --json, the
+    whole vectors.
 
     \b
       cortex embed bge-m3 "a red cat" "un chat rouge" "the stock market"
@@ -473,7 +483,7 @@ def embed(
 
 
 def _vector(encoded: str | list[float]) -> list[float]:
-    """A foreign server may not know base64."""
+    """Decodes base64 or a list: a foreign server may not support base64."""
     return floats(b64decode(encoded)).tolist() if isinstance(encoded, str) else encoded
 
 

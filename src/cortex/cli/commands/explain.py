@@ -51,8 +51,8 @@ def explain(model: str, history: bool, gateway: GatewayClient, as_json: bool) ->
 def fits(model: str, gateway: GatewayClient, as_json: bool) -> None:
     """Show on which nodes a model fits, and how.
 
-    With all its weights on a device, or with a part of them in host memory, and how fast it is expected to be then.
-    Fails with the exit code 7 where it fits nowhere. Changes nothing.
+    Lists for each node whether all weights fit on its devices or a part needs host memory, and the expected speed.
+    Exits with code 7 if the model fits nowhere. Changes nothing.
     """
     decision = gateway.get(f"/fleet/explain/{quote(model, safe='')}?origin=operator")
     if as_json:

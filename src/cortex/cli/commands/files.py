@@ -21,7 +21,11 @@ from cortex.wire.words import plural
 @click.command(cls=Command)
 @click.argument("model", type=MODEL, metavar="MODEL[:QUANT]")
 @click.option(
-    "--to", "--node", "nodes", multiple=True, help="A node to download to; repeatable. [default: one that it fits]"
+    "--to",
+    "--node",
+    "nodes",
+    multiple=True,
+    help="Node to download to; repeatable. [default: one where the model fits]",
 )
 @click.option("--wait/--no-wait", default=True, help="Wait until it is done (the default).")
 @gateway_options
@@ -29,9 +33,9 @@ from cortex.wire.words import plural
 def pull(model: str, nodes: tuple[str, ...], wait: bool, gateway: GatewayClient, as_json: bool) -> None:
     """Download a model without loading it.
 
-    MODEL is a model of the catalogue or a hub id; QUANT selects one of its GGUF files, else the dense weights, which
-    are quantised so at load. Nodes get from each other what one of them has, and only the rest from the hub. Ctrl-C
-    cancels; what was downloaded is kept for the next time.
+    MODEL is a model of the catalogue or a hub id. QUANT selects one of its GGUF files; without such a file, the dense
+    weights are downloaded and quantised at load. Nodes copy files from each other and download only the rest from the
+    hub. Ctrl-C cancels; a later pull resumes.
 
     \b
       cortex pull Qwen/Qwen3-8B
@@ -81,15 +85,19 @@ def start_pull(gateway: GatewayClient, model: str, nodes: Sequence[str], *, copi
 
 @click.command(cls=Command)
 @click.argument("model", type=MODEL, metavar="MODEL[:QUANT]")
-@click.option("--node", help="Only from the disk of this node; from all when absent.")
-@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@click.option("--node", help="Delete only on this node. [default: all nodes]")
+@click.option("-y", "--yes", is_flag=True, help="Skip the confirmation.")
 @gateway_options
 @json_option
 def rm(model: str, node: str | None, yes: bool, gateway: GatewayClient, as_json: bool) -> None:
-    """Delete a model's files from the nodes' disks.
+    """Delete a model's files from disks, or a created model.
 
-    A model in memory is not deleted; unload it first. Files outside a node's hub cache are never deleted.
+    A model in memory is not deleted; unload it first. Files outside a node's hub cache are never deleted. Of a model
+    that `cortex create` made, the files that were uploaded for it are deleted; what it was made of stays.
     """
+    if node is None and model in gateway.get("/fleet/created")["models"]:
+        _delete_created(gateway, model, yes=yes, as_json=as_json)
+        return
     name, quant = split_quant(model)
     held = {
         place.name: place.files[name]
@@ -100,7 +108,7 @@ def rm(model: str, node: str | None, yes: bool, gateway: GatewayClient, as_json:
         if (source := _outside(gateway, name)) is not None:
             raise CommandError(
                 f"the files of {name} are at {source}, outside the nodes' hub caches, and are not deleted",
-                "delete them by hand where no node needs them any more",
+                "delete them by hand once no node needs them",
             )
         where = f" of {node}" if node else ""
         raise CommandError(f"no disk{where} holds files of {name}", "see `cortex status --json`", ExitCode.NOT_FOUND)
@@ -117,14 +125,22 @@ def rm(model: str, node: str | None, yes: bool, gateway: GatewayClient, as_json:
         console().print(line, soft_wrap=True)
 
 
+def _delete_created(gateway: GatewayClient, model: str, *, yes: bool, as_json: bool) -> None:
+    if not yes:
+        click.confirm(f"Delete {model}? What it was made of stays.", abort=True, err=True)
+    deleted = gateway.delete(f"/fleet/created/{quote(model)}")
+    if as_json:
+        print_json(deleted)
+    else:
+        console().print(f"{model} deleted", soft_wrap=True)
+
+
 @click.command(cls=Command)
 @click.option("--model", help="Only KV of this model.")
 @click.option("--key", metavar="NAME_OR_ID", help="Only KV of the prompts of this key.")
-@click.option("--group", help="Only KV of the prompts of a group that shares them.")
-@click.option(
-    "--tenant", help="Only KV of this tenant: that of a revoked key, as `cortex keys list --json` printed it."
-)
-@click.option("--unused-days", type=click.FloatRange(0), help="Only files that were not used for this long.")
+@click.option("--group", help="Only KV of the prompts that this group shares.")
+@click.option("--tenant", help="Only KV of this tenant, as `cortex keys list --json` printed it: for revoked keys.")
+@click.option("--unused-days", type=click.FloatRange(0), help="Only files that were not used for this many days.")
 @click.option("--all", "everything", is_flag=True, help="KV of all prompts.")
 @click.option("--node", help="Only on this node. [default: all nodes]")
 @gateway_options
@@ -132,14 +148,14 @@ def rm(model: str, node: str | None, yes: bool, gateway: GatewayClient, as_json:
 def forget(gateway: GatewayClient, as_json: bool, *, unused_days: float | None, **chosen: object) -> None:
     """Delete what nodes keep of prompts.
 
-    That is their KV on devices, in host memory and on disk. Requests that run keep theirs. Prompts that continue
-    deleted ones are computed again.
+    Deletes KV on devices, in host memory and on disk, except that of running requests. Prompts that continue deleted
+    ones are computed again.
     """
     unused_s = None if unused_days is None else unused_days * 86400
     given = {name: value for name, value in {**chosen, "unused_s": unused_s}.items() if value not in (None, False)}
     if not given.keys() - {"node"}:
         remedy = "name --model, --key, --group, --tenant or --unused-days, or use --all"
-        raise CommandError("nothing was chosen", remedy, ExitCode.USAGE)
+        raise CommandError("nothing is selected", remedy, ExitCode.USAGE)
     nodes = gateway.post("/fleet/forget", given)["nodes"]
     if as_json:
         print_json(nodes)

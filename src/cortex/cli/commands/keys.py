@@ -61,15 +61,19 @@ def _limit_options(function: Callable[..., Any]) -> Callable[..., Any]:
                 help="A model to allow, or a pattern with *; repeatable.",
             ),
             click.option(
-                "--class", "request_class", type=click.Choice(CLASSES), help="Class of requests that ask for none."
+                "--class", "request_class", type=click.Choice(CLASSES), help="Class of requests that name none."
             ),
-            click.option("--highest-class", type=click.Choice(CLASSES), help="Highest class that its requests get."),
+            click.option(
+                "--highest-class", type=click.Choice(CLASSES), help="Highest class that its requests may have."
+            ),
             click.option("--requests-per-min", type=click.IntRange(1), help="Limit of requests per minute."),
             click.option("--window-tokens", type=click.IntRange(0), help="Limit of tokens within the window."),
-            click.option("--window-s", type=click.IntRange(60), help="Length of the window; a day if absent."),
+            click.option("--window-s", type=click.IntRange(60), help="Length of the window; one day by default."),
             click.option("--balance-tokens", type=click.IntRange(0), help="Limit of tokens for its lifetime."),
             click.option(
-                "--window-cost", type=click.FloatRange(0), help="Limit of cost within the window, by models.toml."
+                "--window-cost",
+                type=click.FloatRange(0),
+                help="Limit of cost within the window, at the prices of models.toml.",
             ),
             click.option("--balance-cost", type=click.FloatRange(0), help="Limit of cost for its lifetime."),
         )
@@ -101,8 +105,8 @@ def _given(models: tuple[str, ...], limits: Mapping[str, Any], without: tuple[st
 @click.option("--expires", help="When it stops working: a date or time such as 2026-12-31.")
 @click.option("--operator", is_flag=True, help="Also allow it to load, unload and pin models, and to manage keys.")
 @_config_option("Add it to")
-@click.option("--print", "is_printed", is_flag=True, help="Only print it, as a table for cortex.toml.")
-@click.option("--replace", is_flag=True, help="Replace the key that NAME has in the file: it and its limits are gone.")
+@click.option("--print", "is_printed", is_flag=True, help="Only print the key, as a table for cortex.toml.")
+@click.option("--replace", is_flag=True, help="Replace NAME's key and its limits in the file.")
 @gateway_options
 @json_option
 def add(
@@ -171,8 +175,7 @@ def change(
 ) -> None:
     """Change the limits or the expiry of a key.
 
-    They are in force at once at the gateway that is asked, and within a second at others. What the key has spent stays
-    counted.
+    The change applies at once at this gateway, and within a second at others. What the key has spent stays counted.
     """
     changes = _given(models, limits, without)
     if not changes:
@@ -201,7 +204,7 @@ def change(
 def remove(key: str, config: Path | None, gateway: GatewayClient, as_json: bool) -> None:
     """Revoke a key.
 
-    It is rejected at once at the gateway that is asked, and within a second at others. Its usage stays in the ledger.
+    This gateway rejects it at once, and others within a second. Its usage stays in the ledger.
     """
     is_one_left = True
     if config is None:
@@ -386,7 +389,7 @@ def remove_group(name: str, gateway: GatewayClient) -> None:
 def export_keys(config: Path | None, output: Path | None) -> None:
     """Write the keys and groups of the database as tables of a cortex.toml, for a backup or another database.
 
-    The tables have the hashes of keys, not the keys. Those of the configuration file are not exported: they are there.
+    The tables have the hashes of keys, not the keys. Keys in the configuration file are not exported.
     """
     path = _database_config(config)
     loaded = load(path, os.environ)
@@ -406,13 +409,13 @@ def export_keys(config: Path | None, output: Path | None) -> None:
 @keys.command("import")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("-c", "--config", type=click.Path(path_type=Path), help="The cortex.toml whose database is written.")
-@click.option("--move", is_flag=True, help="Then remove them from FILE, where they would win over the database.")
+@click.option("--move", is_flag=True, help="Then remove them from FILE, which takes precedence over the database.")
 def import_keys(file: Path, config: Path | None, move: bool) -> None:
     """Write the [[keys]] and [[groups]] of FILE into the database.
 
     FILE is an export, or a cortex.toml: `cortex keys import cortex.toml --move -c cortex.toml` moves its keys into its
-    database. All gateways on the database accept them within a second. One with the same id, or a group with the same
-    name, is replaced.
+    database. All gateways on the database accept them within a second. They replace keys with the same id and groups
+    with the same name.
     """
     path = _database_config(config)
     loaded, source = load(path, os.environ), settings.load(Config, file, env_prefix="CORTEX_", env={})
@@ -437,7 +440,9 @@ def import_keys(file: Path, config: Path | None, move: bool) -> None:
     console().print(f"{'Moved' if move else 'Imported'} {_counted(imported)}.", soft_wrap=True)
     ignored = merged(load(path, os.environ).keys, (), imported).ignored
     if ignored:
-        console().print(f"{path} has {plural(len(ignored), 'key')} of them, too, which win: remove them there.")
+        console().print(
+            f"{path} has {plural(len(ignored), 'key')} of them too, which take precedence: remove them there."
+        )
 
 
 def _counted(stored: StoredKeys) -> str:
@@ -447,7 +452,7 @@ def _counted(stored: StoredKeys) -> str:
 def _database_config(config: Path | None) -> Path:
     path = configuration(config)
     if path is None:
-        raise CommandError("the database is named by a cortex.toml", "name it with --config", ExitCode.USAGE)
+        raise CommandError("a cortex.toml must name the database", "name it with --config", ExitCode.USAGE)
     return path
 
 

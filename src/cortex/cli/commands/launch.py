@@ -128,5 +128,5 @@ def _chosen(gateway: GatewayClient, agent: str, model: str | None) -> Mapping[st
     if not capabilities.get("chat", True):
         raise CommandError(f"{model} cannot chat", "choose another of `cortex models`", ExitCode.USAGE)
     if agent != "aider" and not capabilities.get("tools", True):
-        click.echo(f"{model} has no tools: {agent} can talk, but not edit files or run commands", err=True)
+        click.echo(f"{model} does not support tools: {agent} can chat, but not edit files or run commands", err=True)
     return entry

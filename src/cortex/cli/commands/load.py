@@ -19,9 +19,9 @@ from cortex.cli.views.load import context_of
 from cortex.wire.node.protocol import ModelState
 from cortex.wire.words import about, plural
 
-node_option = click.option("--node", help="The node to act on; the gateway chooses when absent.")
+node_option = click.option("--node", help="Node to act on. [default: the gateway chooses]")
 wait_option = click.option("--wait/--no-wait", default=True, help="Wait until it is done (the default).")
-dry_run_option = click.option("--dry-run", is_flag=True, help="Show what it would do and evict; change nothing.")
+dry_run_option = click.option("--dry-run", is_flag=True, help="Show what would be loaded and evicted; change nothing.")
 
 
 @click.command(cls=Command)
@@ -52,7 +52,7 @@ def load(
 @gateway_options
 @json_option
 def pin(model: str, node: str | None, dry_run: bool, wait: bool, gateway: GatewayClient, as_json: bool) -> None:
-    """Keep a model loaded: it is never evicted.
+    """Keep a model loaded and never evict it.
 
     The pin lasts until `cortex unpin`: the model is loaded again after a restart of its node or of the gateway.
     """
@@ -61,7 +61,7 @@ def pin(model: str, node: str | None, dry_run: bool, wait: bool, gateway: Gatewa
 
 @click.command(cls=Command)
 @click.argument("model", type=MODEL)
-@click.option("--node", help="Only from this node; from all when absent.")
+@click.option("--node", help="Unload only from this node. [default: all nodes]")
 @click.option("--force", is_flag=True, help="Cancel its running requests instead of waiting for them.")
 @click.option(
     "--sleep", is_flag=True, help="Keep the weights in host memory if there is room; it wakes faster than it loads."
@@ -120,14 +120,14 @@ def unpin(model: str, gateway: GatewayClient, as_json: bool) -> None:
 
 @click.command(cls=Command)
 @click.argument("model", type=MODEL)
-@click.option("--node", help="Only on this node; on all that have the model when absent.")
+@click.option("--node", help="Only on this node. [default: all that have the model]")
 @gateway_options
 @json_option
 def forget_size(model: str, node: str | None, gateway: GatewayClient, as_json: bool) -> None:
-    """Forget how much memory a model has taken.
+    """Discard the measured size of a model.
 
-    It is placed by estimates again, until its next load is measured. For a model that is kept out because it once took
-    more than usual.
+    It is placed by estimates again until its next load is measured. Use this if a model is rejected because it once
+    took more than usual.
     """
     response = gateway.delete(model_path(model, "size") + (f"?node={quote(node, safe='')}" if node else ""))
     if as_json:
@@ -179,7 +179,7 @@ def order(
     wait: bool,
     as_json: bool,
 ) -> None:
-    """Give an order that is a job, and follow it if `wait`."""
+    """Send an order that starts a job, and follow the job if `wait`."""
     if dry_run:
         decision = gateway.post(model_path(model, action), _body(node=node, dry_run=True))
         if as_json:
@@ -229,7 +229,7 @@ def _context(gateway: GatewayClient, model: str) -> str:
 
 
 def _preview_unload(gateway: GatewayClient, model: str, node: str | None, as_json: bool) -> None:
-    """What an unload would do: one line for each node."""
+    """The effect of an unload, one line per node."""
     response = gateway.post(model_path(model, "unload"), _body(node=node, dry_run=True))
     if as_json:
         print_json(response)
@@ -242,7 +242,7 @@ def _preview_unload(gateway: GatewayClient, model: str, node: str | None, as_jso
         ]
         _print(f"unload {response['model']} from {name}: {', '.join(filter(None, notes))}")
     if not response["nodes"]:
-        _print(f"{response['model']} is loaded nowhere")
+        _print(f"{response['model']} is not loaded on any node")
 
 
 def _post_unload(gateway: GatewayClient, model: str, body: dict[str, Any]) -> Any:

@@ -35,8 +35,10 @@ _TITLES = ("TIME", "STATUS", "TTFT", "TOTAL", "TOK/S", "TOKENS", "NODE", "KEY", 
 
 
 @click.command(cls=Command)
-@click.option("-f", "--follow", is_flag=True, help="Wait for further requests until Ctrl-C.")
-@click.option("-n", "--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="How many of each.")
+@click.option("-f", "--follow", is_flag=True, help="Keep printing new requests until Ctrl-C.")
+@click.option(
+    "-n", "--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="Maximum number of entries."
+)
 @click.option(
     "--model",
     type=MODEL,
@@ -61,15 +63,14 @@ def logs(
 ) -> None:
     """Show the latest requests, oldest first.
 
-    TOKENS are those of the prompt, in parentheses how many of them were cached, and of the response, in parentheses how
-    many of them were drafted. With --json one request per line when following. --since needs log_retention_days under
-    [activity] of the gateway.
+    TOKENS shows prompt tokens (cached ones in parentheses) and response tokens (drafted ones in parentheses). With
+    --json and --follow, prints one request per line. --since needs log_retention_days under [activity] of the gateway.
 
-    The output of a server (a harness with a command) is for operators. Its last 500 lines are kept, also after its end.
-    With --json it is shown by --server only.
+    Only operators see the output of a server (a harness with a command). Its last 500 lines are kept after it ends.
+    With --json, only --server shows it.
     """
     if since is not None and follow:
-        raise click.UsageError("--since shows what has ended: leave out --follow")
+        raise click.UsageError("--since shows past requests only: leave out --follow")
     output = None if model is None or "*" in model or (as_json and not server) else _ServerOutput(gateway, model, limit)
     if server:
         _show_output(output, follow=follow, as_json=as_json)
@@ -85,7 +86,7 @@ def logs(
         output.show(as_json=False)
         click.echo()
     if not as_json and not first and not follow:
-        out.print("no requests yet" if not filters else "no such requests")
+        out.print("no requests yet" if not filters else "no matching requests")
         return
     lines = _Lines(out)
     if not as_json:
@@ -119,7 +120,7 @@ def moment(text: str, now: float, option: str = "--since") -> str:
 
 
 class _ServerOutput:
-    """The lines that the servers of a model wrote, by node."""
+    """The output lines of a model's servers, by node."""
 
     def __init__(self, gateway: GatewayClient, model: str, limit: int) -> None:
         self._gateway = gateway
@@ -128,7 +129,7 @@ class _ServerOutput:
         self._next: dict[str, int] = {}
         self._new: list[tuple[str, str]] = []
         self.problem: CommandError | None = None
-        """Why there is none: the model has no server, or the key is not an operator's."""
+        """Why there is no output: the model has no server, or the key is not an operator's."""
         try:
             self._add(self._gateway.get(self._path))
         except CommandError as error:
@@ -138,7 +139,7 @@ class _ServerOutput:
         return bool(self._new)
 
     def poll(self) -> None:
-        """Fetch what was written since. A gateway that restarts is asked again later."""
+        """Fetch new lines. Retried later while the gateway restarts."""
         for node, after in self._next.items():
             with contextlib.suppress(CommandError):
                 self._add(self._gateway.get(f"{self._path}?{urlencode({'node': node, 'after': after})}"))
@@ -170,8 +171,8 @@ def _show_output(output: _ServerOutput | None, *, follow: bool, as_json: bool) -
 
 
 def _batches(gateway: GatewayClient, limit: int, filters: dict[str, str]) -> Iterator[list[dict[str, Any]]]:
-    """The latest requests, then those since, oldest first. Waits for a gateway that restarts, which counts from zero
-    again. Raises CommandError when the first call fails."""
+    """The latest requests, then new ones, oldest first. Waits while the gateway restarts, after which numbers begin at
+    zero again. Raises CommandError if the first call fails."""
     after, is_first, is_lost = 0, True, False
     while True:
         try:
@@ -203,7 +204,7 @@ def _show(lines: _Lines, requests: list[dict[str, Any]], as_json: bool) -> None:
 
 
 class _Lines:
-    """Lines of aligned cells. A column grows with the requests that follow, and never shrinks."""
+    """Lines of aligned cells. Columns may grow with later requests and never shrink."""
 
     def __init__(self, out: Console) -> None:
         self._out = out
@@ -244,9 +245,9 @@ def _seconds(seconds: float | None) -> str:
 
 
 @click.command(cls=Command)
-@click.option("-n", "--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="How many.")
-@click.option("--key", help="Only what the key of this name or id did.")
-@click.option("--since", help="From then on: 30m, 12h, 7d, a date, or a time.")
+@click.option("-n", "--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="Number of actions.")
+@click.option("--key", help="Only actions of the key with this name or id.")
+@click.option("--since", help="Start of the period: 30m, 12h, 7d, a date, or a time.")
 @gateway_options
 @json_option
 def audit(limit: int, key: str | None, since: str | None, gateway: GatewayClient, as_json: bool) -> None:
@@ -254,8 +255,8 @@ def audit(limit: int, key: str | None, since: str | None, gateway: GatewayClient
 
     The oldest action comes first; STATUS is its outcome.
 
-    Needs an operator's key. Rejected attempts of valid keys and failed sign-ins are shown too. Keys that were changed
-    in the configuration file have no client. audit_days under [ledger] of the gateway says how long the log is kept.
+    Needs an operator's key. Includes rejected requests of valid keys and failed sign-ins. Changes of keys in the
+    configuration file have no client. The log is kept for audit_days under [ledger] of the gateway.
     """
     options: dict[str, Any] = {"limit": limit}
     if key is not None:
@@ -267,7 +268,7 @@ def audit(limit: int, key: str | None, since: str | None, gateway: GatewayClient
         print_json(entries)
         return
     if not entries:
-        console().print("nothing was changed, and nobody signed in")
+        console().print("no changes and no sign-ins")
         return
     shown = table("TIME", "KEY", "CLIENT", ">STATUS", "ACTION", "DETAIL")
     for entry in entries:
@@ -284,9 +285,9 @@ _GROUPS: tuple[GroupBy, ...] = get_args(GroupBy)
 
 @click.command(cls=Command)
 @click.option("--by", type=click.Choice(_GROUPS), default="key", show_default=True)
-@click.option("--days", type=click.FloatRange(0, min_open=True), help="How far back; 30 if nothing else is given.")
-@click.option("--since", help="From then on: 12h, 7d, a date, or a time.")
-@click.option("--until", help="Until then: 12h, 7d, a date, or a time; until now if absent.")
+@click.option("--days", type=click.FloatRange(0, min_open=True), help="Days to look back. [default: 30]")
+@click.option("--since", help="Start of the period: 12h, 7d, a date, or a time.")
+@click.option("--until", help="End of the period: 12h, 7d, a date, or a time. [default: now]")
 @click.option("-c", "--config", type=click.Path(path_type=Path), help="Read the ledger of this cortex.toml.")
 @click.option("--csv", "is_csv", is_flag=True, help="Print comma-separated values with a header.")
 @gateway_options
@@ -305,8 +306,8 @@ def usage(
 
     `--by key-model` shows each model of each key. Times are to the minute, in the time zone of this machine. The cost
     follows from the prices in models.toml. With --config, or a cortex.toml in the working directory, the ledger
-    database is read directly, and the gateway may be running. Otherwise the gateway is asked: an operator's key shows
-    all usage, another key its own.
+    database is read directly, and the gateway may be running. Otherwise the gateway reports it: all usage for an
+    operator's key, its own for any other key.
     """
     if days is not None and since is not None:
         raise click.UsageError("give --days or --since, not both")

@@ -54,7 +54,7 @@ def _state(entry: dict[str, Any]) -> str:
 
 
 def _places(entry: dict[str, Any]) -> str:
-    """The nodes that hold it, else, in parentheses, the nodes where it fits."""
+    """The nodes that hold it or, in parentheses, the nodes where it fits."""
     if here := [_place(location, _state(entry)) for location in entry.get("locations", ())]:
         return ", ".join(here)
     possible = entry.get("feasible_on", ())
@@ -62,8 +62,8 @@ def _places(entry: dict[str, Any]) -> str:
 
 
 def _place(location: dict[str, Any], shown: str) -> str:
-    """A node, or those that run it together, with the state of the model there where that is not the one shown, or with
-    its replicas."""
+    """A node, or those that run it together, with the model's state there, if different from the one shown, or its
+    replicas."""
     status, name = str(location["status"]), " + ".join(location.get("nodes", ())) or str(location["node"])
     note = replicas_in_words(location.get("replica_devices", ())) if status == shown else status
     return f"{name} ({note})" if note else name

@@ -1,4 +1,4 @@
-"""`cortex nodes`, `ps`, `jobs`, `drain`, `undrain`: what runs where, and which nodes take work."""
+"""`cortex nodes`, `ps`, `jobs`, `drain`, `undrain`: models, jobs and nodes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cortex.wire.node.protocol import ModelState, ModelStatus
 from cortex.wire.words import duration, plural
 
 WAIT_S = 0.5
-"""Between two looks at a node that is drained."""
+"""Interval of checks of a node that drains."""
 
 
 @click.command(cls=Command)
@@ -31,7 +31,7 @@ WAIT_S = 0.5
 def nodes(gateway: GatewayClient, as_json: bool) -> int:
     """List the nodes: health, devices, memory and models.
 
-    MEMORY is what is in use on all devices of a node. Exit code 1 when a node is down.
+    MEMORY is the memory in use on all devices of a node. Exit code 1 if a node is down.
     """
     raw = gateway.get("/fleet/status")
     found = fleet_view.parse(raw).nodes
@@ -79,9 +79,9 @@ def _models(node: NodeView) -> str:
 @gateway_options
 @json_option
 def ps(gateway: GatewayClient, as_json: bool) -> None:
-    """List the models in memory, and what they do.
+    """List the models in memory and their activity.
 
-    TOK/S is the rate of the last few seconds in which a model generated: tokens of all its requests after their first.
+    TOK/S is the rate over the last few seconds of generation: tokens of all requests, without the first of each.
     """
     fleet = fleet_view.fetch(gateway)
     held = [(node, model) for node in fleet.nodes for model in node.models if model.state is not ModelState.FAILED]
@@ -181,7 +181,8 @@ def _cancelled(gateway: GatewayClient, job_id: str) -> Any:
 def drain(node: str, wait: bool, gateway: GatewayClient, as_json: bool) -> None:
     """Send no new requests and loads to a node.
 
-    Running requests end normally, and its models stay loaded. It lasts until `cortex undrain`, also over restarts.
+    Running requests end normally, and models stay loaded. The node stays drained until `cortex undrain`, also after
+    restarts.
     """
     _drain(gateway, node, "drain", "gets no new requests", as_json)
     if wait:
@@ -198,7 +199,7 @@ def undrain(node: str, gateway: GatewayClient, as_json: bool) -> None:
 
 
 def _wait_until_idle(gateway: GatewayClient, name: str, as_json: bool) -> None:
-    """Returns also when the node is down or gone: nothing runs there then."""
+    """Also returns when the node is down or gone, because nothing runs there then."""
     shown = 0
     while running := _num_running(fleet_view.fetch(gateway), name):
         if running != shown and not as_json:

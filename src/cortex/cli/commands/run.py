@@ -19,10 +19,15 @@ from cortex.wire.node.protocol import ModelState
 @click.command(cls=Command)
 @click.argument("model", type=MODEL, metavar="MODEL[:QUANT]")
 @click.argument("prompt", required=False)
-@click.option("--node", help="The node to load it on; the gateway chooses when absent.")
+@click.option("--node", help="Node to load it on. [default: the gateway chooses]")
 @click.option("-s", "--system", help="System prompt.")
-@click.option("-t", "--temperature", type=click.FloatRange(0, 2), help="0 always takes the most likely token.")
-@click.option("-n", "--max-tokens", type=click.IntRange(1), help="Longest response, in tokens.")
+@click.option(
+    "-t",
+    "--temperature",
+    type=click.FloatRange(0, 2),
+    help="Sampling temperature; 0 always picks the most likely token.",
+)
+@click.option("-n", "--max-tokens", type=click.IntRange(1), help="Maximum length of the response, in tokens.")
 @gateway_options
 def run(
     model: str,
@@ -35,7 +40,7 @@ def run(
 ) -> None:
     """Load a model, downloaded if necessary, and chat with it.
 
-    MODEL is a model of the catalogue or a hub id. A PROMPT or piped input gets one response.
+    MODEL is a model of the catalogue or a hub id. With a PROMPT or piped input, prints one response.
 
     \b
       cortex run unsloth/Qwen3-8B-GGUF:Q4_K_M
@@ -51,7 +56,7 @@ def run(
 
 
 def _reject_another_quant(gateway: GatewayClient, name: str, quant: str) -> None:
-    """A model in memory serves as it was loaded: what a client asks for here would not be what it gets."""
+    """Rejects a quantisation other than the one in memory, because the request would get the loaded one."""
     for place, held in fleet_view.fetch(gateway).places(name):
         if held.state is not ModelState.FAILED and not is_same_quant(quant, held.requested_quant, held.quant):
             raise CommandError(

@@ -18,14 +18,12 @@ from cortex.cli.up.run_files import address
 @click.option(
     "-c", "--config", type=click.Path(path_type=Path), help="A cortex.toml. [default: ./cortex.toml if there is one]"
 )
-@click.option("--ollama", is_flag=True, help="Also listen on Ollama's port, 11434, where clients look by themselves.")
-@click.option(
-    "--take-over", is_flag=True, help="Listen on the addresses of a gateway that runs already, which you then stop."
-)
+@click.option("--ollama", is_flag=True, help="Also listen on port 11434, where clients of Ollama look by default.")
+@click.option("--take-over", is_flag=True, help="Share the addresses of a running gateway, which you then stop.")
 def serve(config: Path | None, ollama: bool, take_over: bool) -> None:
     """Run the gateway until SIGTERM or Ctrl-C.
 
-    SIGHUP or a change of the file reloads the configuration.
+    SIGHUP, or a change of a file, reloads the configuration.
     """
     import uvloop
 

@@ -39,7 +39,7 @@ from cortex.wire.words import duration, plural, replicas_in_words
 def status(watch: bool, interval_s: float, gateway: GatewayClient, as_json: bool) -> int:
     """Show nodes, devices and models.
 
-    Shows memory of devices, and state and load progress of models. Exit code 1 when a node is down.
+    Shows memory of devices, and state and load progress of models. Exit code 1 if a node is down.
     """
     if watch and as_json:
         raise CommandError("--watch and --json exclude each other", "leave one of them out", ExitCode.USAGE)
@@ -223,10 +223,10 @@ _PHASES = {"wait": "waits", "prefill": "reads the prompt", "decode": "generates"
 @gateway_options
 @json_option
 def cancel(ids: tuple[str, ...], model: str | None, gateway: GatewayClient, as_json: bool) -> None:
-    """End requests that run, at their nodes too.
+    """Cancel running requests, at their nodes too.
 
-    Without an ID or --model, lists the requests that run, with their ids. The client of a cancelled request gets an
-    error. A key that is not an operator's sees and cancels its own requests.
+    Without an ID or --model, lists the running requests with their ids. The client of a cancelled request gets an
+    error. Keys other than operators' see and cancel only their own requests.
     """
     running = gateway.get(PATH)["requests"]
     if not ids and model is None:
@@ -244,7 +244,7 @@ def cancel(ids: tuple[str, ...], model: str | None, gateway: GatewayClient, as_j
 
 
 def _cancel(gateway: GatewayClient, id: str) -> int:
-    """How many it ended: 0 for a request that has just ended by itself."""
+    """The number of cancelled requests: 0 if it has just ended by itself."""
     try:
         return int(gateway.delete(f"{PATH}/{id}")["cancelled"])
     except GatewayRejected as error:

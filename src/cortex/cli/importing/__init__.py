@@ -1,1 +1,1 @@
-"""Configurations of other programs as files of ours."""
+"""Converts configurations of other programs to ours."""

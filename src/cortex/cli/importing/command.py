@@ -1,4 +1,4 @@
-"""`cortex import`: the configuration of another program as files of ours."""
+"""`cortex import`: converts the configuration of another program."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from cortex.wire.words import plural
 @click.option("--force", is_flag=True, help="Replace files that exist.")
 @json_option
 def import_configuration(file: Path, out: Path, force: bool, as_json: bool) -> None:
-    """Write our files from a configuration of llama-swap.
+    """Convert a llama-swap configuration.
 
     FILE is a llama-swap.yaml. Writes models.toml, neuron.toml and cortex.toml: each model with its command as a
     harness, macros expanded, aliases, peers as nodes, groups and the matrix. Lists what has no
@@ -72,7 +72,7 @@ def _converted(file: Path) -> Imported:
         raise CommandError(str(error), f"correct {file}", ExitCode.CONFIG) from error
     except SettingsError as error:
         raise CommandError(
-            f"{file} has what our files cannot have: {error.message}",
+            f"{file} cannot be converted: {error.message}",
             "correct it there, and import it again",
             ExitCode.CONFIG,
         ) from error

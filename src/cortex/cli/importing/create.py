@@ -16,9 +16,9 @@ from cortex.wire.dialects.ollama.models import BLOBS_PREFIX
 from cortex.wire.node.load_options import is_path
 
 _MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.gguf")
-"""What of a folder belongs to a model."""
+"""Files in a folder that belong to a model."""
 _WEIGHTS, _PROJECTOR = "model.gguf", "mmproj-model.gguf"
-"""What a model's files are called: Ollama's own have only a digest for a name."""
+"""Names for the files of a model, because Ollama's own are named by digest."""
 
 
 @click.command(cls=Command)
@@ -36,9 +36,8 @@ _WEIGHTS, _PROJECTOR = "model.gguf", "mmproj-model.gguf"
 def create(name: str, file: Path, quantize: str | None, gateway: GatewayClient, as_json: bool) -> None:
     """Create a model from a Modelfile.
 
-    FROM names a model, a repository of the hub, a GGUF file or a folder. Files that are here are sent to a node; a path
-    that is not here is one on the node. The gateway keeps the model as an entry of its catalogue, until
-    `DELETE /api/delete`.
+    FROM names a model, a repository of the hub, a GGUF file or a folder. Local files are uploaded to a node; a path
+    without a local file is one on the node. The gateway keeps the model in its catalogue until `DELETE /api/delete`.
     """
     try:
         request = as_request(file.read_text(encoding="utf-8"))
@@ -63,8 +62,7 @@ def create(name: str, file: Path, quantize: str | None, gateway: GatewayClient, 
 
 
 def _files_here(source: str, projector: str | None, folder: Path) -> dict[str, Path]:
-    """The files of a model, by their path in it; empty where its source is nothing that is here. Raises
-    ModelfileProblem."""
+    """The files of a model, by their path in it; empty if its source is not local. Raises ModelfileProblem."""
     weights = _file_here(source, folder)
     if projector is not None:
         tower = _file_here(projector, folder)
@@ -88,7 +86,7 @@ def _file_here(source: str, folder: Path) -> Path | None:
 
 
 def _uploaded(gateway: GatewayClient, file: Path, *, quiet: bool) -> str:
-    """Send a file, unless a node has it from before. Returns its digest."""
+    """Upload a file unless a node already has it. Returns its digest."""
     with file.open("rb") as content:
         digest = f"sha256:{hashlib.file_digest(content, 'sha256').hexdigest()}"
     if not gateway.has(BLOBS_PREFIX + digest):

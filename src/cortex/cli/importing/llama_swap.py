@@ -1,4 +1,5 @@
-"""A configuration of llama-swap as our three files, and notes on what has no equivalent. Pure; nothing is executed."""
+"""Converts a llama-swap configuration to our three files, with notes on what has no equivalent. Pure; nothing is
+executed."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def _text(text: str) -> str:
 
 _MACRO = re.compile(r"\$\{([^}]*)\}")
 OURS = ("PORT", "MODEL_ID", "PID")
-"""Those that a node replaces itself, under the same names."""
+"""Macros that a node expands itself, under the same names."""
 
 
 class MacroProblem(ValueError):
@@ -103,11 +104,13 @@ class _Expander:
 
 
 _NODE = "local"
+_LISTEN = "127.0.0.1:31313"
+"""Where a gateway starts without keys."""
 _MIN_HEALTH_S = 15.0
 _LEVELS = {"debug": "debug", "info": "info", "warn": "warning", "error": "error"}
 _DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _Keys = dict[str, "_Keys | bool"]
-"""The keys of a table; `*`: any name. Of a key that is no table: whether it is converted or left out."""
+"""The keys of a table; `*` is any name. For other keys, whether they are converted or left out."""
 
 
 def _keys(*, converted: str = "", left_out: str = "", **tables: _Keys) -> _Keys:
@@ -156,8 +159,8 @@ KEYS = _keys(
 
 
 def _left_out(data: Any, keys: _Keys, path: str = "") -> list[str]:
-    """The paths that have no equivalent. Raises NotLlamaSwap for a key that is not known, because what it means cannot
-    be kept, and for a table that is none."""
+    """The paths without an equivalent. Raises NotLlamaSwap for an unknown key, whose meaning would be lost, and for a
+    value that should be a table."""
     if data is None:
         return []
     if not isinstance(data, dict):
@@ -166,7 +169,7 @@ def _left_out(data: Any, keys: _Keys, path: str = "") -> list[str]:
     for name, value in data.items():
         here, known = f"{path}.{name}" if path else str(name), keys.get(str(name), keys.get("*"))
         if known is None and not str(name).startswith("x-"):  # which other programs take for the user's own
-            raise NotLlamaSwap(f"`{here}` is no key of llama-swap that is known here; correct it, or remove it")
+            raise NotLlamaSwap(f"`{here}` is not a known llama-swap key; correct it, or remove it")
         if isinstance(known, dict):
             found += _left_out(value, known, here)
         elif not known:
@@ -180,7 +183,7 @@ class NotLlamaSwap(ValueError):
 
 @dataclass(slots=True)
 class Imported:
-    """Our files, as text, and what their reader must know."""
+    """Our files, as text, and notes for the user."""
 
     files: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -195,13 +198,13 @@ class _Model:
     harness: dict[str, Any]
     entry: dict[str, Any]
     aliases: dict[str, dict[str, Any]]
-    """With the parameters of each."""
+    """Aliases, with their parameters."""
 
 
 def convert(data: Any, name: str = "llama-swap.yaml") -> Imported:
     """`data`: the file as YAML has it. Raises NotLlamaSwap."""
     if not isinstance(data, dict) or not isinstance(data.get("models"), dict) or not data["models"]:
-        raise NotLlamaSwap(f"{name} has no `models`, so it is no configuration of llama-swap")
+        raise NotLlamaSwap(f"{name} is not a llama-swap configuration: it has no `models`")
     imported = Imported()
     note = imported.notes.append
     left_out = _left_out(data, KEYS)
@@ -215,9 +218,10 @@ def convert(data: Any, name: str = "llama-swap.yaml") -> Imported:
     wanted = _texts(_mapping(_mapping(data, "hooks"), "on_startup"), "preload")
     preload = list(dict.fromkeys(names.get(each, each) for each in wanted))
     if absent := [each for each in preload if each not in models]:
-        note(f"not loaded at start, because they are no models: {', '.join(absent)}")
+        note(f"not loaded at start, because there are no such models: {', '.join(absent)}")
     if data.get("apiKeys"):
-        note("apiKeys are not imported, because we store hashes only: make a key for each owner with `cortex keys add`")
+        note("apiKeys are not imported, as only hashes are stored: make a key for each owner with `cortex keys add`")
+    note(f"the gateway listens on {_LISTEN}; for clients on other hosts make keys, and remove `listen` in cortex.toml")
     if left_out:
         note(f"without an equivalent, and left out: {', '.join(left_out)}")
     known = _LEVELS.get(str(data.get("logLevel")))
@@ -246,7 +250,7 @@ def convert(data: Any, name: str = "llama-swap.yaml") -> Imported:
         "cortex.toml": "\n".join(
             [
                 head,
-                table("[gateway]", {"models": "models.toml", **loading, **level}),
+                table("[gateway]", {"listen": _LISTEN, "models": "models.toml", **loading, **level}),
                 *([table("[eviction]", {"ttl_s": ttl_s})] if (ttl_s := _number(data, "globalTTL")) > 0 else []),
                 table("[[neurons]]", {"name": _NODE, "endpoint": "http://127.0.0.1:13131"}),
                 *(table("[[neurons]]", peer) for peer in peers),
@@ -352,7 +356,7 @@ def _environment(lines: Iterable[str], entry: dict[str, Any], spec: dict[str, An
 
 
 def _capabilities(given: Mapping[str, Any], noted: Any) -> list[str]:
-    """In our words."""
+    """In our terms."""
     reads, writes = _texts(given, "in"), _texts(given, "out")
     found = {
         "chat": "text" in writes,
@@ -396,7 +400,7 @@ def _with_presets(names: Mapping[str, str], presets: Mapping[str, dict[str, Any]
 
 
 def _parameters(filters: Mapping[str, Any], params: Mapping[str, Any], without: frozenset[str]) -> dict[str, Any]:
-    """What filters are here."""
+    """The parameters that filters become here."""
     names = [name for name in _stripped(filters) if name not in without]
     values = {str(name): _without_null(value) for name, value in params.items() if name not in without}
     values = {name: value for name, value in values.items() if value is not None}
@@ -474,15 +478,15 @@ def _peer_names(peers: Iterable[Mapping[str, Any]], taken: set[str], note: Any) 
 
 
 def _swap_groups(groups: Mapping[str, Any], models: Mapping[str, _Model], note: Any) -> list[str]:
-    """Tables of our groups. Models without one are loaded together while there is memory for them: that llama-swap
-    swaps them is for want of a measure, not anybody's wish."""
+    """Tables of our groups. Models without a group are loaded together as memory permits; llama-swap swaps them only
+    because it does not measure memory."""
     found: list[str] = []
     grouped: set[str] = set()
     for name in groups:
         group = _mapping(groups, name)
         named = _texts(group, "members")
         if absent := [each for each in named if each not in models]:
-            note(f"the group {name} has members that are no models: {', '.join(absent)}")
+            note(f"the group {name} has members that are not models: {', '.join(absent)}")
         if twice := [each for each in named if each in grouped]:
             note(f"the group {name} is without {', '.join(twice)}: a model is in one group")
         if members := [each for each in named if each in models and each not in grouped]:
@@ -502,7 +506,7 @@ def _sets(matrix: Mapping[str, Any], models: Mapping[str, _Model], note: Any) ->
         if (model := models.get(variables.get(str(short), str(short)))) is not None:
             model.spec["evict_cost"] = _number(costs, short)
         else:
-            note(f"the cost of {short} in the matrix is left out: it is no model")
+            note(f"the cost of {short} in the matrix is left out: it is not a model")
     expressions = {str(name): str(text) for name, text in _mapping(matrix, "sets").items()}
     found: list[list[str]] = []
     for name in expressions:
@@ -537,7 +541,7 @@ def _peer(name: str, raw: Any, data: Mapping[str, Any], note: Any) -> dict[str, 
     filters = _mapping(raw, "filters")
     given = {*_mapping(filters, "setParams"), *_stripped(filters)}
     if fixed := sorted((ROUTED_FIELDS - {"model"}) & given):
-        note(f"the peer {name}: its filters of {', '.join(fixed)} are left out, which the gateway itself reads")
+        note(f"the peer {name}: its filters of {', '.join(fixed)} are left out: the gateway reads these itself")
     return peer | _parameters(filters, _mapping(filters, "setParams"), ROUTED_FIELDS)
 
 
@@ -551,7 +555,7 @@ def _number(data: Mapping[str, Any], name: str) -> float:
     try:
         number = float(data.get(name) or 0)
     except (TypeError, ValueError):
-        raise NotLlamaSwap(f"`{name}` is {shorten(str(data[name]))}, which is no number") from None
+        raise NotLlamaSwap(f"`{name}` is {shorten(str(data[name]))}, which is not a number") from None
     if not math.isfinite(number):
         raise NotLlamaSwap(f"`{name}` is {number}; give a finite number")
     return number

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 _TOKEN = re.compile(r"\s*([&|()]|\+?[^\s&|()+]+)")
 MAX_SETS = 1000
-"""As many sets as llama-swap allows an expression to have."""
+"""llama-swap's limit of sets per expression."""
 
 
 class MatrixProblem(ValueError):
@@ -16,7 +16,7 @@ class MatrixProblem(ValueError):
 
 
 def expanded(name: str, expressions: Mapping[str, str], inside: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """The sets that the expression `name` stands for, in order. Raises MatrixProblem."""
+    """The sets that the expression `name` expands to, in order. Raises MatrixProblem."""
     if name in inside:
         raise MatrixProblem(f"the set {name} of the matrix refers to itself")
     if name not in expressions:
@@ -55,7 +55,7 @@ class _Reader:
         while self._take("|"):
             found += self._combined()
         if len(found) > MAX_SETS:
-            raise MatrixProblem(f"the set {self._inside[-1]} of the matrix stands for more than {MAX_SETS} sets")
+            raise MatrixProblem(f"the set {self._inside[-1]} of the matrix expands to more than {MAX_SETS} sets")
         return found
 
     def _combined(self) -> list[tuple[str, ...]]:
@@ -66,7 +66,7 @@ class _Reader:
         for part in parts:
             total *= len(part)
         if total > MAX_SETS:
-            raise MatrixProblem(f"the set {self._inside[-1]} of the matrix stands for more than {MAX_SETS} sets")
+            raise MatrixProblem(f"the set {self._inside[-1]} of the matrix expands to more than {MAX_SETS} sets")
         return [tuple(dict.fromkeys(itertools.chain(*each))) for each in itertools.product(*parts)]
 
     def _part(self) -> list[tuple[str, ...]]:

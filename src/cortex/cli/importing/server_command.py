@@ -19,14 +19,14 @@ PORT = "${PORT}"
 
 @dataclass(frozen=True, slots=True)
 class ServerArguments:
-    """What a harness needs of a command."""
+    """The parts of a command that a harness needs."""
 
     argv: tuple[str, ...]
     source: str | None
-    """The model's file, which `argv` has as `${MODEL_PATH}`; None: only the server knows it."""
+    """The model's file, replaced by `${MODEL_PATH}` in `argv`; None if only the server knows it."""
     context_tokens: int | None
     replaced_port: int | None
-    """The fixed port that stands in the original."""
+    """The fixed port of the original."""
 
     @property
     def has_port(self) -> bool:

@@ -41,7 +41,7 @@ from cortex.wire.error_encoding import BY_CODE
 from cortex.wire.node.protocol import Capabilities, Health, ModelState, ModelStatus
 
 RESPONSE_TIMEOUT_S = 300.0
-"""Both programs bind their port before any slow work, so no response for this long is a fault."""
+"""Both programs bind their port before any slow work, so silence for this long is a fault."""
 
 
 def wait_until_loaded(console: Console, plan: UpPlan, supervisor: ProcessSupervisor) -> list[str]:
@@ -94,7 +94,7 @@ def statuses_of(neuron: GatewayClient, models: Sequence[ModelSource]) -> list[Mo
 
 
 def capabilities_of(plan: UpPlan, model_id: str) -> Capabilities:
-    """What a model that is ready can do, as the node reports it."""
+    """The capabilities of a ready model, as the node reports them."""
     statuses = statuses_of(GatewayClient(plan.neuron_url, plan.node_key, 2.0), plan.models)
     return next((status.capabilities for status in statuses if status.id == model_id), Capabilities())
 
@@ -129,8 +129,8 @@ _SHARE_OF_WEIGHTS: Final = 0.8
 
 
 def chosen(model: KnownModel, quant: str | None, free_bytes: int) -> ModelSource:
-    """The model as published if it fits, else in the best format that does, as GGUF where that is published. With
-    `quant`, in that one. If none fits, the smallest: the node says what is missing."""
+    """The model as published if it fits, else in the best format that does, as GGUF if published so. With `quant`, in
+    that format. If none fits, in the smallest, and the node reports what is missing."""
     room = free_bytes * _SHARE_OF_WEIGHTS
     if quant is None and model.weight_bytes > room:
         smaller = [(name, size) for name, size in _FORMATS if size < model.bytes_per_weight]
@@ -167,9 +167,9 @@ STOP_GRACE_S = run_files.DRAIN_S + 4.0
 )
 @click.option(
     "--host",
-    help="Address to listen on; 0.0.0.0 lets other machines in, everybody until there are keys. [default: 127.0.0.1]",
+    help="Address to listen on; 0.0.0.0 admits other machines, without keys until there are some. [default: 127.0.0.1]",
 )
-@click.option("--ollama", is_flag=True, help="Also listen on Ollama's port, 11434, where clients look by themselves.")
+@click.option("--ollama", is_flag=True, help="Also listen on port 11434, where clients of Ollama look by default.")
 @click.option(
     "-c", "--config", type=click.Path(path_type=Path), help="A cortex.toml to use; the local neuron joins its nodes."
 )
@@ -261,7 +261,7 @@ def device_bytes() -> int:
 
 
 def local_node_key() -> str | None:
-    """The key that the neuron will require, where NEURON_KEYS or NEURON_KEY_FILE sets one. Raises SettingsError."""
+    """The key that the neuron will require, if NEURON_KEYS or NEURON_KEY_FILE sets one. Raises SettingsError."""
     from cortex.neuron import config  # here, because a gateway-only installation lacks what it imports
     from cortex.neuron.api.access import read_keys
 

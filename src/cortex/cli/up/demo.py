@@ -35,7 +35,7 @@ class PackagedModel:
     size_bytes: int
     wheel_bytes: int
     temperature: float
-    """Its file recommends none, and at 1 a model this small rambles."""
+    """Its file recommends none, and the default of 1 is too high for such a small model."""
 
     @property
     def file_name(self) -> str:

@@ -1,4 +1,4 @@
-"""What `cortex up` decides before it starts a process. Pure."""
+"""The decisions of `cortex up` before it starts a process. Pure."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def distinct(sources: Iterable[ModelSource]) -> tuple[ModelSource, ...]:
 
 
 def metrics_host(settings: Config) -> str:
-    """Metrics name keys: they are on the host that the configuration names, whatever that of the API."""
+    """The host of the metrics, which name keys: always the configured one, independent of the API's."""
     return settings.gateway.metrics_listen.host if settings.gateway.metrics_listen else "127.0.0.1"
 
 

@@ -13,7 +13,7 @@ from cortex.system.cache_folder import cache_folder
 
 LOCAL_NODE = "local"
 DRAIN_S = 1.5
-"""Ctrl-C at a terminal waits for a response that is nearly complete, not for a long one."""
+"""Ctrl-C at a terminal waits for nearly complete responses, not for long ones."""
 
 _HEADER = "# Written by `cortex up` at every start; changes are lost. Use your own file with --config.\n"
 

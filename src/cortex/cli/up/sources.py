@@ -21,11 +21,11 @@ class ModelSource:
     id: str
     """The name that clients use."""
     source: str
-    """Where a node finds it: a hub id, maybe with a revision, or an absolute path."""
+    """Its source for a node: a hub id, maybe with a revision, or an absolute path."""
     quant: str | None = None
     """Which GGUF file of a repository to take, or how dense weights are quantised at load."""
     temperature: float | None = None
-    """At which it samples where a request says nothing; as its files recommend when absent."""
+    """The default temperature of requests; when absent, the one that its files recommend."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""What commands show of jobs, loads and responses while they run."""
+"""Views of running jobs, loads and measurements."""

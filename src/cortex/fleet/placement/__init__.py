@@ -1,1 +1,1 @@
-"""Where a model runs: whether it fits, what is evicted for it, and the decision with its reasons."""
+"""Placement: whether a model fits a node, what is evicted for it, and the decision with its reasons."""

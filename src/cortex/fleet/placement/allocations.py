@@ -1,4 +1,4 @@
-"""Allocation for a model on a node: sets of devices, and the models whose eviction frees enough of them.
+"""Sets of devices for a model on a node, and the models whose eviction frees enough memory.
 
 Two things limit what a model may take: the memory of each device, and the operator's ceilings (`memory_mb`) for a
 device and for the whole node. An unload on any device relieves the ceiling of the node.
@@ -18,7 +18,7 @@ from cortex.formats.units import gib
 from .eviction import HOST, WHOLE_NODE, Occupant, choose
 
 MOST_LAYERS = 128
-"""Assumed of a model until its node has read how many it has."""
+"""Assumed number of layers until the node has read the files."""
 
 
 class Division(msgspec.Struct, frozen=True):
@@ -31,30 +31,30 @@ class Division(msgspec.Struct, frozen=True):
 
     @property
     def share(self) -> int:
-        """What each device takes on average."""
+        """The average share of a device."""
         return -(-self.num_bytes // self.num_devices)
 
     @property
     def least_share(self) -> int:
-        """What each device takes at least: of a model that is divided by layers, one of them."""
+        """The smallest share of a device: one layer, if the model is divided by layers."""
         return -(-self.num_bytes // self.num_layers) if self.by_layers else self.share
 
     def shares(self, devices: Sequence[DeviceLedger], have: Callable[[DeviceLedger], int]) -> dict[int, int]:
-        """What each of `devices` takes, by index. `have`: the memory that layers are divided by."""
+        """The share of each of `devices`, by index. Layers are divided in proportion to `have`."""
         total = sum(map(have, devices))
         if not self.by_layers or not total:
             return {device.index: self.share for device in devices}
         return {device.index: -(-self.num_bytes * have(device) // total) for device in devices}
 
     def fits(self, devices: Sequence[DeviceLedger], have: Callable[[DeviceLedger], int]) -> bool:
-        """Whether as many of `devices` as it needs have room for it."""
+        """Whether enough of `devices` have room for it."""
         roomy = sorted((room for room in map(have, devices) if room >= self.least_share), reverse=True)
         if len(roomy) < self.num_devices:
             return False
         return not self.by_layers or sum(roomy[: self.num_devices]) >= self.num_bytes
 
     def explained(self, devices: Sequence[DeviceLedger], stage_layers: Sequence[int]) -> str:
-        """Why the shares on `devices` are what they are, if they differ. `stage_layers`: as far as the node knows."""
+        """The reason for the shares on `devices`, if they differ. `stage_layers`: as far as the node knows."""
         if not self.by_layers:
             return smallest_share(devices)
         in_order = sorted(devices, key=lambda device: device.index)
@@ -67,7 +67,7 @@ class Division(msgspec.Struct, frozen=True):
 
 
 class Allocation(msgspec.Struct, frozen=True):
-    """Devices to use, and the models to evict from them or, for the node's ceiling, from others."""
+    """The devices to use, and the models to evict from them or, because of the node's ceiling, from others."""
 
     devices: tuple[DeviceLedger, ...]
     victims: tuple[Occupant, ...] = ()
@@ -77,7 +77,7 @@ class Allocation(msgspec.Struct, frozen=True):
         return sum(victim.frees(index) for victim in self.victims)
 
     def usable_bytes(self, device: DeviceLedger) -> int:
-        """What a load may take of a device once the victims are unloaded."""
+        """Bytes that a load may take of a device once the victims are unloaded."""
         freed_bytes = self.freed_bytes(device.index)
         usable_bytes = device.usable_bytes(device.balance_bytes + freed_bytes)
         if device.ceiling_bytes is None:
@@ -86,7 +86,7 @@ class Allocation(msgspec.Struct, frozen=True):
 
     @property
     def max_bytes(self) -> int | None:
-        """What the ceilings let a load take here, over all devices. These take equal shares; layers are divided by the
+        """Bytes that the ceilings permit a load here, over all devices, in equal shares. Layers are divided by the
         node, within the ceilings of its devices."""
         limits = [
             len(self.devices) * (device.ceiling_bytes - device.committed_bytes + self.freed_bytes(device.index))
@@ -126,7 +126,7 @@ def _fits_node(device: DeviceLedger, num_bytes: int) -> bool:
 
 
 def smallest_share(devices: Sequence[DeviceLedger]) -> str:
-    """Which of a model's devices decides how much each of them takes, if they differ."""
+    """The device that limits the share of each, if they differ."""
     least, *others = sorted(devices, key=lambda device: device.available_bytes)
     if not others or gib(least.available_bytes) == gib(others[-1].available_bytes):
         return ""
@@ -141,8 +141,8 @@ def allocations(
     have: Callable[[DeviceLedger], int],
     host_missing_bytes: int = 0,
 ) -> Iterator[Allocation]:
-    """The sets of devices on which evictions free enough, with their victims. `host_missing_bytes`: what they must free
-    of the host's memory, too."""
+    """The sets of devices on which evictions free enough, with their victims. `host_missing_bytes`: host memory that
+    they must free as well."""
     for devices in sets:
         shares = division.shares(devices, lambda device: device.capacity_bytes)
         missing = {device.index: _missing(device, shares[device.index], have(device)) for device in devices}
@@ -156,7 +156,7 @@ def allocations(
 
 
 def _missing(device: DeviceLedger, share: int, have_bytes: int) -> int:
-    """What must be freed for `share`, of the device's memory and of its ceiling."""
+    """The bytes to free for `share`, of the device's memory and its ceiling."""
     missing = device.free_bytes_for(share) - have_bytes
     if device.ceiling_bytes is None:
         return missing
@@ -164,8 +164,8 @@ def _missing(device: DeviceLedger, share: int, have_bytes: int) -> int:
 
 
 def harm(allocation: Allocation) -> tuple[float, ...]:
-    """A sort key, the best one first: lowest costs, fewest evicted bytes, least recently used, lowest priority. Models
-    that are leaving already do not count."""
+    """A sort key, best first: lowest cost, fewest evicted bytes, least recently used, lowest priority. Models that are
+    already leaving do not count."""
     victims = [victim for victim in allocation.victims if not victim.is_leaving]
     return (
         sum(max(0.0, victim.evict_cost - 1) for victim in victims),

@@ -1,4 +1,4 @@
-"""How good a node can be at best for a model, found without assessing it.
+"""Optimistic bounds on how good a node can be for a model, without assessing it.
 
 Assessing a node takes a hundred times as long. A bound is a sort key that is never greater than the preference of the
 node's assessment, so that nodes whose bound is worse than the best assessment need none.
@@ -20,8 +20,8 @@ from .eviction import protected
 from .fitting import eligible_devices
 
 Bound = tuple[Any, ...]
-"""A prefix of a preference, which begins with numbers and ends with a name: a shorter one is better than any that
-continues it."""
+"""A prefix of a preference, which begins with numbers and ends with a name. A prefix sorts before every
+continuation."""
 
 _ASLEEP, _FITS, _EVICTION = RANK[Verdict.ASLEEP], RANK[Verdict.FITS], RANK[Verdict.FITS_AFTER_EVICTION]
 _FITS_SHORT, _EVICTION_SHORT = SHORT_RANK[Verdict.FITS], SHORT_RANK[Verdict.FITS_AFTER_EVICTION]
@@ -52,17 +52,17 @@ class _DeviceMemory(NamedTuple):
 class _NodeMemory(NamedTuple):
     devices: tuple[_DeviceMemory, ...]
     available_bytes: tuple[int, ...]
-    """What a load could take of each device now, ascending."""
+    """Bytes that a load could take of each device now, ascending."""
     max_capacity_bytes: int
     total_bytes: int
-    """What a load could take of all devices if they were empty."""
+    """Bytes that a load could take of all devices if they were empty."""
     has_ceilings: bool
     may_divide: bool
     """Whether a model may take several devices there."""
     is_plain: bool
-    """Whether only its memory can keep a model from it."""
+    """Whether memory alone decides if a model fits there."""
     may_be_leaving: bool
-    """Whether a model, or a part of one, may be being unloaded there."""
+    """Whether a model, or a part of one, may be unloading there."""
 
 
 @remembered
@@ -108,14 +108,14 @@ def node_memory(node: Node) -> _NodeMemory:
 
 
 def is_plain(spec: ModelSpec, fleet: Fleet, origin: Origin) -> bool:
-    """Whether every node may load the model, by the catalogue."""
+    """Whether the catalogue permits every node to load the model."""
     is_held_back = spec.policy == "manual" and origin not in ("operator", "pin")
     is_free = not (spec.only_on or spec.nodes or spec.pinned_on or is_held_back or _is_divided(spec, None))
     return is_free and spec.harness in (None, "torch") and fleet.catalogue.has(spec.id)
 
 
 def by_free_memory(spec: ModelSpec, node: Node, need: MemoryNeed | None, *, packs: bool) -> Bound:
-    """The bound of a node where memory decides, from what is free there. `packs`: the fullest device is preferred."""
+    """The bound of a node where memory decides, from its free memory. `packs`: the fullest device is preferred."""
     held = node.residencies.get(spec.id)
     if _may_wake(spec, node, held) or node.num_nodes_of(spec) > 1:
         return (_ASLEEP,)
@@ -132,7 +132,7 @@ def of_load(
 
 
 def _or_split(bound: Bound, need: MemoryNeed | None) -> Bound:
-    """`bound`, unless the model may do better with a part of its weights in host memory."""
+    """`bound`, improved if part of the model's weights may be in host memory."""
     return _SPLIT if need is not None and need.splits is not None and bound > _SPLIT else bound
 
 
@@ -209,7 +209,7 @@ def _by_residents(
     origin: Origin,
     bound: Bound,
 ) -> Bound:
-    """For a load that takes `size` of the device."""
+    """The bound for a load that takes `size` of the device."""
     missing = _missing(memory, size)
     evictable: list[tuple[int, float]] = []
     later_bytes = kept_bytes = 0
@@ -268,6 +268,6 @@ def _may_wake(spec: ModelSpec, node: Node, held: Residency | None) -> bool:
 
 
 def _is_divided(spec: ModelSpec, held: Residency | None) -> bool:
-    """Whether it takes several devices wherever it is loaded."""
+    """Whether it takes several devices on any node."""
     is_divided = held is not None and (held.status.num_devices > 1 or bool(held.status.stage_layers))
     return is_divided or spec.tensor_parallel > 1 or spec.pipeline_parallel > 1

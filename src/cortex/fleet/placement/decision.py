@@ -1,4 +1,4 @@
-"""What placement decided, with the reason for every node: the source of errors, `explain` and the event log."""
+"""The outcome of placement, with the reason for every node: the source of errors, `explain` and the event log."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Verdict(StrEnum):
     """Its weights are in the node's host memory, and its device has room for them."""
     FITS = "fits"
     FITS_SOON = "fits_soon"
-    """Fits once models are gone that are being unloaded already; its load waits for that."""
+    """Fits once models that are already unloading are gone; its load waits for that."""
     FITS_AFTER_EVICTION = "fits_after_eviction"
     BLOCKED = "blocked"
     """Would fit without models that are busy, recently loaded or changing state; waiting helps."""
@@ -43,16 +43,16 @@ class Verdict(StrEnum):
     FAILED = "failed"
     """Failed to load there within `retry_failed_after_s`."""
     UNSUPPORTED = "unsupported"
-    """The same, because the node does not support the model."""
+    """Failed because the node does not support the model."""
     HELD = "held"
     """Only pinned or more important models could make room; waiting does not help."""
     TOO_SMALL = "too_small"
     TOO_FEW_DEVICES = "too_few_devices"
     CANNOT_SPAN = "cannot_span"
-    """The model must span more devices (`tensor_parallel`) than the node supports for one model."""
+    """The model needs more devices (`tensor_parallel`) than the node supports for one model."""
     WRONG_HARNESS = "wrong_harness"
     MANUAL = "manual"
-    """Only the operator loads it."""
+    """Loaded only by order of the operator."""
     EXCLUDED = "excluded"
     """The catalogue keeps the model on other nodes (`only_on`)."""
     NOT_LISTED = "not_listed"
@@ -61,8 +61,8 @@ class Verdict(StrEnum):
 
 _STARTS = (Verdict.FITS, Verdict.FITS_SOON, Verdict.FITS_AFTER_EVICTION)
 _WORSE = (*_STARTS, Verdict.BLOCKED)
-"""Verdicts that are worse where a part of the model's weights is in host memory, or where it gets less context than it
-is to have: it waits for a node that has more."""
+"""Verdicts that rank lower if part of the model's weights is in host memory, or if it gets less context than wanted: it
+waits for a better node."""
 _FORMS = ("whole", "split", "short", "split and short")
 _ORDER = [
     (verdict, form)
@@ -81,19 +81,19 @@ def _ranks(wanted: str) -> dict[Verdict, int]:
 
 
 SPLIT_RANK = _ranks("split")
-"""The same where a part of the weights is in host memory."""
+"""The same if part of the weights is in host memory."""
 SHORT_RANK = _ranks("short")
-"""The same where the context is short."""
+"""The same if the context is short."""
 _SPLIT_SHORT_RANK = _ranks("split and short")
 START_RANKS = frozenset(
     [RANK[verdict] for verdict in (Verdict.RESIDENT, Verdict.STARTING, Verdict.ASLEEP)]
     + [ranks[verdict] for ranks in (RANK, SPLIT_RANK, SHORT_RANK, _SPLIT_SHORT_RANK) for verdict in _STARTS]
 )
-"""Those with which a model is served, woken or loaded."""
+"""Verdicts with which a model is served, woken or loaded."""
 
 
 class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
-    """What is needed and what is available on one device."""
+    """Needed and available memory on one device."""
 
     index: int
     kind: DeviceKind
@@ -101,7 +101,7 @@ class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
     total_bytes: int
     foreign_bytes: int
     kept_free_bytes: int
-    """The part of the free memory that the node leaves free at a load."""
+    """The part of the free memory that the node keeps free at a load."""
     ceiling_bytes: int | None = None
     """The most that models may hold there, where the operator limits it."""
     available_bytes: int
@@ -121,46 +121,46 @@ class Assessment(msgspec.Struct, frozen=True, kw_only=True):
     asleep: bool = False
     """Its weights are in this node's host memory: it wakes instead of loading from disk."""
     need_bytes: int | None = None
-    """The bytes that had to be found, over all its devices."""
+    """The bytes needed over all its devices."""
     takes_bytes: int | None = None
-    """What it will take there, over all its devices; more than the need where there is room for more KV cache."""
+    """The bytes that it will take over all its devices; more than the need if there is room for more KV cache."""
     max_bytes: int | None = None
-    """What memory ceilings let it take there, over all its devices; `None` without a ceiling."""
+    """The bytes that ceilings permit it over all its devices; `None` without a ceiling."""
     is_cut: bool = False
-    """Its KV cache will be smaller there than it could be."""
+    """Whether its KV cache will be smaller than possible."""
     context_tokens: int | None = None
-    """The context that it has, or about gets, there; `None`: that is not known, or it gets none."""
+    """The context that it has or will approximately get there; `None` if unknown."""
     full_context_tokens: int | None = None
-    """That of the model, or of its entry."""
+    """The full context of the model, or of its entry."""
     min_context_tokens: int = 1
-    """With less, the load is not as decided, and the node is to reject it."""
+    """The minimum that was decided; the node rejects the load with less."""
     is_short: bool = False
-    """Whether the context will be less than the model is to have. Only where no eviction could give it more."""
+    """Whether the context will be less than wanted, which happens only if no eviction could give it more."""
     devices: tuple[int, ...] = ()
     victims: tuple[Occupant, ...] = ()
     rows: tuple[DeviceRow, ...] = ()
     held_by: frozenset[Protection] = frozenset()
-    """The lasting protections that keep the model out, where the verdict is `held`."""
+    """The lasting protections that block the model, if the verdict is `held`."""
     ceiling_bytes: int | None = None
     """The most that models may hold on the node, where the operator limits it."""
     occupants: tuple[Occupant, ...] = ()
     """The models that hold memory there, and why each may or may not be evicted."""
     load: float = 0.0
-    """How busy the model is there, where it is resident."""
+    """How busy the model is there, if resident."""
     bench: BenchResult | None = None
     """How fast it is there, as measured."""
     slower_by: float = 0.0
-    """The part of the speed of the fastest measured node that is missing; 0 also where it was not measured."""
+    """How much slower than the fastest measured node, as a fraction; 0 if not measured."""
     kv_host: HostKV | None = None
-    """What the node keeps of its KV cache in host memory: conversations that a load there continues."""
+    """Bytes of its KV cache in the node's host memory: conversations that a load there continues."""
     split: HostSplit | None = None
-    """What of its weights lies in host memory there, and how fast it will be; `None`: nothing."""
+    """Its weights in host memory there and the resulting speed; `None` if all are on devices."""
     is_split_measured: bool = False
-    """Whether its speed is from measured rates."""
+    """Whether its speed follows from measured rates."""
     host_left_bytes: int | None = None
-    """What a load may leave to the host's memory there; `None` where that does not matter."""
+    """Host memory available to a load there; `None` if irrelevant."""
     kv_elsewhere: float = 0.0
-    """The part that is missing there of what the node with the most keeps; 0 also where no node keeps any."""
+    """The fraction that is missing compared with the node that keeps the most; 0 if no node keeps any."""
     parts: tuple[Assessment, ...] = ()
     """The assessments of the other members of a model that several nodes run together."""
 
@@ -178,16 +178,16 @@ class Assessment(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def waits_for_foreground(self) -> bool:
-        """Whether the model is kept out only because the request is a background one; another request could load it."""
+        """Whether the model is blocked only because the request is in the background; another request could load it."""
         return self.verdict is Verdict.HELD and self.held_by == {Protection.BACKGROUND}
 
     @property
     def waits_for_itself(self) -> bool:
-        """Whether only the unload of the model itself is in the way."""
+        """Whether only the model's own unload is pending."""
         return self.verdict is Verdict.BLOCKED and not self.occupants
 
     def reservation(self, model_id: str) -> MemoryReservation:
-        """What a load of the model there is counted as until it ends."""
+        """The memory reserved for a load of the model there until it ends."""
         if self.need_bytes is None and self.takes_bytes is None:  # unknown until it is measured: all that is left
             rest = tuple(
                 row.available_bytes + sum(victim.frees(row.index) for victim in self.victims)
@@ -218,7 +218,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     action: Action
     assessments: tuple[Assessment, ...]
     num_omitted: int = 0
-    """The nodes that were not assessed because none of them can be better than the first."""
+    """The nodes not assessed, because none can be better than the first."""
 
     @property
     def chosen(self) -> Assessment | None:
@@ -240,8 +240,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def evictions(self) -> tuple[ModelOnNode, ...]:
-        """The victims, with those on the other nodes of its group; each once, on the node that serves
-        it."""
+        """The victims, including those on the other nodes of its group; each once, on the node that serves it."""
         places = (self.chosen, *self.chosen.parts) if self.chosen else ()
         return tuple(dict.fromkeys(eviction for place in places for eviction in place.evictions))
 
@@ -255,10 +254,10 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_bytes(self) -> tuple[int | None, ...]:
-        """What the load may take of each of its nodes at most."""
+        """The maximum bytes that the load may take of each of its nodes."""
         return tuple(place.max_bytes for place in (self.chosen, *self.chosen.parts)) if self.chosen else ()
 
     @property
     def takes_bytes(self) -> int | None:
-        """What the load is counted as until it ends."""
+        """The bytes reserved for the load until it ends."""
         return self.chosen.takes_bytes if self.chosen else None

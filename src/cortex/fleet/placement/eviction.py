@@ -1,8 +1,7 @@
-"""Which models are evicted to make room, and why others are not.
+"""Selects models to evict, with the reasons that protect others.
 
-Never evicted: a busy model, a pinned one, one that was loaded a short time ago and that other clients use, one of
-higher priority than the newcomer; and nothing at all for a background request. Models of equal priority may evict each
-other.
+Never evicted: busy models, pinned ones, recently loaded ones that other clients use, and ones of higher priority than
+the newcomer. Background requests evict nothing. Models of equal priority may evict each other.
 """
 
 from __future__ import annotations
@@ -22,9 +21,10 @@ from cortex.wire.words import duration, plural
 
 _AT_REST = (ModelState.READY, ModelState.ASLEEP)
 _LOADS_WORTH = 5.0
-"""A model serves for this many times as long as its load took, so that swaps take a sixth of the time."""
+"""A model serves for at least this many times the duration of its load, so that swaps take at most a sixth of the
+time."""
 WHOLE_NODE = -1
-"""The key of a shortfall that an unload on any device of the node relieves: one of the node's memory ceiling."""
+"""The key of a shortfall under the node's memory ceiling, which an unload on any of its devices relieves."""
 
 
 HOST = -2
@@ -61,27 +61,27 @@ class Occupant(msgspec.Struct, frozen=True, kw_only=True):
     last_used: float
     evict_cost: float = 1.0
     device_bytes: dict[int, int]
-    """What its unload would free, by device index."""
+    """Bytes that its unload would free, by device index."""
     host_bytes: int = 0
-    """What it would free of the host's memory."""
+    """Host memory that it would free."""
     protection: Protection | None = None
-    """`None`: it may be evicted."""
+    """`None` if it may be evicted."""
     reason: str | None = None
     """The protection in words, with its values."""
     leader: str | None = None
-    """The node that serves it, if this one has only a part of it: it is unloaded there."""
+    """The node that serves it, where it must be unloaded, if this one has only a part."""
     num_nodes: int = 1
-    """Those that run it together."""
+    """The nodes that run it together."""
     elsewhere_bytes: int = 0
-    """What its unload would free on the others."""
+    """Bytes that its unload would free on the others."""
     is_unloading: bool = False
     """Its memory will be free without an eviction."""
     is_leaving: bool = False
-    """The same, or it is evicted already for the same newcomer, which takes room on another of its nodes."""
+    """The same, or it is already being evicted for the same newcomer on another of its nodes."""
 
     @property
     def whole_bytes(self) -> int:
-        """What its eviction frees on all of its nodes."""
+        """Bytes that its eviction frees on all of its nodes."""
         return self.num_bytes + self.elsewhere_bytes
 
     @property
@@ -89,7 +89,7 @@ class Occupant(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.device_bytes.values())
 
     def frees(self, index: int) -> int:
-        """What its unload would free of a device, of the ceiling of the `WHOLE_NODE`, or of the `HOST`."""
+        """Bytes that its unload would free of a device, of the ceiling of the `WHOLE_NODE`, or of the `HOST`."""
         if index == HOST:
             return self.host_bytes
         return self.num_bytes if index == WHOLE_NODE else self.device_bytes.get(index, 0)
@@ -116,8 +116,8 @@ def protected(
         return Protection.CHANGING
     if held.is_busy:
         return Protection.BUSY
-    is_kept = _kept_s(held.model_id, fleet, now) > 0 or _is_kept(held, node, newcomer, fleet, now)
-    return Protection.YOUNG if is_kept else None
+    is_protected = _kept_s(held.model_id, fleet, now) > 0 or _is_protected(held, node, newcomer, fleet, now)
+    return Protection.YOUNG if is_protected else None
 
 
 def _kept_s(model_id: str, fleet: Fleet, now: float) -> float:
@@ -127,13 +127,13 @@ def _kept_s(model_id: str, fleet: Fleet, now: float) -> float:
 
 
 def is_leaving(held: Residency, node: Node) -> bool:
-    """Whether the device memory of the model will be free without an eviction: it is being unloaded, or put to sleep
-    where that frees its device."""
+    """Whether the model's device memory is already being freed: it is unloading, or falling asleep where that frees the
+    device."""
     return held.state is ModelState.UNLOADING and (is_freed_by_sleep(node) or not node.can_sleep)
 
 
-def _is_kept(held: Residency, node: Node, newcomer: ModelSpec, fleet: Fleet, now: float) -> bool:
-    """Whether the model was loaded a short time ago, and other clients than those of the newcomer need it."""
+def _is_protected(held: Residency, node: Node, newcomer: ModelSpec, fleet: Fleet, now: float) -> bool:
+    """Whether the model was loaded recently and is needed by clients other than the newcomer's."""
     if now - held.state_since >= residency_s(held, fleet.rules):
         return False
     since, used = held.state_since, held.last_used
@@ -143,7 +143,7 @@ def _is_kept(held: Residency, node: Node, newcomer: ModelSpec, fleet: Fleet, now
 
 
 def residency_s(held: Residency, rules: EvictionRules) -> float:
-    """How long the model stays after its load while others need it: in proportion to what the next load will cost."""
+    """How long the model stays after its load while others need it, in proportion to the cost of its next load."""
     longest_s, load_s = rules.min_residency_s, held.status.load_s
     if not longest_s or load_s is None:
         return longest_s
@@ -153,7 +153,7 @@ def residency_s(held: Residency, rules: EvictionRules) -> float:
 def protection(
     held: Residency, node: Node, newcomer: ModelSpec, fleet: Fleet, now: float, *, background: bool
 ) -> tuple[Protection, str] | None:
-    """What `protected` returns, in words too."""
+    """The result of `protected`, with its description."""
     kept = protected(held, node, newcomer, fleet, now, background=background)
     age_s = now - held.state_since
     match kept:
@@ -190,9 +190,9 @@ def choose(
     """The occupants to evict for `shortfall` (bytes by device, `WHOLE_NODE` or `HOST`), or `None` when they cannot
     cover it.
 
-    Cheapest first (`evict_cost`), then least recently used (`lru`), or lowest priority before both, until it fits. Then
-    victims that turn out to be unnecessary are dropped, the largest first: no victim in the result can be left out.
-    Models that are leaving already are chosen first, and stay in the result.
+    Chooses the cheapest first (`evict_cost`), then the least recently used (`lru`), or by lowest priority before both,
+    until it fits. Then unnecessary victims are dropped, the largest first, so that the result is minimal. Models that
+    are already leaving are chosen first and stay in the result.
     """
 
     def order(occupant: Occupant) -> tuple[float, ...]:
@@ -229,26 +229,27 @@ def expired(fleet: Fleet, now: float) -> tuple[ModelOnNode, ...]:
         if not (node.healthy and node.takes_orders):
             continue
         for held in node.active:
-            left_s = ttl_left_s(held, node, fleet.catalogue.spec(held.model_id), fleet.rules, now)
-            is_kept = _kept_s(held.model_id, fleet, now) > 0
-            if left_s is not None and left_s <= 0 and not is_kept and held.state in _AT_REST and not held.is_busy:
+            left_s = ttl_left_s(held, node, fleet, now)
+            if left_s is not None and left_s <= 0 and held.state in _AT_REST and not held.is_busy:
                 found.append(ModelOnNode(node.name, held.model_id))
     return tuple(found)
 
 
-def ttl_left_s(held: Residency, node: Node, spec: ModelSpec, rules: EvictionRules, now: float) -> float | None:
-    """Seconds until the model's `ttl_s` has passed if no request comes; None: it never does."""
-    ttl_s = rules.ttl_s if spec.ttl_s is None else spec.ttl_s
+def ttl_left_s(held: Residency, node: Node, fleet: Fleet, now: float) -> float | None:
+    """Seconds until the model's `ttl_s` and the `keep_alive` of its requests have passed if no request comes; None:
+    it has no `ttl_s`."""
+    spec = fleet.catalogue.spec(held.model_id)
+    ttl_s = fleet.rules.ttl_s if spec.ttl_s is None else spec.ttl_s
     if not ttl_s or held.pinned or spec.is_pinned_on(node.name):
         return None
-    if held.is_busy:
-        return ttl_s
-    return ttl_s - (now - held.seen_at + min(held.status.idle_s, held.status.state_age_s))
+    unused_s = 0.0 if held.is_busy else now - held.seen_at + min(held.status.idle_s, held.status.state_age_s)
+    kept_s = _kept_s(held.model_id, fleet, now)
+    return max(ttl_s - unused_s, kept_s) if kept_s else ttl_s - unused_s
 
 
 def over_ceilings(fleet: Fleet, now: float) -> tuple[ModelOnNode, ...]:
-    """The models to evict where models have grown beyond a memory ceiling (`memory_mb`): idle ones, by the strategy,
-    as few as bring the rest within it. None where that would not suffice; busy models end their requests first."""
+    """The models to evict after models have grown beyond a memory ceiling (`memory_mb`): as few idle ones as needed, by
+    the strategy. None if that would not suffice, because busy models must first become idle."""
     found: list[ModelOnNode] = []
     for node in fleet.nodes:
         if not (node.healthy and node.takes_orders and (excess := _excess(node))):
@@ -261,7 +262,7 @@ def over_ceilings(fleet: Fleet, now: float) -> tuple[ModelOnNode, ...]:
 
 
 def _excess(node: Node) -> dict[int, int]:
-    """What models hold beyond the ceiling of each device, and of the `WHOLE_NODE`."""
+    """Bytes beyond the ceiling of each device, and of the `WHOLE_NODE`."""
     if node.ceiling_bytes is None and all(device.ceiling_bytes is None for device in node.devices):
         return {}
     devices = whole_ledger(node)
@@ -298,7 +299,7 @@ def occupies(held: Residency, node: Node) -> bool:
 
 
 def is_freed_by_sleep(node: Node) -> bool:
-    """Whether models that fall asleep on `node` free its devices. Where they do not, they must be unloaded."""
+    """Whether sleeping models free the devices of `node`. If not, models must be unloaded."""
     return all(sleep_frees(device.kind) for device in node.devices)
 
 

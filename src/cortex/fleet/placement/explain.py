@@ -24,7 +24,7 @@ from cortex.wire.words import plural
 from .decision import Assessment, Decision, Verdict
 
 DRAINING_RETRY_S = 30.0
-"""When a client may ask again for a model whose nodes are drained: an operator, or a restart, takes this long."""
+"""Retry delay for a model whose nodes are drained, by an operator or for a restart."""
 HEADER = ("node", "device", "total", "have", "need", "verdict", "why")
 
 
@@ -42,7 +42,7 @@ def text(decision: Decision) -> str:
 
 
 def outcome(decision: Decision) -> str:
-    """What was decided, in one sentence."""
+    """The decision in one sentence."""
     model_id, node = decision.model_id, decision.node
     match decision.action:
         case "route":
@@ -64,7 +64,7 @@ def outcome(decision: Decision) -> str:
 
 
 def _takes(decision: Decision) -> str:
-    """What the load takes and gets, where the node has said what contexts take."""
+    """The memory and context of the load, if the node has reported the sizes of contexts."""
     chosen = decision.chosen
     if chosen is None or chosen.context_tokens is None or chosen.full_context_tokens is None or chosen.asleep:
         return ""
@@ -167,7 +167,7 @@ def _rejection_message(decision: Decision, error: type[CortexError]) -> str:
 
 
 def _why(assessment: Assessment) -> str:
-    """The reason, with the bytes needed and available where memory decides and the reason does not contain them."""
+    """The reason. If memory decides and the reason lacks them, the needed and available bytes are added."""
     is_memory = assessment.verdict in (Verdict.BLOCKED, Verdict.CROWDED, Verdict.HELD)
     if not is_memory or assessment.waits_for_itself:
         return assessment.reason
@@ -201,7 +201,7 @@ def _rows(assessment: Assessment) -> Iterator[tuple[str, ...]]:
 
 
 def _host_json(assessment: Assessment) -> dict[str, Any] | None:
-    """The host's memory, where a part of the weights lies there or could."""
+    """Host memory, if part of the weights is or could be there."""
     if assessment.host_left_bytes is None:
         return None
     split = assessment.split

@@ -1,4 +1,4 @@
-"""Which nodes could serve a model, for listings of many models."""
+"""Finds the nodes that could serve a model, for listings of many models."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ _WORST_FEASIBLE = max(RANK[verdict] for verdict in ACTIONS)
 
 
 class Feasibility:
-    """Which nodes could serve a model, now or after making memory, if the operator loads it.
+    """The nodes that could serve a model, now or after evictions, if the operator loads it.
 
-    For one snapshot of the fleet, and for a catalogue of many models: of those that a node lists, only the ones that
-    hold memory matter for another model, and they are found once.
+    For one snapshot of the fleet and many models: only the models that hold memory on a node matter for another one,
+    and these are found once.
     """
 
-    def __init__(self, fleet: Fleet, now: float) -> None:
+    def __init__(self, fleet: Fleet, now: float, *, small_fleet: int = SMALL_FLEET) -> None:
         self._fleet = fleet
         self._now = now
+        self._is_small = len(fleet.nodes) <= small_fleet
         self._slim = tuple(
             msgspec.structs.replace(
                 node,
@@ -37,8 +38,8 @@ class Feasibility:
         )
 
     def nodes(self, model_id: str) -> tuple[str, ...]:
-        """The names of the nodes that could serve it: all of a small fleet, the best first; at most `MAX_NAMED` of a
-        large one, first those that list the model."""
+        """The names of the nodes that could serve it. In a small fleet all, best first; in a large one at most
+        `MAX_NAMED`, those that list the model first."""
         listing = self._fleet.index.listing.get(model_id, ())
         nodes = list(self._slim)
         unable = set()
@@ -48,7 +49,7 @@ class Feasibility:
                 unable.add(slim.name)
             nodes[position] = msgspec.structs.replace(slim, residencies=slim.residencies | {model_id: held})
         fleet = msgspec.structs.replace(self._fleet, nodes=tuple(nodes))
-        if len(nodes) <= SMALL_FLEET:
+        if self._is_small:
             decision = place(model_id, fleet, self._now, origin="operator")
             feasible = (each.node for each in decision.assessments if each.verdict in ACTIONS)
             return tuple(name for name in feasible if name not in unable)
@@ -74,7 +75,7 @@ class Feasibility:
         return tuple(found)
 
     def _fits(self, model_id: str, node: Node, need: MemoryNeed) -> bool:
-        """Whether the model fits on a node where bounds are exact, now or after making memory."""
+        """Whether the model fits on a node where bounds are exact, now or after evictions."""
         spec = self._fleet.catalogue.spec(model_id)
         bound = by_free_memory(spec, node, need, packs=True)
         if bound[0] == RANK[Verdict.FITS_AFTER_EVICTION]:

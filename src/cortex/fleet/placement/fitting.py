@@ -48,7 +48,7 @@ class Fitting:
         origin: Origin,
         leaving: frozenset[ModelOnNode] = frozenset(),
     ) -> None:
-        """`need`: `None` where its size is unknown. `leaving`: what is evicted for it on other nodes."""
+        """`need`: `None` if its size is unknown. `leaving`: the models evicted for it on other nodes."""
         held = node.residencies.get(spec.id)
         count = max(spec.tensor_parallel, spec.pipeline_parallel)
         self._stage_layers: tuple[int, ...] = ()
@@ -66,8 +66,8 @@ class Fitting:
         self._eligible = _eligible(spec, self._devices)
 
     def wake(self) -> Assessment | None:
-        """How a model that is asleep wakes on its devices, at its previous size; `None` where they have no room, and
-        if it is not asleep."""
+        """Wake a sleeping model on its devices, at its previous size; `None` if they have no room, or if it is not
+        asleep."""
         asleep = [member for member in self._node.members if member.state is ModelState.ASLEEP]
         homes = [member.devices for member in asleep if member.id == self._spec.id]
         if self._held is not None and self._held.state is ModelState.ASLEEP:
@@ -86,8 +86,8 @@ class Fitting:
         return None
 
     def load(self) -> Assessment:
-        """A load, on any devices; with a part of the weights in host memory where the model fits in no other way, or
-        would get less context than it is to have."""
+        """Load on any devices; with part of the weights in host memory if the model would otherwise not fit or get less
+        than the wanted context."""
         found = self._load_whole()
         if self._need is None or self._need.splits is None or self._node.host is None:
             return found
@@ -101,8 +101,8 @@ class Fitting:
         return split
 
     def _load_split(self, need: MemoryNeed) -> Assessment | None:
-        """With as many weights on devices as they can have: on those that are emptied first, on what is free next, and
-        then with as few as possible. `None`: that does not fit either."""
+        """Load with part of the weights in host memory: first with as many on emptied devices as possible, next in free
+        memory, then with as few as possible. `None` if that does not fit either."""
         assert need.splits is not None
         best: Assessment | None = None
         for size in dict.fromkeys((need.wanted_bytes, need.least_bytes)):
@@ -121,15 +121,15 @@ class Fitting:
         return best
 
     def _together(self, sizes: list[int]) -> int:
-        """What the devices with the most can hold of it: unequal parts by layers, else equal ones."""
+        """The bytes that the largest devices can hold of it: unequal parts by layers, else equal ones."""
         most = sorted(sizes, reverse=True)[: self._spec.tensor_parallel]
         if len(most) < self._spec.tensor_parallel:
             return 0
         return sum(most) if self._by_layers else len(most) * most[-1]
 
     def _load_whole(self) -> Assessment:
-        """On its devices alone. A model is placed where its full footprint is free. Other models are evicted for the
-        context that it is to have, and waited for if they are busy. Less will do only where that does not help."""
+        """Load on its devices alone. A model is placed where its full footprint is free. Otherwise other models are
+        evicted, or waited for if busy, to make room for the wanted context. It gets less only if that does not help."""
         need = self._need
         if need is None:
             return self._assess(self._eligible, None)
@@ -146,7 +146,7 @@ class Fitting:
                 break
         if found.is_short and found is not wanted and need.contexts is not None:
             tokens = f"{need.contexts.wanted_tokens:,}"
-            reason = f"{found.reason}; a context of {tokens} tokens cannot be had: {wanted.reason}"
+            reason = f"{found.reason}; a context of {tokens} tokens is not possible: {wanted.reason}"
             return msgspec.structs.replace(found, reason=reason)
         return found
 
@@ -158,7 +158,7 @@ class Fitting:
         asleep: bool = False,
         split: HostSplit | None = None,
     ) -> Assessment:
-        """`size`: on its devices. `split`: what lies in host memory, in addition."""
+        """`size`: bytes on its devices. `split`: bytes in host memory, in addition."""
         spec, node, need = self._spec, self._node, self._need
         by_layers, num_layers = self._by_layers, self._num_layers
         limit = node.max_devices_per_model
@@ -217,23 +217,23 @@ class Fitting:
 
 
 def capacity_bytes(spec: ModelSpec, node: Node, count: int) -> int:
-    """What a load could take of the largest `count` empty devices."""
+    """Bytes that a load could take of the largest `count` empty devices."""
     largest = sorted((device.capacity_bytes for device in _eligible(spec, ledger(node))), reverse=True)[:count]
     return sum(largest) if node.ceiling_bytes is None else min(sum(largest), node.ceiling_bytes)
 
 
 def need_and_have(node: Node, need: MemoryNeed | None, count: int) -> tuple[DeviceRow, ...]:
-    """The device rows for a model over `count` devices, where memory does not decide the verdict."""
+    """The device rows for a model over `count` devices whose verdict does not depend on memory."""
     return _rows(ledger(node), None if need is None else Division(need.takes_bytes, count), Allocation(()))
 
 
 def _taken(wanted_bytes: int, sure_bytes: int, allocation: Allocation) -> int:
-    """What a load will take of `allocation`: `wanted_bytes`, or what is usable once the victims are unloaded."""
+    """Bytes that a load will take of `allocation`: `wanted_bytes`, or those usable once the victims are unloaded."""
     return min(wanted_bytes, max(sure_bytes, _usable_bytes(allocation)))
 
 
 def _usable_bytes(allocation: Allocation) -> int:
-    """What a load can take of `allocation`. If all devices get the same share, the one with the least room decides."""
+    """Bytes that a load can take of `allocation`. With equal shares, the device with the least room decides."""
     usable_bytes = list(map(allocation.usable_bytes, allocation.devices))
     allocation_bytes = sum(usable_bytes) if allocation.by_layers else len(usable_bytes) * min(usable_bytes, default=0)
     return allocation_bytes if allocation.max_bytes is None else min(allocation_bytes, allocation.max_bytes)
@@ -251,7 +251,8 @@ class _Context(NamedTuple):
 def _context(
     spec: ModelSpec, need: MemoryNeed | None, size: int | None, allocation: Allocation, saved_bytes: int = 0
 ) -> _Context:
-    """That of a load into `allocation`, which has at least `size`. `saved_bytes`: what is in host memory instead."""
+    """The context of a load into `allocation`, which has at least `size`. `saved_bytes`: bytes in host memory
+    instead."""
     if need is None or size is None or need.contexts is None:
         is_short = (
             need is not None and size is not None and need.is_short(saved_bytes + max(size, _usable_bytes(allocation)))
@@ -282,7 +283,7 @@ def _find_allocation(
     split: HostSplit | None = None,
     host_freed_bytes: int = 0,
 ) -> _Finding:
-    """`host_freed_bytes`: what models that leave in any case free of the host's memory."""
+    """`host_freed_bytes`: host memory freed by models that leave in any case."""
     host_missing_bytes = 0 if split is None else split.host_bytes - host_left_bytes(node) - host_freed_bytes
     limit = node.max_devices_per_model
     if spec.tensor_parallel > limit:
@@ -353,7 +354,7 @@ def _find_allocation(
     gone = [msgspec.structs.replace(occupant, protection=None) for occupant in occupants]
     allocation = cheapest(gone, lambda device: device.balance_bytes + device.foreign_bytes)
     if allocation is None and host_missing_bytes > 0:
-        return _Finding(Verdict.TOO_SMALL, f"{gib(host_missing_bytes)} of host memory are missing for its weights")
+        return _Finding(Verdict.TOO_SMALL, f"{gib(host_missing_bytes)} more host memory is needed for its weights")
     if allocation is None:
         return _Finding(Verdict.CROWDED, "the device reports less free memory than its models and other programs leave")
     in_the_way = {victim.model_id for victim in allocation.victims}
@@ -367,7 +368,7 @@ def _find_allocation(
 
 
 def _without(excluded: Sequence[Occupant], device: DeviceLedger) -> DeviceLedger:
-    """The device as it will be once these have left."""
+    """The device once these have left."""
     names = {occupant.model_id for occupant in excluded}
     left_bytes = device.node_left_bytes
     return msgspec.structs.replace(
@@ -381,7 +382,7 @@ def _without(excluded: Sequence[Occupant], device: DeviceLedger) -> DeviceLedger
 def _with_rivals(
     found: _Finding, excluded: tuple[Occupant, ...], rivals: Mapping[str, str], devices: Sequence[DeviceLedger]
 ) -> _Finding:
-    """What was found once these have left, for which they must."""
+    """The result once these have left, which they must."""
     if not excluded or found.verdict not in (Verdict.FITS, Verdict.FITS_SOON, Verdict.FITS_AFTER_EVICTION):
         return found
     victims = (*excluded, *found.allocation.victims)
@@ -397,7 +398,7 @@ def _with_rivals(
 
 
 def _excluded(excluded: Sequence[Occupant], rivals: Mapping[str, str]) -> _Finding:
-    """Models that cannot be loaded together with this one, and that cannot leave now."""
+    """Models that exclude this one and cannot leave now."""
     kept = [each for each in excluded if each.protection is not None]
     lasting = [each for each in kept if each.protection is not None and not each.protection.is_temporary]
     reasons = "; ".join(f"{each.model_id} ({rivals[each.model_id]}): {each.reason}" for each in lasting or kept)
@@ -423,8 +424,8 @@ def _eligible(spec: ModelSpec, devices: Sequence[DeviceLedger]) -> list[DeviceLe
 def _device_count(
     spec: ModelSpec, eligible: Sequence[DeviceLedger], size: int | None, *, limit: int, by_layers: bool, num_layers: int
 ) -> int | None:
-    """How many devices to spread over: the fewest of `tensor_parallel`, twice that, four times … that could hold it, up
-    to `limit`, the most that the node supports for one model. By layers: exactly `tensor_parallel`."""
+    """The number of devices: `tensor_parallel`, doubled until the model could fit, up to `limit`, the node's maximum
+    per model. By layers: exactly `tensor_parallel`."""
     count = spec.tensor_parallel
     ceiling = eligible[0].node_ceiling_bytes if eligible else None
     if size is not None and ceiling is not None and size > ceiling:
@@ -484,13 +485,13 @@ def _too_small(node: Node, eligible: Sequence[DeviceLedger], division: Division 
 
 
 def _last_resort(spec: ModelSpec, status: ModelStatus) -> str:
-    """What a dense model could leave to host memory, if its entry allowed that."""
+    """Weights of a dense model that could be in host memory if its entry allowed that."""
     splits = status.host_splits
     if splits is None or not splits.is_last_resort or spec.host_weights is not None:
         return ""
     most = splits.splits[-1]
     speed = speed_in_words(most.tokens_per_s, is_measured=splits.is_measured)
-    return f'; with `host_weights = "auto"` up to {gib(most.host_bytes)} of it may lie in host memory, {speed}'
+    return f'; with `host_weights = "auto"` up to {gib(most.host_bytes)} of it may be in host memory, {speed}'
 
 
 def _smaller_form(status: ModelStatus, devices: Sequence[DeviceLedger]) -> str:

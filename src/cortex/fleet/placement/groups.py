@@ -1,4 +1,4 @@
-"""Whether a model that several nodes run together fits: a member on every one of its nodes, or none at all."""
+"""Whether a model fits that several nodes run together: every member fits its node, or none is placed."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _Fit = Callable[[Fitting], Assessment | None]
 def fit_group(
     spec: ModelSpec, leader: Node, fleet: Fleet, now: float, *, need: MemoryNeed | None, origin: Origin
 ) -> Assessment:
-    """The assessment of the leader, with those of the other members; it is as bad as that of the worst of them.
-    `need`: of the whole model, of which each node takes an equal part."""
+    """The assessment of the leader, with those of the other members; its verdict is the worst of them. `need`: of the
+    whole model, of which each node takes an equal part."""
     group = _Group(spec, leader, fleet, now, None if need is None else need.part_of(spec.num_nodes), origin)
     held = leader.residencies.get(spec.id)
     if held is not None and held.status.nodes:  # asleep: it wakes where it is
@@ -39,7 +39,7 @@ def fit_group(
 
 
 def unfit_to_lead(spec: ModelSpec, node: Node, fleet: Fleet) -> tuple[Verdict, str] | None:
-    """Why a node cannot lead the group, whatever its memory; `None` where memory decides."""
+    """Why a node cannot lead the group, regardless of memory; `None` if memory decides."""
     unfit = unfit_for_group(spec, node)
     if unfit is not None and unfit[0] is Verdict.BLOCKED:
         return _lacking(spec, node, fleet) or unfit
@@ -47,7 +47,8 @@ def unfit_to_lead(spec: ModelSpec, node: Node, fleet: Fleet) -> tuple[Verdict, s
 
 
 def unfit_for_group(spec: ModelSpec, node: Node | None, *, is_waking: bool = False) -> tuple[Verdict, str] | None:
-    """Why a node cannot run a member, whatever its memory; `None` where memory decides. `is_waking`: it has one."""
+    """Why a node cannot run a member, regardless of memory; `None` if memory decides. `is_waking`: it has a sleeping
+    one."""
     if node is None:
         return Verdict.UNHEALTHY, "the fleet has no such node; add it under [[neurons]]"
     if not node.healthy and not node.drained:
@@ -67,12 +68,12 @@ def unfit_for_group(spec: ModelSpec, node: Node | None, *, is_waking: bool = Fal
         )
         return Verdict.WRONG_HARNESS, reason
     if any(member.id == spec.id and member.state is not ModelState.ASLEEP for member in node.members):
-        return Verdict.BLOCKED, "has a member of an earlier start of it, which is being ended"
+        return Verdict.BLOCKED, "still has a member of its previous start, which is being ended"
     return None
 
 
 def _lacking(spec: ModelSpec, leader: Node, fleet: Fleet) -> tuple[Verdict, str] | None:
-    """That the fleet has too few nodes for a model that names only how many it takes, whatever they end first."""
+    """The reason if the fleet has too few nodes for a model that names only their number."""
     unfit = [unfit_for_group(spec, node) for node in fleet.nodes if node.name != leader.name]
     have = 1 + sum(each is None or each[0] is Verdict.BLOCKED for each in unfit)
     if spec.node_names or have >= spec.num_nodes:
@@ -91,7 +92,7 @@ class _Group:
         self._need, self._origin = need, origin
 
     def best_others(self) -> tuple[str, ...]:
-        """The other nodes, chosen for a model that names only how many it takes: the best ones, then by name."""
+        """The other nodes of a model that names only their number: the best ones, then by name."""
         found = [
             assessment
             for node in self._fleet.nodes
@@ -103,13 +104,13 @@ class _Group:
         return tuple(each.node for each in best[: self._spec.num_nodes - 1])
 
     def blocked(self) -> tuple[Verdict, str]:
-        """What ends first on one of the other nodes, which are enough once it has."""
+        """What must end first on one of the other nodes, so that they suffice."""
         found = ((node.name, unfit_for_group(self._spec, node)) for node in self._fleet.nodes)
         name, reason = next((name, unfit[1]) for name, unfit in found if unfit and unfit[0] is Verdict.BLOCKED)
         return Verdict.BLOCKED, f"{name}: {reason}"
 
     def fit(self, others: Sequence[str], fit: _Fit) -> list[Assessment] | None:
-        """The assessments of all members, the leader's first. `None` if `fit` has none of a node."""
+        """The assessments of all members, the leader's first. `None` if a node has none."""
         names = (self._leader.name, *others)
         found = self._fit_all(names, fit, frozenset())
         # A victim that is a group makes room on several nodes, so that one chosen before it may be unnecessary.
@@ -121,7 +122,7 @@ class _Group:
         return found
 
     def _fit_all(self, names: Sequence[str], fit: _Fit, leaving: frozenset[ModelOnNode]) -> list[Assessment] | None:
-        """`leaving`: what is evicted anyway, to which each node adds."""
+        """`leaving`: models evicted anyway, to which each node adds its own."""
         found = []
         for name in names:
             each = self._fit_one(name, fit, leaving)
@@ -165,7 +166,7 @@ def _joined(found: Sequence[Assessment]) -> Assessment:
 
 
 def _tightest(found: Sequence[Assessment]) -> str:
-    """Which node decides how much each of them takes, if they differ."""
+    """The node that limits the part of each, if they differ."""
     free = {each.node: [row.available_bytes for row in each.rows if row.chosen] for each in found}
     if any(each.need_bytes is None or not free[each.node] for each in found):
         return ""

@@ -1,5 +1,5 @@
-"""The models that hold memory on a node: why each may or may not be evicted for another, and which must leave before
-it is loaded, whatever the memory (`swap_groups`, `together`, `placement.max_loaded`). Pure."""
+"""The models that hold memory on a node: why each may or may not be evicted for another, and which must leave first
+regardless of memory (`swap_groups`, `together`, `placement.max_loaded`). Pure."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _of_groups(model_id: str, others: Sequence[Occupant], catalogue: Catalogue) 
 
 
 def _outside_of_set(model_id: str, others: Sequence[Occupant], catalogue: Catalogue) -> dict[str, str]:
-    """Those outside the set with the model that costs the least evictions; the first of equal ones."""
+    """The models outside the set that needs the fewest evictions; of equal sets, the first."""
 
     def cost(allowed: Sequence[str]) -> float:
         leaving = [other for other in others if other.model_id not in allowed]
@@ -163,5 +163,5 @@ def _beyond_limit(others: Sequence[Occupant], leaving: dict[str, str], fleet: Fl
 
 
 def _stays(other: Occupant) -> bool:
-    """Whether nothing but the operator makes it leave."""
+    """Whether only the operator can make it leave."""
     return other.protection is not None and not other.protection.is_temporary

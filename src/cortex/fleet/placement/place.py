@@ -35,12 +35,12 @@ ACTIONS: dict[Verdict, Action] = {
 }
 
 _LASTING = frozenset(Verdict) - {*ACTIONS, Verdict.DRAINING, Verdict.UNHEALTHY, Verdict.HELD}
-"""Verdicts that do not depend on what other models and the operator do at the moment."""
+"""Verdicts that do not depend on other models or the operator."""
 
 KEPT_KV_WORTH = 0.25
-"""The part of its speed that a node may lack and be preferred because it keeps the model's conversations."""
+"""How much slower a node may be and still be preferred because it keeps the model's conversations."""
 MIN_KEPT_TOKENS = 1024
-"""Fewer are no reason to prefer a node: they are computed again in no time."""
+"""Fewer tokens are no reason to prefer a node: they are quickly recomputed."""
 
 
 def place(
@@ -66,7 +66,7 @@ def place(
 def decided(
     spec: ModelSpec, fleet: Fleet, now: float, origin: Origin, assessments: Sequence[Assessment], num_omitted: int = 0
 ) -> Decision:
-    """What follows from `assessments`, the best of which decides."""
+    """The decision from `assessments`, the best of which decides."""
     found = tuple(sorted(assessments, key=partial(preference, rules=fleet.placement)))
     action = _action(found[0]) if found else "reject"
     return Decision(model_id=spec.id, at=now, origin=origin, action=action, assessments=found, num_omitted=num_omitted)
@@ -82,7 +82,7 @@ def place_new(model_id: str, num_bytes: int, fleet: Fleet, now: float) -> Decisi
 
 
 def assess(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, origin: Origin) -> Assessment:
-    """Assess `spec` on `node`. What keeps a draining node from the model at any time comes before that it drains."""
+    """Assess `spec` on `node`. A lasting obstacle takes precedence over the fact that the node drains."""
     held = node.residencies.get(spec.id)
     found = _assess(spec, node, held, fleet, now, origin)
     if node.draining and (node.devices or node.residencies):  # it has reported what it is
@@ -98,7 +98,7 @@ def assess(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, origin: Ori
 
 
 def _most_kept_bytes(model_id: str, fleet: Fleet) -> int:
-    """The most that any node that is up keeps of the model's KV cache in host memory."""
+    """The most KV cache of the model that any healthy node keeps in host memory."""
     known = _found_most_kept(fleet)
     if model_id not in known:
         up = (node.residencies[model_id] for node in fleet.listing(model_id) if node.healthy)
@@ -112,12 +112,12 @@ def _worth_bytes(kept: HostKV | None) -> int:
 
 @remembered
 def _found_most_kept(_fleet: Fleet) -> dict[str, int]:
-    """By model, as far as decisions have asked for it."""
+    """By model, filled on demand."""
     return {}
 
 
 def _slower_by(model_id: str, bench: BenchResult, fleet: Fleet) -> float:
-    """How much of the speed of the fastest measured node is missing here: 0 to 1."""
+    """How much slower this node is than the fastest measured one, 0 to 1."""
     listing = (fleet.nodes[position].residencies[model_id] for position in fleet.index.listing.get(model_id, ()))
     fastest = max((held.status.bench.stream_rate for held in listing if held.status.bench is not None), default=0.0)
     return 1.0 - bench.stream_rate / fastest if fastest and bench.stream_rate else 0.0
@@ -152,14 +152,14 @@ def _assess(
 
 
 def raised_need(spec: ModelSpec, node: Node, need: MemoryNeed | None) -> MemoryNeed | None:
-    """What the model needs on `node`, where a load of it may have run out of memory."""
+    """The model's need on `node`, raised if a load there ran out of memory."""
     if (raised := node.raised_needs.get(spec.id)) is None:
         return need
     return MemoryNeed(takes_bytes=raised, least_bytes=raised) if need is None else need.at_least(raised)
 
 
 def _layers(held: Residency) -> str:
-    """How many layers each device holds, of a model that is divided by layers."""
+    """The layers on each device, for a model that is divided by layers."""
     layers = zip(held.status.stage_layers, held.status.devices, strict=False)
     parts = [f"{count} on device {device}" for count, device in layers]
     return f"; layers: {', '.join(parts)}" if parts else ""
@@ -175,7 +175,7 @@ class UnmetPin(NamedTuple):
     """A pinned model that is not loaded where it should be."""
 
     node: str | None
-    """`None`: any node will do."""
+    """`None` for any node."""
     model: str
 
 
@@ -204,7 +204,7 @@ def _is_loaded_or_starting(spec: ModelSpec, node: Node) -> bool:
 def without_memory(
     spec: ModelSpec, node: Node, held: Residency | None, fleet: Fleet, now: float, origin: Origin
 ) -> tuple[Verdict, str] | None:
-    """The verdict where memory does not matter; `None` where it does."""
+    """The verdict if it does not depend on memory, else `None`."""
     if not node.healthy and not node.drained:
         return Verdict.UNHEALTHY, node.problem or "no poll has succeeded yet"
     if node.draining:
@@ -245,7 +245,7 @@ def without_memory(
         return unfit
     failed = Verdict.UNSUPPORTED if held is not None and held.is_unsupported else Verdict.FAILED
     if held is not None and held.is_absent and (origin != "operator" or held.is_unusable) and not _is_other(spec, held):
-        return failed, held.status.reason or "its files are not there"
+        return failed, held.status.reason or "its files are missing"
     if held is not None and held.state is ModelState.FAILED and origin != "operator":
         age_s = now - held.state_since
         if age_s < fleet.rules.retry_failed_after_s:
@@ -254,7 +254,7 @@ def without_memory(
 
 
 def _is_other(spec: ModelSpec, held: Residency) -> bool:
-    """Whether the entry names other files than those that the node looked at, or another server for them."""
+    """Whether the entry names other files, or another server, than the node has read."""
     status = held.status
     if spec.harness not in (None, status.harness):
         return True
@@ -308,8 +308,8 @@ def preference(assessment: Assessment, rules: PlacementRules) -> tuple[float | s
 
 
 def to_load_again(model_id: str, tokens: int, fleet: Fleet, now: float) -> ModelOnNode | None:
-    """The idle replica that would get a context of `tokens` by another load, evicting idle models. None: one has it,
-    requests run or would be lost, or there is no memory for it. A model of several nodes stays as it is."""
+    """The idle replica that would get a context of `tokens` by a reload that evicts only idle models. None if a replica
+    has it already, requests would be lost, or memory is lacking. Models of several nodes are not reloaded."""
     spec = fleet.catalogue.spec(model_id)
     for node in fleet.listing(model_id):
         held = node.residencies[model_id]
@@ -317,8 +317,8 @@ def to_load_again(model_id: str, tokens: int, fleet: Fleet, now: float) -> Model
             return None
     for node in fleet.listing(model_id):
         held = node.residencies[model_id]
-        is_kept = held.pinned or spec.is_pinned_on(node.name) or held.is_busy or held.closed
-        is_movable = held.state is ModelState.READY and not is_kept
+        is_protected = held.pinned or spec.is_pinned_on(node.name) or held.is_busy or held.closed
+        is_movable = held.state is ModelState.READY and not is_protected
         if not (is_movable and node.healthy and node.takes_orders and not node.draining) or held.status.nodes:
             continue
         emptied = _without(node, held)

@@ -1,4 +1,4 @@
-"""The best node for a model among many: only those that come into question are assessed."""
+"""Finds the best node for a model among many, assessing only candidates."""
 
 from __future__ import annotations
 
@@ -15,22 +15,31 @@ from .place import assess, decided, preference, raised_need, without_memory
 
 _FITS, _AFTER_EVICTION = RANK[Verdict.FITS], RANK[Verdict.FITS_AFTER_EVICTION]
 _BEFORE_NAME = 11
-"""The length of a bound that only lacks the name of its node, by which equally good nodes are ordered."""
+"""The length of a bound without the node's name, which breaks ties."""
 SMALL_FLEET = 8
 """A decision for at most this many nodes explains all of them."""
 MIN_ASSESSED = 3
 """A decision for more nodes explains at least this many."""
 
 
-def search(model_id: str, fleet: Fleet, now: float, *, origin: Origin = "request") -> Decision:
+def search(
+    model_id: str,
+    fleet: Fleet,
+    now: float,
+    *,
+    origin: Origin = "request",
+    small_fleet: int = SMALL_FLEET,
+    min_assessed: int = MIN_ASSESSED,
+) -> Decision:
     """The same action and node as `place` decides, with the assessments of fewer nodes.
 
-    Nodes are assessed in the order of how good they can be at best, until no other can be better than the best found:
-    if the model has to wait or is rejected, until no other has a better verdict.
+    Nodes are assessed in the order of their bounds, until no other can be better than the best found. If the model has
+    to wait or is rejected, until no other has a better verdict.
     """
     spec = fleet.catalogue.spec(model_id)
-    candidates = _Candidates(spec, fleet, now, origin)
-    num_least = len(fleet.nodes) if len(fleet.nodes) <= SMALL_FLEET else MIN_ASSESSED
+    is_small = len(fleet.nodes) <= small_fleet
+    candidates = _Candidates(spec, fleet, now, origin, takes_all=is_small)
+    num_least = len(fleet.nodes) if is_small else min_assessed
     found: list[Assessment] = []
     best: tuple[float | str, ...] = ()
     while (bound := candidates.bound()) is not None:
@@ -43,7 +52,7 @@ def search(model_id: str, fleet: Fleet, now: float, *, origin: Origin = "request
 
 
 def may_fit(model_id: str, node: Node, fleet: Fleet, now: float, *, origin: Origin) -> bool:
-    """Whether it cannot be ruled out that the model can be loaded on `node` now. It takes no assessment."""
+    """Whether the model might be loadable on `node` now; false only if ruled out. Needs no assessment."""
     candidates = _Candidates(fleet.catalogue.spec(model_id), fleet, now, origin, only_on=node)
     bound = candidates.bound()
     return bound is not None and _is_start(bound[0])
@@ -61,7 +70,7 @@ def _is_settled(found: Sequence[Assessment], best: tuple[float | str, ...], boun
 
 
 def _is_start(rank: int) -> bool:
-    """Whether it is that of a verdict with which the model is served, woken or loaded."""
+    """Whether its verdict is one with which the model is served, woken or loaded."""
     return rank in START_RANKS
 
 
@@ -69,22 +78,30 @@ class _Candidates:
     """The nodes, in the order of their bounds. A bound is raised only when its turn comes."""
 
     def __init__(
-        self, spec: ModelSpec, fleet: Fleet, now: float, origin: Origin, *, only_on: Node | None = None
+        self,
+        spec: ModelSpec,
+        fleet: Fleet,
+        now: float,
+        origin: Origin,
+        *,
+        takes_all: bool = False,
+        only_on: Node | None = None,
     ) -> None:
+        """Without `takes_all`, nodes that do not list a running model are left out."""
         self._spec, self._fleet, self._now, self._origin = spec, fleet, now, origin
         self._packs = fleet.placement.strategy == "pack"
         self._elsewhere = need_of(spec, Node(name=""), fleet)
-        """What the model needs on nodes that do not list it."""
+        """The model's need on nodes that do not list it."""
         self._is_plain = is_plain(spec, fleet, origin)
         self._full: list[int] = []
-        """Nodes without the memory free: they are looked at only where no other has it."""
+        """Nodes without enough free memory, considered only if no other node has it."""
         if only_on is not None:
             self._queue = [self._entry(fleet.index.positions[only_on.name])]
             return
         positions = fleet.index.listing.get(spec.id, ())
         self._queue = [self._entry(position) for position in positions]
         is_running = any(bound[0] <= RANK[Verdict.STARTING] for bound, _, _ in self._queue)
-        if not is_running or len(fleet.nodes) <= SMALL_FLEET:
+        if takes_all or not is_running:
             self._add_others(set(positions))
         heapq.heapify(self._queue)
 
@@ -100,7 +117,7 @@ class _Candidates:
                 self._queue.append(self._entry(position))
 
     def bound(self) -> Bound | None:
-        """That of the next node; None: there is none."""
+        """The bound of the next node; None if there is none."""
         while self._queue or self._full:
             if self._full and (not self._queue or self._queue[0][0][0] > _FITS):
                 self._queue += map(self._entry, self._full)

@@ -1,5 +1,5 @@
-"""`/fleet/activity`: the latest requests, and those of the request log, listed, one in full, live, and forgotten;
-those that run, and their cancellation. For operators also `/fleet/audit`, who changed what, and `/fleet/history`.
+"""`/fleet/activity`: lists, streams and deletes recent and logged requests, and cancels running ones. For operators
+also `/fleet/audit` (who changed what) and `/fleet/history`.
 
 Operators see all requests. The owner of another key sees the requests of that key, without the names of nodes.
 """
@@ -22,7 +22,7 @@ from cortex.gateway.history.history import WINDOWS, History
 from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.proxy.accounting.activity import ActivityLog, Capture, RequestRecord
-from cortex.gateway.proxy.accounting.request_log import MAX_SEARCHED, Matches, RequestLog, SearchTooLong
+from cortex.gateway.proxy.accounting.request_log import Matches, RequestLog, SearchTooLong
 from cortex.gateway.proxy.accounting.running import RunningRequest, RunningRequests
 from cortex.gateway.proxy.deferred_responses import DeferredResponses
 from cortex.gateway.proxy.routes import json_response
@@ -126,8 +126,8 @@ class ActivityRoutes:
             raise _unavailable(error) from error
         except SearchTooLong as error:
             raise InvalidValue(
-                f"Fewer than {limit} of the newest {MAX_SEARCHED} requests of this time match: ask for a shorter time, "
-                "with 'since' and 'until', or for fewer with 'limit'.",
+                f"Fewer than {limit} of the newest {self._log.limits.searched} requests of this time match: ask for a "
+                "shorter time, with 'since' and 'until', or for fewer with 'limit'.",
                 param="since",
             ) from error
         return json_response({"requests": [_as_json(record, key) for record in found], "next": 0})
@@ -156,7 +156,7 @@ class ActivityRoutes:
         return response
 
     async def _removed(self, matches: Matches, request_id: str | None = None) -> Response:
-        """Forget the requests that match, in memory and in the request log, where `request_id` is the one they have."""
+        """Delete the matching requests, in memory and in the request log; only those of `request_id` if it is given."""
         num_removed = self._activity.forget(matches)
         if self._log.retention_days:
             try:
@@ -172,7 +172,7 @@ class ActivityRoutes:
         return json_response({"requests": found})
 
     def _cancel(self, exchange: Exchange, request_id: str) -> Response:
-        """Ends every request of this id, which clients may choose, that the key may see."""
+        """Cancel every request with this id that the key may see. Clients choose ids, so several may have the same."""
         key = self._key(exchange)
         by = "its owner" if key is not None and not key.operator else "the operator of this gateway"
         cancelled = [
@@ -214,7 +214,7 @@ def _is_shown(record: RequestRecord | RunningRequest, key: KeySection | None) ->
 
 
 def _only_of(key: KeySection | None) -> str | None:
-    """The id of the key whose requests alone are shown to `key`; None: all are."""
+    """The id of the only key whose requests `key` may see; None for all."""
     return None if key is None or key.operator else key.id
 
 
@@ -351,5 +351,5 @@ class HistoryRoutes:
         wanted = query(exchange.request, "window") or "hour"
         window = next((each for each in WINDOWS if each == wanted), None)
         if window is None:
-            raise InvalidValue(f"{shorten(wanted)} is no window; use {' or '.join(WINDOWS)}.", param="window")
+            raise InvalidValue(f"{shorten(wanted)} is not a window; use {' or '.join(WINDOWS)}.", param="window")
         return json_response(self._history.as_json(window))

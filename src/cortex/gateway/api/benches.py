@@ -25,8 +25,8 @@ from cortex.http.routing import Route
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.system.tasks import OwnedTasks
-from cortex.wire.error_encoding import from_code
-from cortex.wire.errors import CortexError, Family, ModelUnsupported
+from cortex.wire.error_encoding import OPENAI, from_code
+from cortex.wire.errors import CortexError, ModelUnsupported
 from cortex.wire.node.bench import BenchRequest, BenchStatus
 from cortex.wire.node.protocol import Progress
 
@@ -36,7 +36,7 @@ class _BenchOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     force: bool = False
     reload: bool = True
     wait: bool = True
-    """Respond when all is measured; otherwise at once, with the job."""
+    """Respond when everything is measured; otherwise at once, with the job."""
 
 
 class BenchRoutes:
@@ -72,7 +72,7 @@ class BenchRoutes:
         return None
 
     async def close(self) -> None:
-        """Stop watching; nodes finish without us."""
+        """Stop watching; nodes finish by themselves."""
         await self._tasks.cancel()
 
     def _start(self, model: str, order: _BenchOrder, by: str) -> Job:
@@ -100,7 +100,7 @@ class BenchRoutes:
             own = [ModelOnNode(here.name, model) for here in ready if here.takes_orders]
             if not own:
                 names = ", ".join(here.name for here in ready)
-                raise ModelUnsupported(f"{model} is served by {names}, which is no neuron: it cannot be measured.")
+                raise ModelUnsupported(f"{model} is served by {names}, which is not a neuron: it cannot be measured.")
             return own
         chosen = self._operator.load(model, node).node
         assert chosen is not None, "a load that is not rejected has a node"
@@ -176,4 +176,4 @@ def _body(job: Job) -> dict[str, object]:
 
 
 def _ended(job: Job) -> Response:
-    return json_response(_body(job)) if job.error is None else error_response(job.error, Family.OPENAI)
+    return json_response(_body(job)) if job.error is None else error_response(job.error, OPENAI)

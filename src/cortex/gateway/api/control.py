@@ -38,9 +38,9 @@ from cortex.http.server.server import Response
 from cortex.system.build import build_information
 from cortex.wire import sse
 from cortex.wire.dialects.ollama.models import RUNNING, is_for_ollama
+from cortex.wire.error_encoding import Family
 from cortex.wire.errors import (
     CortexError,
-    Family,
     InvalidAPIKey,
     NodeNotFound,
 )
@@ -48,10 +48,10 @@ from cortex.wire.fields.body import check_content_type
 from cortex.wire.model_list import model_list
 
 MAX_LISTED_AT_ONCE = 200
-"""Models on nodes up to which the list of models is made on the loop's thread, within milliseconds."""
+"""Up to this many models on nodes, the list of models is made on the loop's thread, within milliseconds."""
 
 READ_BY_POST = frozenset({"/api/show"})
-"""Paths of parts whose POST changes nothing."""
+"""Paths whose POST changes nothing."""
 CHANGED_BY_GET = frozenset({"/unload"})
 
 
@@ -71,7 +71,7 @@ class Control:
         open_paths: Sequence[bytes] = OPEN_PATHS,
         audit: AuditLog | None = None,
     ) -> None:
-        """`parts`: each serves routes of its own. `open_paths` need no key. `audit` records what changes anything."""
+        """`parts`: each serves its own routes. `open_paths` need no key. `audit` records changes."""
         self._audit = audit
         self._open_paths = open_paths
         self._dispatcher = dispatcher
@@ -86,7 +86,7 @@ class Control:
         self._deferred = deferred
         self._streams = streams
         self._with_effects = Router(route for part in parts for route in part.routes())
-        """What may change something."""
+        """Requests that may change something."""
         self._created = int(time.time())
         self._pages: Router[Callable[..., Response | None]] = Router(
             [
@@ -142,9 +142,9 @@ class Control:
         exchange.on_status(lambda status: record(status=status))
 
     def _reject_cross_site(self, request: Request, path: str, *, has_effects: bool) -> None:
-        """Raise CrossSiteRequest or UnsupportedMediaType for what a web page of another site may have sent.
+        """Raise CrossSiteRequest or UnsupportedMediaType for a request that another site's page may have sent.
 
-        `has_effects`: a request there may change something. Elsewhere the error is that of the route."""
+        `has_effects`: the request may change something. Otherwise the route itself reports the error."""
         host = _text(request.header(b"host"))
         is_public = request.path in (*self._open_paths, *OLLAMA_LISTINGS) or path.startswith("/v1/")
         if not is_public and self.meter.key(request) is None:
@@ -231,7 +231,7 @@ class Control:
         return FleetView(self._is_operator(request), self.meter.key(request))
 
     def _list_models(self, exchange: Exchange) -> None:
-        """Respond with the list, made on another thread where it is long: a snapshot of the fleet does not change."""
+        """Respond with the list. A long one is made on another thread, from a snapshot of the fleet."""
         key = listing_key(self.meter, exchange.request, self._open_paths)
         view = FleetView(self._is_operator(exchange.request), key)
         fleet, feasible_on = self._dispatcher.fleet, self._dispatcher.feasibility().nodes
@@ -327,11 +327,11 @@ def _text(header: bytes | None) -> str | None:
 
 
 def _family_of(request: Request) -> Family:
-    return family_of(request.path, is_anthropic=request.header(b"anthropic-version") is not None)
+    return family_of(request.path, request.header)
 
 
 def _queue_lines(queued: dict[str, dict[str, int]]) -> Iterator[str]:
-    """What waits, for people. A request waits for those of its class and of higher ones."""
+    """The waiting requests, as text. A request waits for those of its class and of higher ones."""
     for node, counts in queued.items():
         listed = ", ".join(f"{number} {name}" for name, number in reversed(counts.items()))
         place = f"for a slot on {node}" if node else "at the gateway for the model"

@@ -54,9 +54,9 @@ class _Pull(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     quant: str | None = None
     node: str | None = None
     nodes: Annotated[tuple[str, ...], msgspec.Meta(max_length=256)] = ()
-    """In place of `node`, if there are several."""
+    """Used instead of `node` for several nodes."""
     copy: bool = False
-    """Take the files as other nodes have them, and nothing from the hub."""
+    """Copy the files from other nodes; take nothing from the hub."""
 
 
 class _Pulls:
@@ -74,7 +74,7 @@ class _Pulls:
             each.cancelled.set()
 
     def stage(self) -> tuple[str, Progress | None]:
-        """The stage of the download that is behind, and the bytes of all."""
+        """The stage of the slowest download, and the bytes of all."""
         found = [each.status.progress for each in self._following.values() if each.status and each.status.progress]
         if not found:
             return "starting", None
@@ -84,8 +84,8 @@ class _Pulls:
         return last.finest_stage, msgspec.structs.replace(last, done_bytes=done_bytes, total_bytes=total_bytes)
 
     async def outcomes(self, job: Job) -> None:
-        """Reports the end on each node to the job. Where no other node has the files, the first that can gets them
-        from the hub before the others begin."""
+        """Report the end on each node to the job. If no other node has the files, one node gets them from the hub
+        before the others begin."""
         waiting = list(self._clients)
         offline: list[NodeClient] = []
         while waiting and waiting + offline != waiting[:1] and not self._done and not self._has_holder(waiting[0].name):
@@ -204,7 +204,7 @@ class FileRoutes:
         ]
 
     async def close(self) -> None:
-        """Stop watching; nodes finish their downloads without us."""
+        """Stop watching; nodes finish their downloads by themselves."""
         await self._tasks.cancel()
 
     @property
@@ -263,7 +263,7 @@ class FileRoutes:
             check_name(wanted.model, "model")
             match = _HUB_ID.fullmatch(known_repository(wanted.model) or wanted.model)
             if match is None:
-                what = f"{shorten(wanted.model)} is no model of this gateway and no repository of the hub"
+                what = f"{shorten(wanted.model)} is neither a model of this gateway nor a repository of the hub"
                 raise ModelNotFound(f"{what}, whose names are OWNER/NAME.", param="model") from None
             quant = wanted.quant or match["quant"]
             source = match["name"] + (match["revision"] or "")

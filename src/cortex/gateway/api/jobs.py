@@ -1,6 +1,6 @@
-"""Jobs: the orders of operators that take a while. Each can be watched, and most can be cancelled.
+"""Jobs: operators' long-running orders. Each can be watched, and most can be cancelled.
 
-A job is followed to its end, whether or not a client watches it. The latest that ended are kept.
+A job is followed to its end, whether or not a client watches it. The latest completed jobs are kept.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Job:
     by: str
     """The name of the operator's key."""
     read_stage: Callable[[], tuple[str, Progress | None]]
-    """What happens now, in a word, and how far it is."""
+    """The current stage, in a word, and its progress."""
     cancel: Callable[[], None] | None = None
-    """Makes it end soon; None for a job that cannot be cancelled."""
+    """Cancels the work; None for a job that cannot be cancelled."""
     started_at: float = field(default_factory=time.time)
     ended_at: float | None = None
     state: JobState = "running"
@@ -50,7 +50,7 @@ class Job:
     is_cancelled: bool = False
     """Whether somebody asked to cancel it."""
     results: dict[str, Any] = field(default_factory=dict)
-    """What it found on each node, as far as its kind finds anything."""
+    """Results by node, for kinds that have any."""
     _remaining: set[str] = field(default_factory=set)
     _failures: dict[str, CortexError] = field(default_factory=dict)
     _listeners: list[Callable[[], None]] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Job:
             self._listeners.append(listener)
 
     def move(self, nodes: Sequence[str]) -> None:
-        """The work goes on at these nodes, whose ends are awaited."""
+        """Continue on these nodes, and wait for them instead."""
         self.nodes, self._remaining = tuple(nodes), set(nodes)
 
     def node_ended(self, node: str, error: CortexError | None) -> None:
@@ -113,7 +113,7 @@ class Job:
 
 
 class JobBoard:
-    """The running jobs and the latest that ended. Used on the loop's thread only."""
+    """The running jobs and the latest completed ones. Used on the loop's thread only."""
 
     def __init__(self) -> None:
         self._jobs: dict[str, Job] = {}

@@ -1,4 +1,4 @@
-"""What nodes keep of prompts: `POST /fleet/forget` deletes it by model, key, group and age. For operators."""
+"""Prompt caches of nodes: `POST /fleet/forget` deletes them by model, key, group and age. For operators."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from cortex.wire.node.orders import ForgetBlocksRequest, TenantName
 
 
 class _Forget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What everything given applies to."""
+    """Deletes what matches every field that is given."""
 
     model: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_MODEL_NAME)] | None = None
     key: str | None = None
     """By its name or id."""
     group: str | None = None
     tenant: TenantName | None = None
-    """As `GET /keys` names that of a key: also of one that was revoked since."""
+    """As `GET /keys` lists it for a key; also for a key that was revoked since."""
     unused_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
-    """Only files that were not used for this long."""
+    """Only files unused for this long."""
     node: str | None = None
     """Absent: all nodes."""
     everything: bool = False
@@ -108,7 +108,7 @@ class KeptPromptRoutes:
 
 
 async def _forgotten(client: NodeClient, order: ForgetBlocksRequest) -> dict[str, Any]:
-    """What is gone from a node, or why nothing is."""
+    """What was deleted from a node, or why nothing was."""
     try:
         found = await client.forget_blocks(order)
     except (UpstreamFault, CortexError) as error:

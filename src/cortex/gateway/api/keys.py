@@ -45,7 +45,7 @@ _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
 
 
 class _Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits in a request. Absent: as it is, or the default; null: without this limit."""
+    """Limits in a request. An absent limit stays as it is, or gets the default; null removes it."""
 
     models: tuple[str, ...] | msgspec.UnsetType = _UNSET
     request_class: RequestClass | msgspec.UnsetType | None = _UNSET
@@ -119,7 +119,7 @@ class KeyRoutes:
         return self._remove_group(name)
 
     def _operator(self, request: Request) -> KeySection:
-        """The operator's key. On an open gateway nobody may make keys here: the first one would lock all others out."""
+        """The operator's key. An open gateway rejects this: the first key would lock everybody else out."""
         self._metering.meter.authenticate_operator(request)
         key = self._metering.meter.key(request)
         if key is None:
@@ -227,9 +227,10 @@ class KeyRoutes:
 
     def _checked_name(self, given: str, taken: set[str], kind: str) -> str:
         name = given.strip()
-        if not name or "/" in name or name in taken:
+        if not name or not name.isprintable() or "/" in name or name in taken:
             raise InvalidValue(
-                f"A {kind} cannot be called {shorten(name)!r}: use a name without `/` that no other {kind} has.",
+                f"A {kind} cannot be called {shorten(name)!r}: use printable characters without `/`, and a name that "
+                f"no other {kind} has.",
                 param="name",
             )
         return name
@@ -243,8 +244,8 @@ class KeyRoutes:
     def _check_in_database(self, key: KeySection) -> None:
         if key.id in self._metering.in_force.file_ids:
             raise ManagedByFile(
-                f"The key `{key.name}` is in the configuration file, which wins over the database: change it there, "
-                "with `cortex keys change` or `cortex keys remove` and `--config`."
+                f"The key `{key.name}` is in the configuration file, which takes precedence over the database: "
+                "change it there, with `cortex keys change` or `cortex keys remove` and `--config`."
             )
 
     def _group_in_database(self, name: str) -> GroupSection:
@@ -256,8 +257,8 @@ class KeyRoutes:
         raise RouteNotFound(f"There is no group {shorten(name)}; GET /groups lists them.")
 
     async def _edit(self, work: Callable[[Execute], T]) -> T:
-        """Edit the database and put it in force. Raises DatabaseUnavailable, InvalidValue, and what `work` raises: then
-        nothing has changed."""
+        """Edit the database and put the result in force. Raises DatabaseUnavailable, InvalidValue, and what `work`
+        raises; then nothing has changed."""
         try:
             result = await self._metering.key_store.edit(work)
         except KeyConflict as problem:
@@ -268,11 +269,11 @@ class KeyRoutes:
         try:
             await self._refresh()
         except StoreError as error:  # the response says so; the gateway goes on looking for changes
-            log.error("keys were changed in the database, and are not in force here yet: %s", error)
+            log.error("keys were changed in the database but are not in force here yet: %s", error)
         return result
 
     async def _counters(self) -> Mapping[str, Counters]:
-        """What keys and groups have spent, at all gateways; as far as this one knows while the database is away."""
+        """What keys and groups have spent at all gateways; without the database, what this one knows."""
         ledger = self._metering.ledger
         if ledger is None:
             return {}

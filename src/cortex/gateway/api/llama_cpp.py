@@ -47,7 +47,7 @@ _RUNNING_STATE = {
     ModelState.RECOVERING: "starting",
     ModelState.UNLOADING: "stopping",
 }
-"""In llama-swap's words, the most useful first."""
+"""In llama-swap's terms, the most useful first."""
 
 
 class _Order(msgspec.Struct, frozen=True):

@@ -1,6 +1,6 @@
-"""What nodes keep of the servers that run a model, for operators: their output (`GET /fleet/models/{model}/log`), which
-may show prompts, and the sizes that were measured (`DELETE /fleet/models/{model}/size`). `/logs` and `/logs/stream` are
-llama-swap's: the events of the fleet and the output of all servers, as text."""
+"""For operators, the servers that run models: their output (`GET /fleet/models/{model}/log`), which may show prompts,
+and their measured sizes (`DELETE /fleet/models/{model}/size`). llama-swap's `/logs` and `/logs/stream` have the events
+of the fleet and the output of all servers, as text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.proxy.deferred_responses import DeferredResponses
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.request import Request
-from cortex.http.routing import Route, query
+from cortex.http.routing import Route, is_in_query, query
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.http.upstream.faults import UpstreamFault
@@ -30,7 +30,8 @@ from cortex.wire.node.model_log import ModelLog
 T = TypeVar("T")
 
 _MAX_LINES = 10**15
-_FOLLOW_S = 1.0
+FOLLOW_S = 1.0
+"""How often a stream of logs continues."""
 _MAX_PENDING = 10_000
 """Events that a client has not read."""
 _TEXT = ((b"content-type", b"text/plain; charset=utf-8"), (b"cache-control", b"no-cache"))
@@ -46,7 +47,10 @@ class ModelServerRoutes:
         metering: Metering,
         deferred: DeferredResponses,
         event_log: EventLog,
+        *,
+        follow_s: float = FOLLOW_S,
     ) -> None:
+        self._follow_s = follow_s
         self._event_log = event_log
         self._tasks = OwnedTasks()
         self._dispatcher = dispatcher
@@ -77,11 +81,11 @@ class ModelServerRoutes:
         self._deferred.respond(exchange, shown())
 
     def _stream(self, exchange: Exchange, name: str | None = None) -> None:
-        """Follow the events and the output of servers; of `proxy` the events alone, of `upstream` the output, of a
-        model its servers'. With `no-history`: from now on."""
+        """Follow events and output: `proxy` has the events, `upstream` the output of all servers, a model's id that of
+        its servers. With `no-history`, from now on."""
         self._metering.meter.authenticate_operator(exchange.request)
         model = None if name in (None, "proxy", "upstream") else self._dispatcher.resolve(name or "").model_id
-        has_history = query(exchange.request, "no-history") is None
+        has_history = not is_in_query(exchange.request, "no-history")
         exchange.start(200, _TEXT)
         following = self._follow(exchange, name, model, has_history=has_history)
         task = self._tasks.start(following, "follow logs")
@@ -98,7 +102,7 @@ class ModelServerRoutes:
             while not exchange.closed:
                 self._metering.meter.authenticate_operator(exchange.request)
                 if exchange.paused:  # it has not read what it got; nodes keep the rest
-                    await asyncio.sleep(_FOLLOW_S)
+                    await asyncio.sleep(self._follow_s)
                     continue
                 texts = [] if name == "upstream" or model is not None else [*pending]
                 pending.clear()
@@ -106,7 +110,7 @@ class ModelServerRoutes:
                     texts.append(await self._output(model, seen))
                 if (text := "".join(texts)) and not exchange.closed:
                     exchange.write(text.encode())
-                await asyncio.sleep(_FOLLOW_S)
+                await asyncio.sleep(self._follow_s)
         except CortexError:
             exchange.finish(keep_alive=False)
         except BaseException:
@@ -153,7 +157,7 @@ class ModelServerRoutes:
         return model, clients
 
     async def _forget_size(self, model: str, clients: Sequence[NodeClient]) -> Response:
-        """Here, and on the nodes; each of them reports what the model counts as there, or why it did not forget."""
+        """Forget it here and on the nodes. Each node reports the size that it now assumes, or its error."""
         found = await asyncio.gather(*(_asked(client, client.forget_size(model)) for client in clients))
         self._dispatcher.forget_size(model)
         nodes = [

@@ -1,6 +1,6 @@
 """`/v1/models`: every model of the fleet, in a form that both OpenAI and Anthropic clients read.
 
-Pure: a fleet in, plain values out.
+Pure: takes a fleet, returns plain values.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def listing(
     for_operator: bool = True,
     with_unlisted: bool = False,
 ) -> list[dict[str, Any]]:
-    """The models that the client may use, in alphabetical order."""
+    """The models that the client may use, sorted by name."""
     data = [
         entry(fleet, spec, feasible_on, created, for_operator=for_operator)
         for spec in offered(fleet, with_unlisted=with_unlisted)
@@ -69,8 +69,8 @@ def offered_aliases(fleet: Fleet, *, with_unlisted: bool = False) -> Iterator[tu
 def entry(
     fleet: Fleet, spec: ModelSpec, feasible_on: FeasibleOn, created: int, *, for_operator: bool = True
 ) -> dict[str, Any]:
-    """One model. Reasons of failures, which name files, are for operators; `problems`: why nodes do not have its
-    files; `failures`: why nodes do not have it loaded, where a load failed or they lost it."""
+    """One model. `problems`: why nodes lack its files; `failures`: why it is not loaded, after a failed load or a
+    fault. Both name files and are for operators."""
     listing = [(node, node.residencies[spec.id]) for node in fleet.listing(spec.id)]
     held = [(node, residency) for node, residency in listing if not residency.is_absent]
     problems = {node.name: residency.status.reason for node, residency in listing if residency.is_absent}
@@ -107,8 +107,8 @@ def entry(
 
 
 def _sizes(spec: ModelSpec, held: list[tuple[Node, Residency]]) -> list[dict[str, Any]]:
-    """The memory that the model takes in each quantisation that a node has of it, how its files store most of its
-    weights (None: unknown), and which nodes those are. Dense weights that will be quantised count as that."""
+    """The memory that the model takes in each quantisation that a node has, the format of most of its weights (None:
+    unknown), and those nodes. Dense weights to be quantised at load count as quantised."""
     sizes: dict[tuple[str | None, str | None, int | None], list[str]] = {}
     for node, residency in held:
         status = sized_for(spec, residency.status)
@@ -158,8 +158,8 @@ def _location(node: Node, residency: Residency, for_operator: bool) -> dict[str,
 
 
 def _limits(spec: ModelSpec, held: list[tuple[Node, Residency]]) -> tuple[int | None, int | None, int | None]:
-    """The smallest limits of context, prompt and response among the ready replicas. Without any, those that the model
-    will have: on the node that can give it most, and no more than its entry names."""
+    """The smallest limits of context, prompt and response among the ready replicas. If none is ready, the limits
+    expected on the node with the most memory for it, at most those of its entry."""
     ready = [residency.status for _, residency in held if residency.state is ModelState.READY]
     statuses = ready or sorted((each.status for _, each in held), key=lambda status: -(status.context_tokens or 0))[:1]
     contexts = [status.context_tokens for status in statuses if status.context_tokens is not None]
@@ -171,7 +171,7 @@ def _limits(spec: ModelSpec, held: list[tuple[Node, Residency]]) -> tuple[int | 
 
 
 def _cut_context(spec: ModelSpec, held: list[tuple[Node, Residency]]) -> dict[str, int]:
-    """The context that the model would have if the memory of a node where it is ready did not limit it."""
+    """The context that the model would have if memory did not limit it where it is ready."""
     for _, residency in held:
         status = residency.status
         full_tokens = min(filter(None, (status.full_context_tokens, spec.context_tokens)), default=0)
@@ -181,7 +181,7 @@ def _cut_context(spec: ModelSpec, held: list[tuple[Node, Residency]]) -> dict[st
 
 
 def _sampling(spec: ModelSpec, held: list[tuple[Node, Residency]]) -> dict[str, float]:
-    """How it samples where a request says nothing: as a ready replica reports, else as it would after a load."""
+    """The sampling defaults that a ready replica reports; if none is ready, those after a load."""
     ready = next((residency.status for _, residency in held if residency.state is ModelState.READY), None)
     reported = ready or (held[0][1].status if held else None)
     found = {} if reported is None else msgspec.structs.asdict(reported.sampling)

@@ -27,10 +27,10 @@ from cortex.gateway.proxy.routes import error_response, json_response
 from cortex.http.routing import Route
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
+from cortex.wire.error_encoding import OPENAI
 from cortex.wire.errors import (
     CortexError,
     CrossSiteRequest,
-    Family,
     InvalidValue,
     MalformedJSON,
     ModelNotFound,
@@ -54,7 +54,7 @@ class _Order(NodeValue, frozen=True, forbid_unknown_fields=True):
     dry_run: bool = False
 
 
-class _Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _NoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of an order without options."""
 
 
@@ -90,13 +90,13 @@ class OrderRoutes:
 
     def _drain_node(self, exchange: Exchange, name: str, order: str) -> None:
         self._metering.meter.authenticate_operator(exchange.request)
-        read_body(exchange.request.body, _Nothing)
+        read_body(exchange.request.body, _NoOptions)
         self._respond_stored(exchange, self._drain(name, order))
 
     def _load_profile(self, exchange: Exchange, name: str) -> Response:
         """Begin to load all models of a profile; a job for each."""
         by = self._metering.meter.authenticate_operator(exchange.request)
-        read_body(exchange.request.body, _Nothing)
+        read_body(exchange.request.body, _NoOptions)
         profiles = self._dispatcher.catalogue.profiles
         if name not in profiles:
             known = f"there are {', '.join(profiles)}" if profiles else "add it under [profiles] in models.toml"
@@ -107,14 +107,14 @@ class OrderRoutes:
         return json_response({"profile": name, "models": orders}, 202)
 
     def _start_of_profile(self, model: str, by: str) -> tuple[Job, tuple[str, ...]]:
-        """A model that cannot be loaded does not keep the others of the profile from it."""
+        """A model that cannot be loaded does not prevent the others."""
         try:
             return self._start(model, "load", _Order(), by)
         except CortexError as error:
             return self._board.failed("load", model, error, by=by), ()
 
     def _unload_by_get(self, exchange: Exchange) -> Response:
-        """As llama-swap does it. A web page can make a browser send this without asking, so a browser needs a key."""
+        """As in llama-swap. Any web page can make a browser send this, so a browser needs a key."""
         request = exchange.request
         is_browser = request.header(b"sec-fetch-site") or (request.text(b"user-agent") or "").startswith("Mozilla/")
         if is_browser and self._metering.meter.key(request) is None:
@@ -160,7 +160,7 @@ class OrderRoutes:
         return None
 
     def _respond_stored(self, exchange: Exchange, response: Response) -> None:
-        """Respond once a kill of this process would not undo the order."""
+        """Respond once the order is durable."""
 
         async def stored() -> Response:
             await self._store()
@@ -233,7 +233,7 @@ class OrderRoutes:
     def _load_later(
         self, model: str, node: str | None, leaving: Sequence[ModelOnNode], by: str
     ) -> tuple[Job, tuple[str, ...]]:
-        """Load a model when the unloads of it that are under way have ended."""
+        """Load a model once its running unloads have ended."""
         targets = list(leaving)
         job = self._board.start(
             "load",
@@ -280,7 +280,7 @@ class OrderRoutes:
             self._dispatcher.cancel_load(target)
 
     def _unpin_if_failed(self, job: Job, targets: Sequence[ModelOnNode]) -> None:
-        """A pin whose load failed or was cancelled is not kept: it would be tried again for ever."""
+        """Remove a pin whose load failed or was cancelled, which would be retried forever."""
         if job.state != "done":
             self._dispatcher.change_pins(removed=targets)
 
@@ -300,7 +300,7 @@ class OrderRoutes:
 
 def _ended(job: Job, nodes: Sequence[str]) -> Response:
     if job.error is not None:
-        return error_response(job.error, Family.OPENAI)
+        return error_response(job.error, OPENAI)
     return json_response({"model": job.model, "nodes": nodes, "job": job.as_json()})
 
 

@@ -1,4 +1,4 @@
-"""What the parts of the gateway's API have in common: their contract, and reading a request."""
+"""The contract of the parts of the gateway's API, and functions that read requests."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Files and batches: work that can wait, kept in the database and on disk, run where nobody else is slowed down."""
+"""Files and batches: work that can wait, kept in the database and on disk, run where it slows no one down."""

@@ -19,7 +19,7 @@ from cortex.gateway.api.parts import ApiRoute, expect, number_in_query, read_bod
 from cortex.gateway.batches import tables
 from cortex.gateway.batches.files import FileStore, chunks_of
 from cortex.gateway.batches.lines import ENDPOINTS, MESSAGES
-from cortex.gateway.batches.runner import BatchRunner
+from cortex.gateway.batches.runner import BatchLimits, BatchRunner
 from cortex.gateway.batches.tables import Batch, Kind, StoredFile
 from cortex.gateway.config import BatchesSection
 from cortex.gateway.database import Database, Execute
@@ -65,14 +65,12 @@ class FileNotFound(ResponseNotFound):
     """There is no such file for the key."""
 
     code = "file_not_found"
-    anthropic_type = "not_found_error"
 
 
 class BatchNotFound(ResponseNotFound):
     """There is no such batch for the key."""
 
     code = "batch_not_found"
-    anthropic_type = "not_found_error"
 
 
 class _NewBatch(msgspec.Struct, frozen=True):
@@ -83,7 +81,7 @@ class _NewBatch(msgspec.Struct, frozen=True):
 
 
 def takes(request: Request) -> bool:
-    """Whether a request is about files or batches. Anthropic's own files have another form, and do not exist here."""
+    """Whether a request is about files or batches. Anthropic's file API is not supported."""
     path = request.path
     if path == MESSAGE_BATCHES_PATH or path.startswith(MESSAGE_BATCHES_PATH + b"/"):
         return True
@@ -103,9 +101,10 @@ class BatchService:
         metering: Metering,
         tasks: Supervisor,
         deferred: DeferredResponses,
+        limits: BatchLimits,
     ) -> None:
         self._files = FileStore(database, section, state_directory / section.directory.expanduser())
-        self._runner = BatchRunner(inference, self._files, metering, tasks)
+        self._runner = BatchRunner(inference, self._files, metering, tasks, limits)
         self._metering = metering
         self._parser = inference.services.parser
         self._deferred = deferred

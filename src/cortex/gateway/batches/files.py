@@ -29,10 +29,10 @@ T = TypeVar("T")
 CHUNK_BYTES = 256 * 1024
 MEBIBYTE = 1024 * 1024
 UNFINISHED_S = 86400.0
-"""A file that no row is about, and that was not written for this long, belongs to a gateway that has ended."""
+"""A file without a row that has not been written to for this long is left over from a dead gateway."""
 PAGE = 500
 _OURS = re.compile(r"\.?(file-|batch_|msgbatch_)[0-9a-f]{24}")
-"""What the names of files here begin with. The directory may hold others."""
+"""Prefixes of our files. The directory may hold others."""
 
 
 class FileStore:
@@ -118,7 +118,7 @@ class FileStore:
             await self._sweep(now - UNFINISHED_S)
 
     async def _sweep(self, before_s: float) -> None:
-        """Delete what gateways had written, or were writing, when they were killed."""
+        """Delete files that killed gateways left behind."""
         old = await asyncio.to_thread(self._old, before_s)
         for start in range(0, len(old), PAGE):
             work = partial(tables.unowned, names=old[start : start + PAGE])

@@ -1,4 +1,4 @@
-"""The lines of a batch: what is read of each one before it runs, and how its result is written. Pure but for reading.
+"""The lines of a batch: what is read from each before it runs, and the form of its result. Pure except for reading.
 
 A line is found by its place in the input file, so that a batch of a gigabyte takes no memory.
 """
@@ -21,9 +21,9 @@ MESSAGES = "/v1/messages"
 MAX_LINE_BYTES = 16 * 1024 * 1024
 MAX_CUSTOM_ID = 512
 MAX_MODELS = 64
-"""Models of one batch. Each one is looked up whenever lines may start."""
+"""Models per batch. Each is looked up whenever lines may start."""
 PREFIX_BYTES = 96
-"""What lines are grouped by: the beginning of their prompts, most of which begin with the same instructions."""
+"""Lines are grouped by this much of their prompts, because most share their instructions."""
 _STATEFUL = ("background", "previous_response_id", "conversation")
 _EMPTY = Raw(b"")
 _UNUSED = (b"", b"null", b"false", b'""')
@@ -56,8 +56,8 @@ class InvalidLine(NamedTuple):
 
 
 class _Body(msgspec.Struct, frozen=True):
-    """What is read of the body of a request; the rest is checked where it runs. Raw, because a client may send values
-    that take seconds and gigabytes when they are decoded."""
+    """The fields that are read from a request body; the rest is checked when it runs. Raw, because decoding a client's
+    values could take seconds and gigabytes."""
 
     model: str | None = None
     stream: bool | None = None
@@ -152,7 +152,7 @@ def _checked_body(raw: Raw) -> _Body:
         raise InvalidValue("body.stream: results of a batch are not streamed; leave it out.", param="body.stream")
     for name in _STATEFUL:
         if bytes(getattr(body, name)) not in _UNUSED:
-            raise InvalidValue(f"body.{name}: lines of a batch have no state; leave it out.", param=f"body.{name}")
+            raise InvalidValue(f"body.{name}: lines of a batch are stateless; leave it out.", param=f"body.{name}")
     return body
 
 
@@ -174,7 +174,7 @@ def is_json(body: bytes | bytearray) -> bool:
 
 
 def response_line(kind: Kind, custom_id: str, status: int, request_id: str, body: bytes) -> tuple[Outcome, bytes]:
-    """The result of a line that a node, or the gateway, has responded to."""
+    """The result of a line that got a response from a node or the gateway."""
     is_success, raw = status < 400, Raw(body.strip())
     if not is_json(body):
         is_success, raw = False, Raw(msgspec.json.encode({"error": {"message": "The node's response is not JSON."}}))
@@ -198,7 +198,7 @@ def invalid_line(kind: Kind, invalid: InvalidLine) -> bytes:
 
 
 def unrun_line(kind: Kind, number: int, custom_id: str, outcome: Outcome) -> bytes:
-    """The result of a line that the end of its batch has prevented."""
+    """The result of a line that did not run before its batch ended."""
     if kind == "anthropic":
         result = {"type": "canceled" if outcome == "cancelled" else "expired"}
         return msgspec.json.encode({"custom_id": custom_id, "result": result}) + b"\n"

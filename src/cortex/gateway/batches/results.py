@@ -1,8 +1,8 @@
 """The results of one batch: every line has one, and is charged once, whatever fails.
 
 A result is first written to a segment, a file of the gateway that owns the batch. Then it is recorded together with its
-cost, in a transaction that fails where the batch has another owner by now. So a line may run twice, but has one
-result and is charged once. At the end the segments become the files that clients get.
+cost, in a transaction that fails where the batch has another owner by now. So a line may run twice, but has one result
+and one charge. At the end the segments become the files that clients get.
 """
 
 from __future__ import annotations
@@ -49,10 +49,11 @@ class Finished(NamedTuple):
 class BatchResults:
     """Belongs to the run of a batch, on the loop's thread; what blocks runs on others."""
 
-    def __init__(self, files: FileStore, batch: Batch, owner: str) -> None:
+    def __init__(self, files: FileStore, batch: Batch, owner: str, renew_s: float = RENEW_S) -> None:
         self._files = files
         self._batch = batch
         self._owner = owner
+        self._renew_s = renew_s
         self._finished: list[Finished] = []
         self._unrecorded: list[tuple[LineResult, Finished]] = []
         """In the segment, and not in the database."""
@@ -129,8 +130,8 @@ class BatchResults:
         self.renewed_at = time.monotonic()
 
     async def _drop_recorded(self) -> None:
-        """A transaction was done although it seemed to fail: keep what it has recorded. Raises RejectedValue where that
-        is not the reason."""
+        """A transaction seemed to fail but was committed: keep what it recorded. Raises RejectedValue if that is not
+        the reason."""
         numbers = [result.number for result, _ in self._unrecorded]
         recorded = await self._files.database.do(lambda execute: tables.recorded(execute, self._batch.id, numbers))
         if not recorded:
@@ -157,8 +158,8 @@ class BatchResults:
                 self._segment.close()
 
     async def finalise(self) -> None:
-        """Write the files of results, and end the batch. Done again from the start where it is interrupted. Raises
-        Lost, StoreError or OSError."""
+        """Write the result files and end the batch. Starts over if it was interrupted. Raises Lost, StoreError or
+        OSError."""
         batch, now = self._batch, self._files.clock()
         database = self._files.database
         await database.do(
@@ -175,7 +176,7 @@ class BatchResults:
                     await asyncio.to_thread(segments.copy, page, outputs, is_divided=batch.kind == "openai")
                     last = page[-1].number
                     outcomes.update(result.outcome for result in page)
-                    if time.monotonic() - self.renewed_at >= RENEW_S:
+                    if time.monotonic() - self.renewed_at >= self._renew_s:
                         await self.renew()
                 await asyncio.to_thread(_sync, outputs)
             stored = await asyncio.to_thread(self._place, fresh)
@@ -191,7 +192,7 @@ class BatchResults:
         log.info("batch %s is %s", batch.id, ended)
 
     def _place(self, fresh: list[Path]) -> list[StoredFile]:
-        """Give the files of results their names; one without results is left out. Blocks."""
+        """Rename the result files into place; a file without results is left out. Blocks."""
         batch, now = self._batch, int(self._files.clock())
         expires_s = now + int(self._files.section.retention_s)
         found = []

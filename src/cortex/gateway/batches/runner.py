@@ -1,6 +1,6 @@
-"""Runs batches: one gateway owns each batch, runs its lines where nobody is slowed down, and records every result once.
+"""Runs batches: one gateway owns each batch, runs its lines where they slow no one down, and records every result once.
 
-The owner shows in the database that it is alive. Where it does not for `LOST_AFTER_S`, another gateway takes the batch
+The owner shows in the database that it is alive. Where it does not for `lost_after_s`, another gateway takes the batch
 over and runs the lines that have no result.
 """
 
@@ -14,6 +14,7 @@ import os
 import secrets
 import time
 from collections import Counter, deque
+from dataclasses import dataclass
 from functools import partial
 from typing import IO, cast
 
@@ -40,24 +41,31 @@ from cortex.wire.errors import CortexError, InsufficientQuota, InvalidAPIKey, In
 
 log = logging.getLogger(__name__)
 
-LOST_AFTER_S = 30.0
-"""A batch whose owner was not alive for this long is taken over."""
-PUMP_S = 0.25
 PURGE_S = 30.0
 MAX_OWNED = 64
 """Batches that one gateway runs at once."""
 MAX_UNWRITTEN = 512
-"""Results in memory; while there are more, no line is started."""
+"""Results held in memory; no line starts while there are more."""
 MAX_RESULT_BYTES = 64 * 1024 * 1024
-MAX_TRIES = 3
-"""How often a line runs that a node failed at."""
-MIN_BACKOFF_S = 0.5
-MAX_BACKOFF_S = 30.0
 NUM_PROBLEMS = 100
 _BUSY = (503, 507, 529)
-"""The model is not there, or its nodes have enough to do: the line waits for as long as its batch does."""
+"""The model is unavailable, or its nodes are busy: the line waits for as long as its batch."""
 _FAULTY = (429, 499, 500, 502, 504)
 JSON = ((b"content-type", b"application/json"),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLimits:
+    """Limits that are not settings and equal for all gateways."""
+
+    renew_s: float = RENEW_S
+    lost_after_s: float = 30.0
+    """A batch whose owner has not renewed its claim for this long is taken over."""
+    pump_s: float = 0.25
+    max_tries: int = 3
+    """How often a line is tried when nodes fail."""
+    min_backoff_s: float = 0.5
+    max_backoff_s: float = 30.0
 
 
 class _LineRun:
@@ -67,7 +75,7 @@ class _LineRun:
         self._runner = runner
         self.line = line
         self.node = node
-        """Where it counts; empty: its model is ready nowhere."""
+        """The node where it counts; empty if its model is ready nowhere."""
         self.is_probe = not node
         self.avoided = avoided
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -78,7 +86,7 @@ class _LineRun:
         self.is_finished = False
         """Whether the line has a result."""
         self.awaits_budget = False
-        """A budget had too little left for it, and will have more by itself: a window moves on, requests end."""
+        """A budget had too little left for it, but will recover: its window moves on, or requests end."""
 
     @property
     def reservation(self) -> LineReservation:
@@ -122,16 +130,16 @@ class _BatchRun:
         self.batch = batch
         self.input = input
         self.pending: dict[str, deque[Line]] = {}
-        """By model, of which each has some; lines with the same beginning one after the other."""
+        """By model, each with at least one line. Lines with the same beginning are next to each other."""
         self.running: dict[asyncio.Task[None], _LineRun] = {}
         self.results = results
         self.tries: Counter[int] = Counter()
         self.is_stopping = False
         self.wake = asyncio.Event()
         self.retry_at: dict[str, tuple[float, float]] = {}
-        """By model: when its lines may run again, and the back-off that led to it."""
+        """By model: when its lines may run again, and the current back-off."""
         self.node_of: dict[str, str] = {}
-        """Where the last line of each model ran: the next one begins alike."""
+        """Where the last line of each model ran; the next one likely shares its prefix."""
 
     @property
     def kind(self) -> Kind:
@@ -145,7 +153,10 @@ class _BatchRun:
 class BatchRunner:
     """Runs the batches that this gateway owns. Used on the loop's thread."""
 
-    def __init__(self, inference: Inference, files: FileStore, metering: Metering, tasks: Supervisor) -> None:
+    def __init__(
+        self, inference: Inference, files: FileStore, metering: Metering, tasks: Supervisor, limits: BatchLimits
+    ) -> None:
+        self._limits = limits
         self._inference = inference
         self._services = inference.services
         self._files = files
@@ -169,14 +180,14 @@ class BatchRunner:
         ]
 
     def kick(self) -> None:
-        """There is a new batch, or one was cancelled."""
+        """A batch was created or cancelled."""
         self._claim_at = -math.inf
         for run in self._runs.values():
             run.results.renewed_at = -math.inf
             run.wake.set()
 
     async def close(self, grace_s: float = 0.0) -> None:
-        """Start no line, wait for those that run for up to `grace_s`, and give the batches to other gateways."""
+        """Stop starting lines, wait up to `grace_s` for running ones, and release the batches to other gateways."""
         self._is_closing = True
         deadline = time.monotonic() + grace_s
         while any(run.running for run in self._runs.values()) and time.monotonic() < deadline:
@@ -195,12 +206,12 @@ class BatchRunner:
     async def _work_regularly(self) -> None:
         while True:
             now = time.monotonic()
-            if now - self._claim_at >= RENEW_S and not self._is_closing:
+            if now - self._claim_at >= self._limits.renew_s and not self._is_closing:
                 self._claim_at = now
                 with contextlib.suppress(StoreError):  # reported by the database
                     await self._claim()
             self._pump()
-            await asyncio.sleep(PUMP_S)
+            await asyncio.sleep(self._limits.pump_s)
 
     async def _purge_regularly(self) -> None:
         while True:
@@ -212,7 +223,7 @@ class BatchRunner:
         now = self._files.clock()
         # A database that no other gateway uses has no other owner: what it names is this gateway, before it restarted.
         is_alone = not self._has_claimed and not self._files.database.is_shared
-        lost_s = now + 1 if is_alone else now - LOST_AFTER_S
+        lost_s = now + 1 if is_alone else now - self._limits.lost_after_s
         limit = MAX_OWNED - len(self._runs)
         claimed = await self._files.database.do(
             lambda execute: tables.claim(execute, self._owner, now, lost_s, limit) if limit > 0 else []
@@ -233,7 +244,7 @@ class BatchRunner:
                 self._runs[batch.id] = run
                 await self._drive(run)
         except Lost:
-            log.warning("batch %s is run by another gateway now", batch.id)
+            log.warning("another gateway runs batch %s now", batch.id)
         except asyncio.CancelledError:
             if run is not None:
                 with contextlib.suppress(StoreError, Lost):
@@ -245,7 +256,7 @@ class BatchRunner:
             raise
         except Exception:
             log.exception("batch %s failed unexpectedly; it is tried again", batch.id)
-            await asyncio.sleep(RENEW_S)
+            await asyncio.sleep(self._limits.renew_s)
             with contextlib.suppress(StoreError):
                 await self._files.database.do(lambda execute: tables.release(execute, batch.id, self._owner))
         finally:
@@ -273,9 +284,9 @@ class BatchRunner:
             await self._fail(batch, [_problem(problem.code, problem.message)])
             return None
         except FileNotFoundError:
-            await self._fail(batch, [_problem("file_not_found", "The input file is not there any more.")])
+            await self._fail(batch, [_problem("file_not_found", "The input file no longer exists.")])
             return None
-        run = _BatchRun(batch, file, BatchResults(self._files, batch, self._owner))
+        run = _BatchRun(batch, file, BatchResults(self._files, batch, self._owner, self._limits.renew_s))
         invalid = [line for line in read if isinstance(line, InvalidLine)]
         if batch.status == "validating" or not batch.num_lines:
             shown = msgspec.json.encode([each.as_problem() for each in invalid[:NUM_PROBLEMS]]).decode()
@@ -307,7 +318,7 @@ class BatchRunner:
         is_disk_full = False
         while True:
             try:
-                if time.monotonic() - run.results.renewed_at >= RENEW_S:
+                if time.monotonic() - run.results.renewed_at >= self._limits.renew_s:
                     await run.results.renew()
                 await run.results.write()
                 is_disk_full = False
@@ -321,18 +332,18 @@ class BatchRunner:
                 if not run.results.num_left:
                     break
             except StoreError:
-                await asyncio.sleep(RENEW_S)  # reported by the database
+                await asyncio.sleep(self._limits.renew_s)  # reported by the database
                 continue
             except OSError as problem:
                 if not is_disk_full:
-                    log.error("results of batch %s wait: they cannot be written (%s)", run.batch.id, problem)
+                    log.error("results of batch %s cannot be written yet: %s", run.batch.id, problem)
                 is_disk_full = True
-                await asyncio.sleep(RENEW_S)
+                await asyncio.sleep(self._limits.renew_s)
                 continue
             run.wake.clear()
             self._pump()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(RENEW_S if not run.results.num_unwritten else 0):
+                async with asyncio.timeout(self._limits.renew_s if not run.results.num_unwritten else 0):
                     await run.wake.wait()
         try:
             await run.results.finalise()
@@ -340,7 +351,7 @@ class BatchRunner:
             await self._fail(run.batch, [_problem("results_lost", "The results no longer exist.")])
 
     async def _stop(self, run: _BatchRun, outcome: Outcome) -> None:
-        """The lines that have no result get one that says why."""
+        """Give the lines without a result one that says why."""
         run.is_stopping = True
         left = [line for lines in run.pending.values() for line in lines] + await self._abort(run)
         run.pending.clear()
@@ -377,7 +388,7 @@ class BatchRunner:
                     self._runs[run.batch.id] = self._runs.pop(run.batch.id)  # its turn is after that of the others
 
     def _room(self, now: float) -> dict[str, int]:
-        """How many more lines each node may run. One that could load a model which requests wait for takes none."""
+        """How many more lines each node may run: none where a model could be loaded for waiting requests."""
         dispatcher = self._services.dispatcher
         in_flight: Counter[str] = Counter()
         for target, count in dispatcher.in_flight.items():
@@ -461,7 +472,7 @@ class BatchRunner:
             status = work.status
             is_busy = status in _BUSY or (status == 429 and work.reserved is not None)
             is_cut_off = status < 400 and not batch_lines.is_json(work.body)
-            is_faulty = (status in _FAULTY or is_cut_off) and run.tries[line.number] + 1 < MAX_TRIES
+            is_faulty = (status in _FAULTY or is_cut_off) and run.tries[line.number] + 1 < self._limits.max_tries
             if is_busy or is_faulty or work.awaits_budget:
                 run.tries[line.number] += is_faulty and not is_busy and not work.awaits_budget
                 self._back_off(run, line.model, work.node, is_busy=is_busy)
@@ -479,13 +490,13 @@ class BatchRunner:
             raise
 
     def _back_off(self, run: _BatchRun, model: str, node: str, *, is_busy: bool) -> None:
-        """Only for its batch: the key of another one may have a budget, or its model a node."""
+        """Only for this batch: another one may have budget left, or a model with a free node."""
         now = self._services.clock()
         if is_busy and node:
             self.caps.full(node, now)
         at, delay_s = run.retry_at.get(model, (0.0, 0.0))
         if at <= now:
-            delay_s = min(MAX_BACKOFF_S, max(MIN_BACKOFF_S, 2 * delay_s))
+            delay_s = min(self._limits.max_backoff_s, max(self._limits.min_backoff_s, 2 * delay_s))
             run.retry_at[model] = (now + delay_s, delay_s)
 
     def _send(self, run: _BatchRun, text: bytes, request_id: bytes, work: _LineRun) -> None:
@@ -498,16 +509,16 @@ class BatchRunner:
 
         def serve(received: ReceivedRequest) -> None:
             try:
-                facts, body = received.envelope.facts, received.body
-                resolve_for(services.dispatcher, key, facts.model)  # before an error says what it would cost
+                summary, body = received.envelope.summary, received.body
+                resolve_for(services.dispatcher, key, summary.model)  # before an error says what it would cost
                 estimate = Estimate(
-                    len(body) - facts.picture_bytes,
-                    facts.completion_limit if route.generates else 0,
-                    facts.num_choices,
-                    services.dispatcher.context_tokens(facts.model),
-                    picture_tokens=facts.picture_tokens,
+                    len(body) - summary.picture_bytes,
+                    summary.completion_limit if route.generates else 0,
+                    summary.num_choices,
+                    services.dispatcher.context_tokens(summary.model),
+                    picture_tokens=summary.picture_tokens,
                 )
-                prices, price = services.dispatcher.cost(facts.model), self._files.section.price
+                prices, price = services.dispatcher.cost(summary.model), self._files.section.price
                 work.reserved = LineReservation(self._metering.ledger, key, estimate, prices, price)
             except CortexError as error:
                 work.awaits_budget = isinstance(error, InsufficientQuota) and error.retry_after_s is not None

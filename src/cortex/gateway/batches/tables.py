@@ -1,8 +1,8 @@
 """The tables of files and batches, and the statements on them, which SQLite and PostgreSQL both run.
 
 `stored_file` has one row for each file, whose bytes are on disk. `batch` has one row for each batch, with the gateway
-that runs it and when that last showed that it is alive. `batch_result` has where the result of each line is that has
-one; its primary key is why no line has two. Every function runs inside the caller's transaction.
+that runs it and when that last showed that it is alive. `batch_result` locates the result of each line that has one;
+its primary key ensures one per line. Every function runs inside the caller's transaction.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Kind = Literal["openai", "anthropic"]
 ACTIVE = ("validating", "in_progress", "finalizing", "cancelling")
 _ACTIVE = "('validating', 'in_progress', 'finalizing', 'cancelling')"
 HIDDEN = "message_batch"
-"""The purpose of files that belong to a batch of Anthropic's API, and are no files of a client."""
+"""The purpose of files of Anthropic batches, which clients cannot see as files."""
 
 SCHEMA = Schema(
     (
@@ -105,7 +105,7 @@ class Batch(msgspec.Struct, frozen=True):
     input_file_id: str
     output_file_id: str
     error_file_id: str
-    """The ids that the results get; there are such files once the batch has ended."""
+    """The ids reserved for the result files, which exist once the batch has ended."""
     status: str
     created_s: int
     expires_s: int
@@ -123,7 +123,7 @@ class Batch(msgspec.Struct, frozen=True):
     completion_tokens: int = 0
     cost_nano: int = 0
     owner: str = ""
-    """The gateway that runs it; empty: none does."""
+    """The gateway that runs it; empty if none does."""
     renewed_s: int = 0
 
     @property
@@ -142,7 +142,7 @@ class LineResult(NamedTuple):
 
 
 class Charged(NamedTuple):
-    """What lines have used."""
+    """Usage of lines."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -151,7 +151,7 @@ class Charged(NamedTuple):
 
 
 def new_id(prefix: str, now_s: float) -> str:
-    """Ids of one second are in the order in which they were made, as listings are."""
+    """Ids made within one second sort in the order of creation, as listings do."""
     return f"{prefix}{int(now_s * 1e6):013x}{secrets.token_hex(6)[:11]}"
 
 
@@ -206,8 +206,7 @@ def drop_file(execute: Execute, id: str) -> None:
 
 
 def unowned(execute: Execute, names: Sequence[str]) -> list[str]:
-    """Those of the files on disk that no row is about: neither a file of a client, nor a segment of a batch that has
-    not ended."""
+    """The files on disk without a row: neither a client's file nor a segment of an active batch."""
     batch_of = {name: name.partition(".")[0] for name in names}
     marks = ", ".join("?" * len(names))
     rows = execute(
@@ -225,7 +224,7 @@ def is_in_use(execute: Execute, id: str) -> bool:
 
 
 def expired_files(execute: Execute, now_s: float) -> list[str]:
-    """Some files to delete: no batch reads them."""
+    """Some expired files that no active batch reads."""
     rows = execute(
         f"""SELECT id FROM stored_file WHERE expires_s <= ? AND NOT EXISTS
         (SELECT 1 FROM batch WHERE input_file_id = stored_file.id AND status IN {_ACTIVE}) LIMIT 100""",
@@ -277,8 +276,8 @@ def num_active(execute: Execute, key_id: str) -> int:
 
 
 def claim(execute: Execute, owner: str, now_s: float, lost_s: float, limit: int) -> list[Batch]:
-    """Take over batches that no gateway runs, or that have not been renewed since `lost_s`, oldest first. They may be
-    `owner`'s own: one that it runs although the database was away, or one that it could not release."""
+    """Take over batches without an owner or not renewed since `lost_s`, oldest first. They may be `owner`'s own: one
+    that kept running while the database was unavailable, or one that it could not release."""
     rows = execute(
         f"""SELECT id FROM batch WHERE status IN {_ACTIVE} AND (owner = '' OR renewed_s <= ?)
         ORDER BY created_s, id LIMIT ?""",
@@ -303,7 +302,7 @@ def renew(execute: Execute, id: str, owner: str, now_s: float) -> str | None:
 
 
 def release(execute: Execute, id: str, owner: str) -> None:
-    """`owner` runs it no more; another gateway may at once."""
+    """Give up ownership, so that another gateway can claim it at once."""
     execute("UPDATE batch SET owner = '' WHERE id = ? AND owner = ?", (id, owner))
 
 
@@ -316,8 +315,8 @@ def move(
     only: Sequence[str],
     values: Mapping[str, Any] | None = None,
 ) -> Batch | None:
-    """Give the batch a new status if it has one of `only`, for its owner or (None) for a client; `values` are other
-    columns. None where that is not so."""
+    """Give the batch a new status if its status is one of `only`, for its owner or (None) for a client; `values` are
+    other columns. Returns None if nothing matched."""
     found = batch(execute, None, id)
     if found is None or found.status not in only:
         return None
@@ -342,8 +341,8 @@ def record(
     charged: Charged,
     spend: Mapping[Slot, Counts],
 ) -> str | None:
-    """Write results of lines and charge for them, all or nothing; returns the status of the batch. None where another
-    gateway runs it: nothing was written."""
+    """Write results and their charges atomically; returns the status of the batch, or None, with nothing written, if
+    another gateway owns it."""
     counts = [sum(result.outcome == outcome for result in results) for outcome in OUTCOMES]
     rows = execute(
         """UPDATE batch SET renewed_s = ?, num_succeeded = num_succeeded + ?, num_failed = num_failed + ?,
@@ -382,7 +381,7 @@ def recorded(execute: Execute, id: str, numbers: Sequence[int]) -> set[int]:
 
 
 def begin(execute: Execute, id: str, owner: str, now_s: float, num_lines: int, problems: str) -> None:
-    """Its lines were read: it is in progress, unless it was cancelled meanwhile."""
+    """Mark it as in progress after its lines were read, unless it was cancelled meanwhile."""
     values = {"num_lines": num_lines, "problems": problems}
     if move(execute, id, owner, "in_progress", now_s, ("validating",), values) is None:
         execute("UPDATE batch SET num_lines = ?, problems = ? WHERE id = ?", (num_lines, problems, id))
@@ -391,7 +390,7 @@ def begin(execute: Execute, id: str, owner: str, now_s: float, num_lines: int, p
 def end(
     execute: Execute, id: str, owner: str, status: str, now_s: float, outputs: Sequence[StoredFile]
 ) -> Batch | None:
-    """The batch has ended, and its results are in files. None where another gateway runs it."""
+    """End the batch, whose results are in files. None if another gateway owns it."""
     ended = move(execute, id, owner, status, now_s, ACTIVE, {"owner": ""})
     if ended is not None:
         for output in outputs:

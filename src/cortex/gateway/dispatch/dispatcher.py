@@ -26,7 +26,7 @@ from cortex.gateway.dispatch.leases import Lease, PendingRequest, RequestKind
 from cortex.gateway.dispatch.measured_sizes import Measured
 from cortex.gateway.dispatch.model_jobs import Effects, ModelJobs
 from cortex.gateway.dispatch.pending_decisions import PendingDecisions, WaitingRequests
-from cortex.gateway.dispatch.source_surveys import SourceSurveys
+from cortex.gateway.dispatch.source_inspections import SourceInspections
 from cortex.gateway.dispatch.state_machine import StateMachine, event
 from cortex.gateway.dispatch.view import DispatchView
 from cortex.wire.errors import CortexError, GroupClaimed, InsufficientCapacity, RateLimitExceeded, ShuttingDown
@@ -52,9 +52,9 @@ class Dispatcher(DispatchView, StateMachine):
         self._effects = effects
         self._event_log = event_log
         self._jobs = ModelJobs(self._fleet_state, effects, event_log, self._demand, clock)
-        self._surveys = SourceSurveys(self._fleet_state, effects, clock)
+        self._inspections = SourceInspections(self._fleet_state, effects, clock)
         self._waiting = WaitingRequests(self._queues, self._leases, self._jobs, clock)
-        self._undecided = PendingDecisions()
+        self._pending = PendingDecisions()
         self._lost_groups = LostGroups()
         self._is_closing = False
         self.acquire = self._leases.acquire
@@ -71,9 +71,9 @@ class Dispatcher(DispatchView, StateMachine):
         news = {
             node.name
             for before, node in changed
-            if node.name in self._undecided.awaited or before.placement_facts != node.placement_facts
+            if node.name in self._pending.awaited or before.placement_state != node.placement_state
         }
-        self._undecided.nodes |= news
+        self._pending.nodes |= news
 
     def _advance(self) -> None:
         self._waiting.serve()
@@ -91,7 +91,7 @@ class Dispatcher(DispatchView, StateMachine):
         client: str = SOMEBODY,
     ) -> Lease | None:
         """A lease, if one is available at once. None while an event is applied, because the state is about to change.
-        Raises UnsupportedModality; for a response the node decides that, because most requests ask for one."""
+        Raises UnsupportedModality, except for generated responses, which the node checks: most requests want one."""
         if self._is_applying:
             return None
         self._check_limit(model)
@@ -117,19 +117,19 @@ class Dispatcher(DispatchView, StateMachine):
         elif self._is_closing:
             raise _shutting_down()
         elif self._queues.join(pending):
-            self._undecided.joined.add(pending.model)
+            self._pending.joined.add(pending.model)
             self.apply(lambda: None)  # only the queue has changed
 
     def keep(self, model: str, kept_s: float) -> None:
-        """Neither evict the model nor end its `ttl_s` for this long, by wish of a request."""
+        """Keep the model from eviction and `ttl_s` for this long, as a request asked."""
         now, kept = self._clock(), self._demand.kept_until
         kept[model] = max(kept.get(model, 0.0), now + kept_s)
         for other in [each for each, until in kept.items() if until <= now]:
             del kept[other]
 
     def ask_for_context(self, model: str, tokens: int) -> ModelOnNode | None:
-        """A request asks for a context of `tokens`, which further loads are to have. Returns the replica to unload for
-        that, if there is one."""
+        """A request asks for a context of `tokens`, which later loads get. Returns the replica to reload for it, if
+        any."""
         now, fleet = self._clock(), self.fleet
         self._demand.asks(model, tokens, now)
         if self._is_applying or self._queues.depths.get(model):
@@ -145,7 +145,7 @@ class Dispatcher(DispatchView, StateMachine):
         running = sum(self._leases.in_flight_on(node.name).get(model, 0) for node in self.fleet.listing(model))
         if running + self._queues.depths.get(model, 0) >= limit:
             requests = plural(limit, "request", "requests")
-            raise RateLimitExceeded(f"{model} has {requests} already, its limit; try again later.", retry_after_s=1.0)
+            raise RateLimitExceeded(f"{model} already has {requests}, its limit; try again later.", retry_after_s=1.0)
 
     def cancel(self, pending: PendingRequest) -> None:
         """The client disconnected. A load under way continues: other clients may want it."""
@@ -153,11 +153,11 @@ class Dispatcher(DispatchView, StateMachine):
 
     def release(self, lease: Lease) -> None:
         """The request ended, whatever its outcome."""
-        if self._leases.release(lease) and self._undecided.request_ended(lease.node, self._counted.fleet, self._clock):
+        if self._leases.release(lease) and self._pending.request_ended(lease.node, self._counted.fleet, self._clock):
             self.apply(lambda: None)  # what is decided now may need a newer report
 
     def request_failed(self, node: str, why: str) -> None:
-        """A request failed there: no request is sent there until a poll succeeds. Effective at once."""
+        """A request failed there: send nothing there until a poll succeeds. Effective at once."""
         if node in self._fleet_state and node not in self._leases.suspects:
             self._leases.suspects.add(node)
             self._event_log.happened("node_suspected", node=node, why=why)
@@ -165,7 +165,7 @@ class Dispatcher(DispatchView, StateMachine):
 
     @event
     def model_not_found(self, lease: Lease) -> None:
-        """The node denies having the model, whatever its last report said."""
+        """The node does not have the model, whatever its last report said."""
         self._fleet_state.forget_ready(lease.target, ModelState.COLD, self._clock())
         self._effects.poll_now(lease.node)
 
@@ -189,16 +189,16 @@ class Dispatcher(DispatchView, StateMachine):
         for section in self._fleet_state.settings.neurons:
             if section not in settings.neurons:
                 self._jobs.abandon(section.name, "was changed in the configuration")
-                self._surveys.ended(section.name)
-        self._undecided.is_all = True
+                self._inspections.ended(section.name)
+        self._pending.is_all = True
         self._queues.max_wait_s = settings.max_wait_s
         self._queues.max_waiting = settings.max_waiting
         gone = self._fleet_state.settings.catalogue.ids - settings.catalogue.ids
-        self._fleet_state.reconfigure(settings)
+        self._fleet_state.reconfigure(settings, self._clock())
         self._leases.reconfigured()
         self._counted.forget()
         for name in self._fleet_state:
-            self._surveys.forget(name)
+            self._inspections.forget(name)
         for node in self._fleet_state.fleet.nodes if gone else ():
             if node.name in self._fleet_state and node.takes_orders and node.healthy:
                 for model in gone & node.residencies.keys():
@@ -207,7 +207,7 @@ class Dispatcher(DispatchView, StateMachine):
     @event
     def tick(self) -> None:
         """About once a second: fail overdue requests, recycle workers, unload expired models, load unmet pins."""
-        self._undecided.is_all = True
+        self._pending.is_all = True
         now, fleet = self._clock(), self.fleet
         self._demand.forget_old(now)
         self._waiting.fail_overdue(lambda model: search(model, fleet, now))
@@ -241,23 +241,23 @@ class Dispatcher(DispatchView, StateMachine):
 
     def _lose(self, node: str, why: str) -> None:
         self._fleet_state.changed(node)
-        self._undecided.is_all = True
+        self._pending.is_all = True
         self._event_log.happened("node_lost", node=node, why=why)
 
     @event
     def suspend_ended(self, node: str, error: CortexError | None) -> None:
-        """The node suspends itself now, or does not."""
+        """The node is suspending itself, or could not."""
         self._fleet_state.sleeping.suspend_ended(node, self._clock(), is_accepted=error is None)
         self._fleet_state.changed(node)
         if error is None:
             self._event_log.happened("node_asleep", node=node)
         else:
             self._event_log.happened("node_not_suspended", node=node, why=error.message)
-            self._undecided.is_all = True
+            self._pending.is_all = True
 
     @event
     def wake_failed(self, node: str, error: CortexError) -> None:
-        """The node could not be told to wake."""
+        """The wake command failed."""
         if self._fleet_state.sleeping.wake_failed(node, self._clock()):
             self._lose(node, error.message)
 
@@ -290,8 +290,8 @@ class Dispatcher(DispatchView, StateMachine):
 
     @event
     def _restart_group(self, model: str) -> None:
-        """Start a group that has ended by itself again. While its nodes are not all there, or it has just failed, it is
-        tried with every tick."""
+        """Restart a group that ended by itself. Retried with every tick while nodes are missing or it has just
+        failed."""
         fleet = self.fleet
         if fleet.catalogue.spec(model).num_nodes == 1:
             self._lost_groups.settle(model)
@@ -327,25 +327,25 @@ class Dispatcher(DispatchView, StateMachine):
             return
         if after_sleep is not None:
             self._fleet_state.changed(node)
-            self._undecided.is_all = True
+            self._pending.is_all = True
             self._event_log.happened("node_woken" if after_sleep == "woken" else "node_not_suspended", node=node)
         was_up = self._fleet_state.is_up(node)
         self._fleet_state.observed(node, discovery, health, self._clock())
         self._leases.observed(node)
         self._leases.suspects.discard(node)
         if not was_up:
-            self._surveys.forget(node)
+            self._inspections.forget(node)
             self._effects.mark_down(node, is_down=False)
             self._event_log.happened("node_up", node=node, models=len(health.models))
         self._jobs.observed(node, health)
-        self._surveys.ask(node)
+        self._inspections.ask(node)
 
     @event
     def missed(self, node: str, why: str) -> None:
         """A poll failed. Several in a row make the node down."""
         if node not in self._fleet_state:
             return
-        self._undecided.is_all = True
+        self._pending.is_all = True
         was_up = self._fleet_state.is_up(node)
         self._fleet_state.missed(node, why)
         went_down = was_up and not self._fleet_state.is_up(node)
@@ -361,27 +361,26 @@ class Dispatcher(DispatchView, StateMachine):
             self._leases.suspects.discard(node)
             self._leases.went_down(node)
             self._jobs.abandon(node, f"went down: {why}")
-            self._surveys.ended(node)
+            self._inspections.ended(node)
 
     def _take_for_asleep(self, node: str) -> None:
-        """A node that may sleep does not respond. One that this gateway knows nothing of is woken, to learn what it
-        has."""
+        """A node that may sleep does not respond. Wake it if its models are not known yet."""
         if not self._fleet_state.sleeping.went_down(node, self._clock()):
             return
         self._fleet_state.changed(node)
         if not self._fleet_state.reported(node).devices:
-            self._wake(node, "it is not known what it has")
+            self._wake(node, "its models are not known")
 
     @event
-    def source_surveyed(self, target: ModelOnNode, source: str, result: ModelStatus | CortexError) -> None:
-        """A node responded about a model that the catalogue names by its path, or did when the node was asked."""
+    def source_inspected(self, target: ModelOnNode, source: str, result: ModelStatus | CortexError) -> None:
+        """A node responded about a model that the catalogue names, or named when the node was asked, by its path."""
         if target.node in self._fleet_state:
-            self._surveys.responded(target, source, result)
+            self._inspections.responded(target, source, result)
 
     @event
-    def sources_surveyed(self, node: str) -> None:
-        """It responded about all of them."""
-        self._surveys.ended(node)
+    def sources_inspected(self, node: str) -> None:
+        """It has responded about all of them."""
+        self._inspections.ended(node)
 
     # --- loads and unloads
 
@@ -413,7 +412,7 @@ class Dispatcher(DispatchView, StateMachine):
 
     @event
     def _raise_need(self, job: LoadJob, error: CortexError) -> None:
-        """The load ran out of memory: count the model as needing more than there was, and try it once more."""
+        """The load ran out of memory: assume that the model needs more than there was, and try once more."""
         have = 0
         for name, reservation in ((job.target.node, job.reservation), *job.parts):
             node = self._fleet_state.fleet.node(name)
@@ -424,8 +423,8 @@ class Dispatcher(DispatchView, StateMachine):
 
     @event
     def _retry_load(self, job: LoadJob, error: CortexError) -> None:
-        """Load again at once if other models can be evicted for it. If they are busy, or other programs have taken the
-        memory, queued requests wait for that."""
+        """Load again at once if other models can be evicted for it. Otherwise queued requests wait until models are
+        idle or other programs free memory."""
         node, model = job.target
         # A request that arrived since may evict what the load was not started to evict.
         origin = self._queues.origin(model) if job.origin == "background" else job.origin
@@ -470,8 +469,8 @@ class Dispatcher(DispatchView, StateMachine):
 
     @event
     def forget_size(self, model: str) -> None:
-        """By order of the operator: what the model has taken, or lacked, counts no more."""
-        self._undecided.is_all = True
+        """By order of the operator: discard the model's measured size and shortfalls."""
+        self._pending.is_all = True
         self._fleet_state.forget_size(model)
 
     @event
@@ -482,19 +481,19 @@ class Dispatcher(DispatchView, StateMachine):
     # --- requests that wait
 
     def _decide(self) -> None:
-        """Decide for every model that requests wait for. What follows from it are further events."""
+        """Decide for every model that requests wait for. The decisions cause further events."""
         if not self._queues and not self._leases.closed:
-            self._undecided.nobody_waits()
+            self._pending.nobody_waits()
             return
-        if not self._undecided:
+        if not self._pending:
             return
         fleet = self.fleet
-        decided = self._undecided.decide(self._queues.waiting, fleet, self._clock())
-        for name in self._undecided.awaited:
+        decided = self._pending.decide(self._queues.waiting, fleet, self._clock())
+        for name in self._pending.awaited:
             if (node := fleet.node(name)) is not None and self._leases.is_outdated(node):
                 self._effects.poll_now(name)
-        if self._undecided.closed != self._leases.closed:
-            self._close_models(self._undecided.closed)
+        if self._pending.closed != self._leases.closed:
+            self._close_models(self._pending.closed)
         for decision in decided.starts:
             self.start_load(decision)
         for decision in (*decided.waits, *decided.rejections):
@@ -510,18 +509,19 @@ class Dispatcher(DispatchView, StateMachine):
 
     @event
     def _close_models(self, models: frozenset[ModelOnNode]) -> None:
-        """These ready models, and no others, take no new work."""
+        """Stop new work for exactly these ready models."""
         self._leases.closed = models
 
     def _may_return(self, model: str) -> bool:
-        """A node that has the model is down or shutting down: it may be back soon. One that the operator drained is
-        back only when the operator says so, and one that could not be woken when somebody looks after it."""
+        """A node that has the model, or may have it because it is still starting, is down or shutting down and may be
+        back soon. A drained node, or one that could not be woken, needs an operator and does not count."""
         nodes = self._fleet_state.fleet.listing(model)
         returning = [node for node in nodes if not node.drained and node.sleep != "lost"]
-        return any(node.draining or not node.healthy for node in returning)
+        is_any_away = any(node.draining or not node.healthy for node in returning)
+        return is_any_away or bool(self.starting_nodes)
 
     def _is_any_node_undecided(self) -> bool:
-        """A node was not observed yet, or missed too few polls to be down: it could still take the model."""
+        """A node was not observed yet, or missed too few polls to count as down, so it may still take the model."""
         limit = self._fleet_state.settings.missed_polls
         nodes = self._fleet_state.fleet.nodes
         return any(not node.healthy and node.missed_polls < limit and node.sleep == "awake" for node in nodes)

@@ -29,16 +29,16 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RECYCLE_TIMEOUT_S = 60.0
-"""A node kills a worker that does not exit long before that."""
+"""Longer than a node waits before it kills a worker that does not exit."""
 
 
 class Outcomes(Protocol):
-    """The events of the dispatcher in which effects end."""
+    """The dispatcher's events that report how effects ended."""
 
     def load_ended(self, target: ModelOnNode, result: ModelStatus | CortexError) -> None: ...
     def unload_ended(self, target: ModelOnNode, error: CortexError | None) -> None: ...
-    def source_surveyed(self, target: ModelOnNode, source: str, result: ModelStatus | CortexError) -> None: ...
-    def sources_surveyed(self, node: str) -> None: ...
+    def source_inspected(self, target: ModelOnNode, source: str, result: ModelStatus | CortexError) -> None: ...
+    def sources_inspected(self, node: str) -> None: ...
     def recycle_ended(self, node: str, result: tuple[int, ...] | CortexError) -> None: ...
     def suspend_ended(self, node: str, error: CortexError | None) -> None: ...
     def wake_failed(self, node: str, error: CortexError) -> None: ...
@@ -62,7 +62,7 @@ class NodeEffects:
         self._neighbours = neighbours
         self._tasks: dict[asyncio.Task[None], str] = {}
         self.outcomes: Outcomes
-        """The dispatcher. Set once, before the first order, because each of the two needs the other."""
+        """The dispatcher. Set once, before the first order, because the two refer to each other."""
 
     def load(self, node: str, request: LoadRequest, others: tuple[MemberPlan, ...]) -> None:
         self._metrics.cold_starts.labels(request.model_id, node).inc()
@@ -76,8 +76,8 @@ class NodeEffects:
     def forget(self, node: str, model: str) -> None:
         self._start(node, f"forget {model} on {node}", self._forget(node, UnloadRequest(model_id=model, forget=True)))
 
-    def survey(self, node: str, requests: tuple[LoadRequest, ...]) -> None:
-        self._start(node, f"survey the models of {node}", self._survey(node, requests))
+    def inspect(self, node: str, requests: tuple[LoadRequest, ...]) -> None:
+        self._start(node, f"inspect the models of {node}", self._inspect(node, requests))
 
     def recycle(self, node: str, devices: tuple[int, ...]) -> None:
         self._start(node, f"recycle the workers of {node}", self._recycle(node, devices))
@@ -102,7 +102,7 @@ class NodeEffects:
             client.pool.is_down = is_down
 
     async def close(self) -> None:
-        """Stop waiting for orders under way; nodes finish them without us."""
+        """Stop waiting for running orders, which nodes complete by themselves."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -153,14 +153,14 @@ class NodeEffects:
             log.info("%s still lists %s, which models.toml does not: %s", node, request.model_id, result.message)
         await self._poll(node)
 
-    async def _survey(self, node: str, requests: tuple[LoadRequest, ...]) -> None:
+    async def _inspect(self, node: str, requests: tuple[LoadRequest, ...]) -> None:
         for request in requests:
-            result = await result_of(partial(self._survey_one, node, request))
-            self.outcomes.source_surveyed(ModelOnNode(node, request.model_id), request.source or "", result)
-        self.outcomes.sources_surveyed(node)
+            result = await result_of(partial(self._inspect_one, node, request))
+            self.outcomes.source_inspected(ModelOnNode(node, request.model_id), request.source or "", result)
+        self.outcomes.sources_inspected(node)
 
-    async def _survey_one(self, node: str, request: LoadRequest) -> ModelStatus:
-        return await self._nodes[node].survey(request)
+    async def _inspect_one(self, node: str, request: LoadRequest) -> ModelStatus:
+        return await self._nodes[node].inspect(request)
 
     async def _recycle(self, node: str, devices: tuple[int, ...]) -> None:
         recycled: list[int] = []
@@ -190,7 +190,8 @@ class NodeEffects:
 
 
 async def result_of(call: Callable[[], Awaitable[T]]) -> T | CortexError:
-    """What an order to a node returns, or why it failed. Never raises: the dispatcher waits for the end of an order."""
+    """The result of an order to a node, or its error. Never raises, because the dispatcher waits for the end of every
+    order."""
     try:
         return await call()
     except UpstreamFault as fault:

@@ -85,9 +85,9 @@ MAX_RESOLVED_NAMES = 1024
 _ABSENT = frozenset({ModelState.COLD, ModelState.FAILED, ModelState.ASLEEP})
 _NO_MEMORY = InsufficientCapacity.code
 _MORE_BYTES = 1 << 28
-"""By how much the memory that a node can give must grow before a load that lacked some is tried again."""
+"""A load that lacked memory is tried again when the node's available memory has grown by this much."""
 _SETTLE_S = 3.0
-"""For so long after a failed load, memory that becomes free may be what it had taken."""
+"""Memory freed within this time after a failed load may be what that load had taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,15 +122,15 @@ class LoadJob:
 
     target: ModelOnNode
     reservation: MemoryReservation
-    """What it is counted as until it has loaded."""
+    """The size that it counts as until it is loaded."""
     need_bytes: int
     """What the decision found free, or freed by the victims, over all its nodes."""
     begun_at: float
     origin: Origin
     min_context_tokens: int = 1
-    """With less context, the node is to reject it."""
+    """The node rejects the load if it gets less context than this."""
     max_bytes: tuple[int | None, ...] = ()
-    """What memory ceilings let it take of each of its nodes."""
+    """What memory ceilings permit it on each of its nodes."""
     victims: frozenset[ModelOnNode] = frozenset()
     """Still to be unloaded before it can begin."""
     wakes: bool = False
@@ -147,8 +147,8 @@ class LoadFailure:
     is_over: bool = False
     """Whether the load may be tried again. The reason is shown until the model is loaded, or another load ends."""
     have_bytes: int | None = None
-    """What the node could give after the load ran out of memory, and what that had taken was free again: once it can
-    give more, the cause is gone. None: the load failed for another reason."""
+    """What the node could give once the memory of the failed load was free again; the load is retried when it can give
+    more. None if the load failed for another reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,12 +186,14 @@ class FleetState:
         self.rejected_sources: NodeEntries[ModelStatus] = NodeEntries(self._stale)
         """Models of the catalogue that a node does not list, because it may not read their path, or cannot."""
         self.pins: NodeEntries[bool] = NodeEntries(self._stale)
-        """Set by the operator."""
+        """Pins set by the operator."""
         self.drained: frozenset[str] = frozenset()
         """Nodes that the operator drained."""
         self.sleeping = SleepingNodes()
-        """Call `changed` for a node whose state there changes."""
+        """Call `changed` for a node whose sleep state changes."""
         self._reported: dict[str, Node] = {}
+        self._unheard: dict[str, float] = {}
+        """Nodes that have never reported, with the time when the configuration named each."""
         self._resolved: dict[str, Resolution] = {}
         self._is_reconfigured = False
 
@@ -201,7 +203,7 @@ class FleetState:
     def __iter__(self) -> Iterator[str]:
         return iter(self._reported)
 
-    def reconfigure(self, settings: DispatchSettings) -> None:
+    def reconfigure(self, settings: DispatchSettings, now: float) -> None:
         """Use new settings; nodes that they do not name are forgotten."""
         self.settings = settings
         self.sleeping.reconfigure({each.name: each.wake for each in settings.neurons if each.wake is not None})
@@ -216,6 +218,9 @@ class FleetState:
             for node in [node for node in entries.nodes if node not in self]:
                 entries.drop_node(node)
         names = self._reported.keys()
+        self._unheard = {
+            each: self._unheard.get(each, now) for each in names if each in self._unheard or each not in before
+        }
         self._stale.clear()
         self._stale.update(names)
         kept = tuple(self.fleet.node(name) or Node(name=name) for name in names)
@@ -240,7 +245,7 @@ class FleetState:
         self._stale.add(node)
 
     def changed(self, node: str) -> None:
-        """Something that reports do not show has changed."""
+        """Something outside of the reports has changed."""
         self._stale.add(node)
 
     def resolve(self, name: str) -> Resolution:
@@ -254,6 +259,7 @@ class FleetState:
         return resolution
 
     def observed(self, name: str, discovery: Discovery, health: Health, now: float) -> None:
+        self._unheard.pop(name, None)
         self._report(reports.after_poll(self._reported[name], discovery, health, now))
 
     def missed(self, name: str, why: str) -> None:
@@ -265,6 +271,11 @@ class FleetState:
 
     def is_up(self, name: str) -> bool:
         return self._reported[name].healthy
+
+    def starting(self, now: float) -> list[str]:
+        """Nodes that have not reported yet, shortly after the configuration named them; their models are unknown."""
+        limit_s = self.settings.rules.fair_wait_s
+        return [name for name, since in self._unheard.items() if now - since < limit_s]
 
     def is_asleep(self, target: ModelOnNode) -> bool:
         """By the node's last report."""
@@ -285,14 +296,13 @@ class FleetState:
         return held is not None and held.state in topology.STARTING
 
     def update_model(self, node: str, status: ModelStatus, now: float) -> None:
-        """Take over what a node reported about one model, ahead of its next poll; of one that it serves, not of a
-        member of a group."""
+        """Apply a node's report about one model that it serves (not a group member), ahead of the next poll."""
         if (reported := self._reported.get(node)) is not None and not status.rank:
             residencies = {**reported.residencies, status.id: Residency(status=status, seen_at=now)}
             self._report(msgspec.structs.replace(reported, residencies=residencies))
 
     def forget_ready(self, target: ModelOnNode, state: ModelState, now: float) -> None:
-        """The node does not have the model ready any more, it is in this `state`. One that is asleep stays so."""
+        """The model is no longer ready there but in this `state`. A sleeping model stays asleep."""
         held = self._residency(target)
         if held is not None and held.state is not ModelState.ASLEEP:
             self.update_model(target.node, msgspec.structs.replace(held.status, state=state, state_age_s=0.0), now)
@@ -307,8 +317,8 @@ class FleetState:
             self._report(msgspec.structs.replace(reported, num_loads=0))
 
     def rebuild(self, now: float) -> list[ChangedNode]:
-        """Derive `fleet` from reports and jobs, where these changed; returns the nodes that are others now. Failures
-        are over after `retry_failed_after_s`."""
+        """Derive `fleet` from the reports and jobs that changed; returns the nodes that differ now. Failures expire
+        after `retry_failed_after_s`."""
         over_at = now - self.settings.rules.retry_failed_after_s
         for target in [target for target, short in self.shortfalls.items() if short.at <= over_at]:
             del self.shortfalls[target]
@@ -338,8 +348,8 @@ class FleetState:
         return changed
 
     def _disproved_failures(self, name: str) -> Iterator[ModelOnNode]:
-        """Failed loads of models that have been loaded since, by whomever. One that is asleep while its failure is not
-        over may be one that could not wake."""
+        """Failed loads of models that were loaded since, by any gateway. A sleeping model keeps its failure, which may
+        be a failed wake."""
         for model, failure in self.failures.on(name):
             held = self._residency(target := ModelOnNode(name, model))
             if held is not None and (
@@ -348,7 +358,7 @@ class FleetState:
                 yield target
 
     def _end_shortages(self, name: str, now: float) -> None:
-        """Failures for lack of memory are over when the node has more of it."""
+        """Failures for lack of memory end when the node has more."""
         short = [
             (ModelOnNode(name, model), failure, failure.have_bytes)
             for model, failure in self.failures.on(name)

@@ -1,11 +1,11 @@
-"""The life of a group, from the side of the gateway: a model that one server runs on several nodes.
+"""The gateway's side of a group, a model that one server runs on several nodes: start, sleep, end and restart.
 
-`fleet/placement/groups.py` decides where. A start has five steps: every node prepares its member, which fixes ports
-and shows the version of its server and its files; nodes that lack files get them; the leader's node checks that it
-reaches all ports; then all members but the leader are loaded, and last the leader, which takes the requests. A
-prepared member is a claim, so that of several gateways one starts the group, and the others wait for it. All members
-start, or what has started is ended. From then on the nodes watch each other (`MemberLink` of a neuron): when one is
-lost, they end the group, and the dispatcher has it started again (`LostGroups`).
+`fleet/placement/groups.py` decides where. A start has five steps: every node prepares its member, which fixes ports and
+shows the version of its server and its files; nodes that lack files get them; the leader's node checks that it reaches
+all ports; then all members but the leader are loaded, and last the leader, which takes the requests. A prepared member
+is a claim: one gateway starts the group, and others wait for it. If any member fails to start, the started ones are
+ended. From then on the nodes watch each other (`MemberLink` of a neuron): when one is lost, they end the group, and the
+dispatcher has it started again (`LostGroups`).
 """
 
 from __future__ import annotations
@@ -36,18 +36,20 @@ T = TypeVar("T")
 END_TIMEOUT_S = 30.0
 CLAIM_POLL_S = 1.0
 RENEW_S = 30.0
-"""How often a claim is renewed during downloads; nodes drop it after `GroupTimes.hold_s` of theirs."""
+"""Interval at which a claim is renewed during downloads; nodes drop it after their `GroupTimes.hold_s`."""
 UNLOAD_TIMEOUT_S = 180.0
-"""Running requests may end first; a node that takes longer is stuck."""
+"""Time for running requests to end; a node that takes longer is stuck."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Members:
-    """The nodes of a group. Their errors have the name of the node, but for those of the leader: what becomes of an
-    order is reported with its name."""
+    """The nodes of a group. Errors name their node, except the leader's, whose name is reported with the order
+    anyway."""
 
     nodes: Mapping[str, NodeClient]
     leader: str
+    claim_poll_s: float = CLAIM_POLL_S
+    renew_s: float = RENEW_S
 
     async def ask(self, name: str, call: Callable[[NodeClient], Awaitable[T]]) -> T:
         """The result of a call to a node. Raises CortexError."""
@@ -68,19 +70,42 @@ class _Members:
             raise UpstreamUnavailable(f"{name} is no longer a node of this gateway")
         return node
 
+    @contextlib.asynccontextmanager
+    async def renewed(self, renew: Callable[[], Awaitable[object]]) -> AsyncIterator[None]:
+        """Call it at an interval during the block, which ends when it fails."""
+
+        async def keep() -> None:
+            while True:
+                await asyncio.sleep(self.renew_s)
+                await renew()
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                renewing = tasks.create_task(keep())
+                yield
+                renewing.cancel()
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
 
 async def start_group(
-    nodes: Mapping[str, NodeClient], plans: Sequence[MemberPlan], request: LoadRequest, neighbours: Neighbours
+    nodes: Mapping[str, NodeClient],
+    plans: Sequence[MemberPlan],
+    request: LoadRequest,
+    neighbours: Neighbours,
+    *,
+    claim_poll_s: float = CLAIM_POLL_S,
+    renew_s: float = RENEW_S,
 ) -> ModelStatus:
     """`plans`: of all members, the leader's first. Returns its status when all are ready. Raises UpstreamFault or
     CortexError; what has started is ended then, also when this is cancelled. While another gateway starts the model on
     these nodes, it waits for that; raises GroupClaimed once it is ready there."""
-    members = _Members(nodes, plans[0].node)
+    members = _Members(nodes, plans[0].node, claim_poll_s, renew_s)
     while True:
         try:
             return await _start_once(members, plans, request, neighbours)
         except GroupClaimed:
-            await asyncio.sleep(CLAIM_POLL_S)
+            await asyncio.sleep(claim_poll_s)
             for plan in plans:
                 status = await members.ask(plan.node, lambda node: node.model_status(request.model_id))
                 if status.state is ModelState.READY:
@@ -102,13 +127,13 @@ async def _start_once(
             )
             for rank, plan in enumerate(plans)
         ]
-        async with _renewed(lambda: members.ask(members.leader, _prepare(request, group, 0))):
+        async with members.renewed(lambda: members.ask(members.leader, _prepare(request, group, 0))):
             await _load_members(members, plans, requests)
         return await members.client(members.leader).load(requests[0])
 
 
 async def wake_group(nodes: Mapping[str, NodeClient], plans: Sequence[MemberPlan], request: LoadRequest) -> ModelStatus:
-    """The leader wakes last: its server wakes those of the others. Raises as `start_group` does."""
+    """The leader wakes last, because its server wakes the others. Raises as `start_group` does."""
     members = _Members(nodes, plans[0].node)
     async with _ended_on_failure(members, plans, UnloadRequest(model_id=request.model_id, force=True)):
         waking = msgspec.structs.replace(request, devices=())
@@ -138,7 +163,7 @@ async def _quietly(call: Awaitable[object]) -> None:
 
 
 async def unload_group(nodes: Mapping[str, NodeClient], names: Sequence[str], request: UnloadRequest) -> ModelStatus:
-    """The leader first, whose requests may end before. The others sleep if it does. Raises CortexError."""
+    """Unload the leader first, after its requests. The others sleep if it does. Raises CortexError."""
     members = _Members(nodes, names[0])
     status = await members.ask(names[0], lambda node: node.unload(request, timeout_s=UNLOAD_TIMEOUT_S))
     is_asleep = status.state is ModelState.ASLEEP
@@ -162,7 +187,7 @@ async def _prepared(
     _check_versions(plans, found)
     lacking = [plan.node for plan, each in zip(plans, found, strict=True) if each.lacks_files]
     if lacking:
-        async with _renewed(lambda: _claimed(members, plans, request, group)):
+        async with members.renewed(lambda: _claimed(members, plans, request, group)):
             await _fill(members, lacking, request, neighbours)
         found = await _claimed(members, plans, request, group)
     _check_files(plans, found, request.model_id)
@@ -177,8 +202,8 @@ async def _prepared(
 async def _claimed(
     members: _Members, plans: Sequence[MemberPlan], request: LoadRequest, group: str
 ) -> list[PreparedMember]:
-    """Idempotent. One node decides between gateways: that whose name comes first, whoever leads. Raises CortexError,
-    such as GroupClaimed."""
+    """Idempotent. The node whose name sorts first decides between gateways, whoever leads. Raises CortexError, such as
+    GroupClaimed."""
 
     def prepare(rank: int) -> Awaitable[PreparedMember]:
         return members.ask(plans[rank].node, _prepare(request, group, rank))
@@ -186,7 +211,7 @@ async def _claimed(
     first = min(range(len(plans)), key=lambda rank: plans[rank].node)
     decided = await prepare(first)
     others = [rank for rank in range(len(plans)) if rank != first]
-    async with _renewed(lambda: prepare(first)):  # some take long to find out the version of their server
+    async with members.renewed(lambda: prepare(first)):  # some take long to find out the version of their server
         found = dict(zip(others, await _all(map(prepare, others)), strict=True))
     return [decided if rank == first else found[rank] for rank in range(len(plans))]
 
@@ -206,24 +231,6 @@ def _prepare(
     return lambda node: node.prepare_member(asked)
 
 
-@contextlib.asynccontextmanager
-async def _renewed(renew: Callable[[], Awaitable[object]]) -> AsyncIterator[None]:
-    """Calls it now and then during the block, which ends when it fails."""
-
-    async def keep() -> None:
-        while True:
-            await asyncio.sleep(RENEW_S)
-            await renew()
-
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            renewing = tasks.create_task(keep())
-            yield
-            renewing.cancel()
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-
-
 async def _fill(members: _Members, names: Sequence[str], request: LoadRequest, neighbours: Neighbours) -> None:
     """Get the files to these nodes. Without another node that has them, one uses the hub and the others get them from
     it. Raises CortexError."""
@@ -241,7 +248,7 @@ async def _pull(members: _Members, name: str, files: FilesRequest) -> None:
     status = await members.ask(name, lambda node: node.pull(files))
     try:
         while status.state == "running":
-            await asyncio.sleep(CLAIM_POLL_S)
+            await asyncio.sleep(members.claim_poll_s)
             status = await members.ask(name, lambda node: node.pull_status(files.model_id))
     except asyncio.CancelledError:
         run_once(_quietly(members.client(name).cancel_pull(files.model_id)), f"cancel the pull on {name}")
@@ -275,7 +282,7 @@ async def _load_members(members: _Members, plans: Sequence[MemberPlan], requests
 
 
 async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:
-    """All results; where a call fails, the others are cancelled."""
+    """All results; if a call fails, the others are cancelled."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return await asyncio.gather(*tasks)
@@ -285,24 +292,24 @@ async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:
 
 
 class LostGroups:
-    """The groups that have ended by themselves, and are to be started again. Owned by the dispatcher."""
+    """The groups that ended by themselves and are to be restarted. Owned by the dispatcher."""
 
     def __init__(self) -> None:
         self.models: set[str] = set()
 
     def changed(self, before: Node, after: Node) -> None:
-        """A node has changed: finds those that it led and has lost, or that it leads again."""
+        """A node has changed: find groups that it led and lost, or that it leads again."""
         for held in before.active:
             if held.status.nodes and held.state is ModelState.READY and _has_lost(after, held.model_id):
                 self.models.add(held.model_id)
 
     def settle(self, model: str) -> None:
-        """It was started, or is wanted no more."""
+        """It was started, or is no longer wanted."""
         self.models.discard(model)
 
 
 def _has_lost(node: Node, model: str) -> bool:
-    """Whether a model that was ready is not, and nobody has ordered that."""
+    """Whether a model that was ready is not, although no one ordered that."""
     held = node.residencies.get(model)
     if not node.healthy or held is None:
         return True

@@ -29,21 +29,21 @@ _CAPABILITIES: dict[RequestKind, tuple[tuple[str, ...], str]] = {
     "embeddings": (("embeddings",), "makes no embeddings"),
     "rerank": (("rerank", "embeddings"), "makes no scores"),
 }
-"""What a model must be capable of, one of these and best the first, and what one that is not does."""
+"""The capabilities of which a model needs one, the best first, and what is said of a model without any."""
 
 NO_NODES: frozenset[str] = frozenset()
 RELOAD_TOLERANCE_S = 2.0
-"""By how much the time since which a model is ready varies between reports, without a reload."""
+"""The reported time since which a model is ready varies by this much without a reload."""
 
 
 class Lease(msgspec.Struct, eq=False, gc=False):
-    """The right to send one request to a model on a node; counted there until released. Thousands of requests may be
-    open, so the garbage collector does not look at them: a lease refers only to values."""
+    """The right to send one request to a model on a node; counted there until released. Thousands may be open, so the
+    garbage collector does not track them: a lease refers only to values."""
 
     node: str
     model: str
     target: ModelOnNode
-    """Both as a key."""
+    """Model and node as a key."""
     abilities: Abilities = Abilities()
     """Those of the node."""
     has_alternatives: bool = False
@@ -57,9 +57,9 @@ class Lease(msgspec.Struct, eq=False, gc=False):
     load_s: float = 0.0
     """The part of `waited_s` in which the model was loaded."""
     kv_source: str = ""
-    """Another node that has computed more of the prompt; empty: none."""
+    """Another node that has computed more of the prompt; empty if there is none."""
     client: str | None = None
-    """Who uses the model; None: the model is not used, only its files are."""
+    """The request's origin; None if only the model's files are used."""
 
 
 class PendingRequest:
@@ -130,13 +130,13 @@ class LeasePool:
         self._recorded: dict[str, set[str]] = {}
         """By node, the models with prefixes there."""
         self._unsure: set[ModelOnNode] = set()
-        """Nodes that went down, until they have loaded the model again."""
+        """Nodes that went down, until they have reloaded the model."""
         self.suspects: set[str] = set()
-        """Nodes at which a request has just failed; no request is sent there until a poll succeeds."""
+        """Nodes at which a request has just failed; they get none until a poll succeeds."""
         self.closed: frozenset[ModelOnNode] = frozenset()
-        """Ready models that take no new requests, so that an overdue model gets their room."""
+        """Ready models that take no new requests, to make room for an overdue model."""
         self.recount: set[str] = set()
-        """Nodes whose request counts, or whose reports, changed since the fleet was counted last."""
+        """Nodes whose request counts or reports changed since the fleet was last counted."""
         self._ended_at: dict[ModelOnNode, float] = {}
         """When the last request of this gateway ended there."""
 
@@ -159,8 +159,7 @@ class LeasePool:
         self._ready.nodes_changed(changed)
 
     def reconfigured(self) -> None:
-        """Other nodes make up the fleet: nothing that was derived from it holds any more, and nothing is known of those
-        that it no longer has."""
+        """The fleet has other nodes: drop everything that was derived from it, and everything about removed nodes."""
         self._ready.clear()
         for name in [each for each in {*self._ready_since, *self._recorded} if each not in self._fleet_state]:
             self.forget_cache(name)
@@ -176,8 +175,8 @@ class LeasePool:
         has_pictures: bool = False,
         client: str = SOMEBODY,
     ) -> Lease | None:
-        """A lease where `model` is ready, or `None`. The hot path: on the only node that has it nothing is computed.
-        `has_pictures`: a replica that reads pictures is preferred."""
+        """A lease where `model` is ready, or `None`. The hot path: for a single replica nothing is computed.
+        `has_pictures` prefers a replica that reads pictures."""
         ready = self._ready.of(model)
         if excluded or self.suspects or self.closed:
             avoided, closed = excluded | self.suspects, self.closed
@@ -201,8 +200,8 @@ class LeasePool:
         return max(known) if known and len(known) == len(contexts) else None
 
     def tokeniser(self, model: str, *, has_pictures: bool = False) -> Lease | None:
-        """A node that can count tokens for `model`, loaded or not. None: no node has its files yet; a load brings them.
-        Raises UnsupportedModality when no node ever can, and Overloaded when those that can are down."""
+        """A node that can count tokens for `model`, loaded or not. None while no node has its files, which a load
+        fetches. Raises UnsupportedModality if no node ever can, and Overloaded if those that can are down."""
         fleet = self._fleet_state.fleet
         listing = fleet.listing(model)
         able = [node for node in listing if _counts_tokens(node) and not node.residencies[model].is_absent]
@@ -223,8 +222,8 @@ class LeasePool:
         return self._counted(Lease(*target, target, node.abilities, False, "counts tokens for this model"))
 
     def check_pictures(self, model: str, may_use: Callable[[str], bool]) -> None:
-        """Raises UnsupportedModality where it is known that `model` reads text only, with models that read pictures
-        among those that `may_use` admits. What other servers read is known only if the catalogue lists it."""
+        """Raises UnsupportedModality if `model` is known to read text only; the error suggests models that read
+        pictures and that `may_use` admits. For other servers this is known only from the catalogue."""
         fleet = self._fleet_state.fleet
         own = fleet.catalogue.spec(model).capabilities
         held = [(node, node.residencies[model].status) for node in fleet.listing(model)]
@@ -244,8 +243,8 @@ class LeasePool:
         raise reads_text_only(model, sorted(filter(may_use, reported)), "messages")
 
     def check_capable(self, model: str, need: RequestKind) -> None:
-        """Raises UnsupportedModality where it is known that `model` cannot do what a request needs, with a model that
-        can. A model whose files no node has read yet passes."""
+        """Raises UnsupportedModality if `model` is known not to do what a request needs; the error suggests a model
+        that can. A model whose files no node has read yet passes."""
         if need == "relay":
             self._check_server(model)
         if need not in _CAPABILITIES:
@@ -308,7 +307,7 @@ class LeasePool:
             )
 
     def observed(self, name: str) -> None:
-        """`name` has reported: take over its load, and where the cached prefixes of models that it reloaded are."""
+        """Apply a node's report: its load, and where cached prefixes of reloaded models are."""
         node = self._fleet_state.reported(name)
         known = self._ready_since.setdefault(name, {})
         ready = ready_models(node)
@@ -329,7 +328,7 @@ class LeasePool:
             self._limit(node, model)
 
     def went_down(self, node: str) -> None:
-        """What `node` had computed may be on its disk: that shows when it has loaded the model again."""
+        """What `node` had computed may still be on its disk, which it reports after it has reloaded the model."""
         for model in self._recorded.get(node, ()):
             self._prefixes[model].moved_to_host(node)
             self._unsure.add(ModelOnNode(node, model))
@@ -341,12 +340,13 @@ class LeasePool:
             self._unsure.discard(ModelOnNode(node, model))
 
     def left_device(self, node: str, model: str) -> None:
-        """The model slept or was unloaded: its cached prefixes are in the node's host memory, as far as it reports."""
+        """The model slept or was unloaded: its cached prefixes are in host memory, to the extent that the node
+        reports."""
         if model in self._recorded.get(node, ()):
             self._prefixes[model].moved_to_host(node)
 
     def _limit(self, node: Node, model: str) -> None:
-        """Forget the prefixes that are beyond what `node` reports to hold."""
+        """Forget prefixes beyond what `node` reports to hold."""
         prefixes, held = self._prefixes[model], node.residencies.get(model)
         if held is not None and held.state is ModelState.UNLOADING:
             return  # its pages are being copied, and reported at the end
@@ -413,7 +413,7 @@ def _counts_tokens(node: Node) -> bool:
 
 
 def _reports_what_it_reads(node: Node, status: ModelStatus) -> bool:
-    """Models of servers do not, nor those whose files no node has read yet."""
+    """Models of other servers do not, nor do those whose files no node has read yet."""
     return node.takes_orders and status.harness == ENGINE and status.family is not None
 
 

@@ -21,7 +21,7 @@ Measured = Mapping[tuple[str, str | None, int | None], int]
 
 
 MAX_AGE_S = 90 * 86400.0
-"""A size that has not been confirmed by another one for so long is forgotten: the model may have changed."""
+"""A size that no new measurement has confirmed for this long is dropped: the model may have changed."""
 
 
 class _MeasuredSize(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Loads, unloads and worker replacements under way: each is ordered once and followed to its end.
+"""Running loads, unloads and worker replacements: each is ordered once and followed to its end.
 
 A load may have to wait until its victims are unloaded. The jobs are kept in the fleet state, where decisions see them.
 """
@@ -58,11 +58,11 @@ class Effects(Protocol):
         asleep then."""
 
     def forget(self, node: str, model: str) -> None:
-        """Have a model that only load requests have named unloaded and listed no longer. Ends in `observed`."""
+        """Unload and delist a model known only from load requests. Ends in `observed`."""
 
-    def survey(self, node: str, requests: tuple[LoadRequest, ...]) -> None:
-        """Have models listed and their files read, without a load. Ends in `source_surveyed` for each, and in
-        `sources_surveyed`."""
+    def inspect(self, node: str, requests: tuple[LoadRequest, ...]) -> None:
+        """List models and read their files, without a load. Ends in `source_inspected` for each, and in
+        `sources_inspected`."""
 
     def recycle(self, node: str, devices: tuple[int, ...]) -> None:
         """Replace the workers of these devices, which hold no model. Ends in `recycle_ended`."""
@@ -74,10 +74,10 @@ class Effects(Protocol):
         """Ends in `observed` or `missed`."""
 
     def suspend(self, node: str) -> None:
-        """Have an idle node suspend itself. Ends in `suspend_ended`."""
+        """Suspend an idle node. Ends in `suspend_ended`."""
 
     def wake(self, node: str, rules: WakeRules) -> None:
-        """Wake a node that was suspended. Ends in `wake_failed` if that could not be done; else polls show it."""
+        """Wake a suspended node. Ends in `wake_failed` if that fails; otherwise polls show the result."""
 
     def mark_down(self, node: str, *, is_down: bool) -> None:
         """Requests at a node that is down fail unless it still sends something; they may then be sent elsewhere."""
@@ -103,7 +103,7 @@ class ModelJobs:
         self._last_loads: dict[ModelOnNode, tuple[float, float]] = {}
         """When the latest successful load of each model began and ended; forgotten with its unload."""
         self._cancelled: set[ModelOnNode] = set()
-        """Loads that the operator cancelled and whose end the node has not reported yet."""
+        """Loads that the operator cancelled and the node has not ended yet."""
         self._recycling: set[str] = set()
         """Nodes that were ordered to replace workers."""
         self._recycled: dict[str, set[int]] = {}
@@ -217,8 +217,7 @@ class ModelJobs:
         return max(0.0, ended_at - max(begun_at, since))
 
     def give_up(self, target: ModelOnNode, error: CortexError) -> None:
-        """The load is not tried again there until `retry_failed_after_s` has passed, or the memory that it lacked is
-        there."""
+        """Block the load there until `retry_failed_after_s` has passed or the missing memory is available."""
         self._fleet_state.loads.pop(target, None)
         self._fleet_state.shortfalls.pop(target, None)
         have_bytes = 0 if isinstance(error, InsufficientCapacity) else None

@@ -1,4 +1,4 @@
-"""What has changed since the last decision for the models that requests wait for: only that is decided again."""
+"""Tracks what has changed since the last decision, so that only affected models are decided again."""
 
 from __future__ import annotations
 
@@ -61,8 +61,7 @@ class WaitingRequests:
 
 
 class PendingDecisions:
-    """True if there is something to decide. What only time changes is decided at the next tick. Owned by the
-    dispatcher."""
+    """Truthy while a decision is pending; time-based changes wait for the tick. Owned by the dispatcher."""
 
     def __init__(self) -> None:
         self.joined: set[str] = set()
@@ -84,7 +83,7 @@ class PendingDecisions:
         return self.is_all or bool(self.nodes) or bool(self.joined)
 
     def request_ended(self, name: str, fleet: Callable[[], Fleet], clock: Callable[[], float]) -> bool:
-        """The last request of a model has ended on a node: whether a model that waits may get room there."""
+        """The last request of a model has ended on a node. Returns whether a waiting model may get room there."""
         if not self.awaited and not self._partly_assessed:
             return False
         if name not in self.awaited and self._partly_assessed and (node := fleet().node(name)) is not None:
@@ -102,8 +101,8 @@ class PendingDecisions:
         self._partly_assessed = {}
 
     def decide(self, waiting: Callable[[], Sequence[Waiting]], fleet: Fleet, now: float) -> Plan:
-        """Decide for the models that are concerned. Where one is overdue, its room is reserved before others get
-        any, so that all are decided together."""
+        """Decide for the affected models; for all of them if one is overdue, because its room is reserved before others
+        get any."""
         groups = waiting()
         is_partial = not (self.is_all or self.nodes or self._is_any_overdue or self.closed)
         if is_partial:

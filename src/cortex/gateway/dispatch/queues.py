@@ -45,7 +45,7 @@ class ModelQueue:
         self.by_level[pending.level].append(pending)
 
     def remove(self, pending: PendingRequest) -> bool:
-        """False: it did not wait."""
+        """False if it did not wait."""
         own = self.by_level[pending.level]
         if pending not in own:
             return False
@@ -58,8 +58,8 @@ def _since(pending: PendingRequest) -> float:
 
 
 class Queues:
-    """One queue per model; it exists while requests wait. Within a class, the first that came is the first that is
-    served. Owned by the dispatcher; delivers nothing itself."""
+    """One queue per model, which exists while requests wait. Within a class, first come, first served. Owned by the
+    dispatcher; delivers nothing itself."""
 
     def __init__(self, demand: Demand) -> None:
         self._demand = demand
@@ -114,7 +114,7 @@ class Queues:
         return queue.next(now) if queue else None
 
     def tell(self, model: str, wait_s: float) -> None:
-        """Tell those that wait for `model`, once, how long a node takes to wake for it."""
+        """Report to the requests that wait for `model`, once, how long a node takes to wake for it."""
         for pending in self._pending.get(model, ()):
             tell, pending.tell = pending.tell, None
             if tell is not None:
@@ -140,7 +140,7 @@ class Queues:
         return found
 
     def origin(self, model: str) -> Origin:
-        """On whose behalf a decision for `model` is made; background where no request waits for it."""
+        """The origin of a decision for `model`; background if no request waits for it."""
         origins = {pending.origin for pending in self._pending.get(model, ())}
         return "operator" if "operator" in origins else "request" if "request" in origins else "background"
 

@@ -23,13 +23,13 @@ REPORT_AGE_S = 1.0
 """A report may still count requests that ended this long before it arrived."""
 MAX_RELEASES = 256
 MIN_MEASURED_TOKENS = 256
-"""Shorter prompts say more about the network than about the rate."""
+"""For shorter prompts, network delays dominate the measurement."""
 _NEWEST = 0.2
 """The weight of the newest measurement."""
 
 
 class ReadyReplica(msgspec.Struct, frozen=True):
-    """A ready model on a node that takes requests. It stays the same until a report changes one of these."""
+    """A ready model on a node that takes requests. Replaced when a report changes one of these fields."""
 
     target: ModelOnNode
     abilities: Abilities
@@ -39,8 +39,8 @@ class ReadyReplica(msgspec.Struct, frozen=True):
 
 
 class ReadyReplicas:
-    """Where each model takes requests: found with the report that changes it, so that requests find it there. Owned by
-    the lease pool."""
+    """Where each model takes requests, derived from each report so that requests need only a lookup. Owned by the lease
+    pool."""
 
     def __init__(self, fleet_state: FleetState) -> None:
         self._fleet_state = fleet_state
@@ -54,11 +54,11 @@ class ReadyReplicas:
         return found
 
     def nodes_changed(self, changed: Iterable[ChangedNode]) -> None:
-        """The fleet was rebuilt: find again what these nodes have changed, which is nothing after most reports."""
+        """The fleet was rebuilt: derive again what these nodes changed, which after most reports is nothing."""
         models: set[str] = set()
         for before, after in changed:
-            facts = _routing_facts(after)
-            if facts.spans or facts != _routing_facts(before):
+            state = _routing_state(after)
+            if state.spans or state != _routing_state(before):
                 for node in (before, after):
                     models.update(ready_models(node), (member.id for member in node.members))
         for model in models:
@@ -69,20 +69,20 @@ class ReadyReplicas:
         self._found.clear()
 
 
-class _RoutingFacts(NamedTuple):
-    """What of a node alone decides on the replicas there."""
+class _RoutingState(NamedTuple):
+    """The state of a node that decides on its replicas."""
 
     is_open: bool
     models: tuple[ReadyReplica, ...]
     spans: bool
-    """Whether other nodes decide too, because they have parts of the models there, or the node has parts of theirs."""
+    """Whether replicas also depend on other nodes, which share models with this one."""
 
 
 @remembered
-def _routing_facts(node: Node) -> _RoutingFacts:
+def _routing_state(node: Node) -> _RoutingState:
     held = [node.residencies[model] for model in ready_models(node)]
     spans = bool(node.members) or any(each.status.nodes for each in held)
-    return _RoutingFacts(node.healthy and not node.draining, tuple(_ready_replica(node, each) for each in held), spans)
+    return _RoutingState(node.healthy and not node.draining, tuple(_ready_replica(node, each) for each in held), spans)
 
 
 def _ready_replica(node: Node, held: Residency) -> ReadyReplica:
@@ -99,8 +99,8 @@ def ready_models(node: Node) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class _ReplicaLoad:
-    """What is known of one replica. Its speed changes with a report or a measured request, so that it is derived there
-    and not for every request that is routed."""
+    """The known load and speed of one replica. The speed is derived when a report or a completed request changes it,
+    not for every routed request."""
 
     reported: ModelLoad = field(default_factory=ModelLoad)
     num_foreign: int = 0
@@ -113,15 +113,15 @@ class _ReplicaLoad:
     prefill_tokens_per_s: float | None = None
     request_s: float | None = None
     bench: BenchResult | None = None
-    """What the node measured: it holds until requests show more."""
+    """Measured by the node; used until requests yield measurements."""
     copied_tokens_per_s: float | None = None
-    """How fast pages come back from host memory there."""
+    """Rate at which pages are copied back from host memory there."""
     fetched_tokens_per_s: float | None = None
-    """How fast pages come there from other nodes."""
+    """Rate at which pages arrive from other nodes."""
     prompt_rate: float = 0.0
-    """Tokens of prompts per second; 0: not known."""
+    """Prompt tokens per second; 0 if not known."""
     whole_s: float = 0.0
-    """Seconds of a request; 0: not known."""
+    """Seconds per request; 0 if not known."""
     has_stream_rate: bool = False
     """Whether the node measured the speed of responses."""
 
@@ -228,7 +228,7 @@ class ReplicaLoads:
         prefixes: PrefixRecord,
         is_source: Callable[[str], bool],
     ) -> RoutedRequest:
-        """The replica of one model that a request goes to. One whose speed is not known counts as fast as the others.
+        """The replica of one model that a request goes to. Replicas of unknown speed count as fast as the others.
         `in_flight`: requests of this gateway, by node and model. `is_source`: whether a node can be asked for KV."""
         now, known = self._clock(), self._loads
         loads, rate, request_s, weighs_tokens = [], 0.0, 0.0, True

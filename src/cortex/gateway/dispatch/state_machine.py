@@ -1,4 +1,4 @@
-"""Events: the changes of a state machine, applied one after the other."""
+"""Events: changes to a state machine, applied one at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StateMachine(ABC):
 
     @abstractmethod
     def _rebuild(self) -> None:
-        """Derive from the state what depends on it. Called after every change."""
+        """Update what is derived from the state. Called after every change."""
 
     @abstractmethod
     def _advance(self) -> None:

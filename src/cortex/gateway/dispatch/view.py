@@ -1,4 +1,4 @@
-"""What a dispatcher knows, and what it would decide now."""
+"""Read access to what a dispatcher knows and would decide now."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from cortex.wire.errors import CortexError, NodeNotFound, shorten
 
 
 class CountedFleet:
-    """The fleet with this gateway's own request counts. It is derived when it is asked for, where requests or reports
-    changed something since the last time. It is asked for after every report, so that a decision finds few nodes to
-    count, and none to release."""
+    """The fleet with this gateway's own request counts. Derived on access, for nodes that requests or reports have
+    changed. Accessed after every report, so that a decision has few nodes to count and none to release."""
 
     def __init__(self, fleet_state: FleetState, leases: LeasePool) -> None:
         self._fleet_state = fleet_state
@@ -30,7 +29,7 @@ class CountedFleet:
         self._last: Fleet | None = None
 
     def forget(self) -> None:
-        """Other nodes make up the fleet."""
+        """The fleet has other nodes."""
         self._last = None
 
     def fleet(self) -> Fleet:
@@ -66,8 +65,13 @@ class DispatchView:
 
     @property
     def now(self) -> float:
-        """On the clock of the fleet's times."""
+        """On the clock that the fleet's times use."""
         return self._clock()
+
+    @property
+    def starting_nodes(self) -> list[str]:
+        """Nodes that have not reported yet, shortly after the configuration named them."""
+        return self._fleet_state.starting(self._clock())
 
     @property
     def catalogue(self) -> Catalogue:
@@ -78,8 +82,8 @@ class DispatchView:
         return self._queues.depths
 
     def queued(self, model: str) -> dict[str, dict[str, int]]:
-        """How many requests of each class wait for `model`: in the queue of this gateway, under an empty name, and for
-        a slot on each node. Only where any wait."""
+        """How many requests of each class wait for `model`: in this gateway's queue (under an empty name) and for a
+        slot on each node. Only places where any wait."""
         nodes = self._fleet_state.fleet.listing(model)
         waiting = {node.name: node.residencies[model].status.load.waiting_by_class for node in nodes}
         return {name: counts for name, counts in {"": self._queues.by_class(model), **waiting}.items() if counts}
@@ -99,7 +103,7 @@ class DispatchView:
 
     @property
     def pins(self) -> frozenset[ModelOnNode]:
-        """Set by the operator, beyond those of the catalogue."""
+        """The operator's pins, in addition to the catalogue's."""
         return frozenset(self._fleet_state.pins)
 
     @property

@@ -1,1 +1,1 @@
-"""The last hour and the last day of the gateway, kept by itself."""
+"""The gateway's own records of the last hour and the last day."""

@@ -110,7 +110,7 @@ class DeviceKey(NamedTuple):
 
 
 class Holdings(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What was on a device from a moment on."""
+    """What a device holds from one moment on."""
 
     at: float
     node: str
@@ -128,8 +128,9 @@ class Holdings(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class DeviceMemory:
     """The changes of a day, oldest first."""
 
-    def __init__(self, keep_s: float) -> None:
+    def __init__(self, keep_s: float, max_changes: int = MAX_CHANGES) -> None:
         self._keep_s = keep_s
+        self._max_changes = max_changes
         self._changes: deque[Holdings] = deque()
         self._latest: dict[DeviceKey, Holdings] = {}
 
@@ -147,7 +148,7 @@ class DeviceMemory:
             before = self._latest.get(holdings.key)
             if before is None or before.models != holdings.models or before.total_bytes != holdings.total_bytes:
                 self._add(holdings)
-        while self._changes and (self._changes[0].at < now - self._keep_s or len(self._changes) > MAX_CHANGES):
+        while self._changes and (self._changes[0].at < now - self._keep_s or len(self._changes) > self._max_changes):
             self._changes.popleft()
 
     def restore(self, changes: list[Holdings], now: float) -> None:
@@ -156,7 +157,7 @@ class DeviceMemory:
                 self._add(holdings)
 
     def since(self, at: float) -> list[Holdings]:
-        """The changes at `at` or later, and for each device what held before."""
+        """The changes at `at` or later, and the state of each device before them."""
         before: dict[DeviceKey, Holdings] = {}
         later: list[Holdings] = []
         for holdings in self._changes:
@@ -198,7 +199,7 @@ MAX_DEVICES = 1024
 """Devices in one response."""
 
 
-class Seen(Protocol):
+class FleetActivity(Protocol):
     """What the dispatcher knows."""
 
     @property
@@ -216,7 +217,7 @@ class History:
         self.memory = DeviceMemory(_DAY_S)
         self._memory_at = 0.0
         self._recent = Bucket(at=0.0)
-        """What is in no ring yet: requests are counted once, and added to the rings together."""
+        """Not in a ring yet: each request is counted here once, and the sums are added to the rings."""
         self._step_ends_at = 0.0
         """The end of the shortest step that `_recent` is in."""
 
@@ -251,16 +252,16 @@ class History:
             for bucket in self._current():
                 bucket.evictions += 1
 
-    def sample(self, seen: Seen) -> None:
-        """About once a second. The memory is looked at once a step."""
+    def sample(self, activity: FleetActivity) -> None:
+        """About once a second. Memory is sampled once per step."""
         self.fold()
-        num_waiting = sum(seen.queue_depths.values())
+        num_waiting = sum(activity.queue_depths.values())
         hour, day = self._current()
         for bucket in (hour, day):
             bucket.waiting = max(bucket.waiting, num_waiting)
         if hour.at != self._memory_at:
             self._memory_at = hour.at
-            self.memory.sample(seen.fleet, self._wall_clock())
+            self.memory.sample(activity.fleet, self._wall_clock())
 
     def as_json(self, window: Window) -> dict[str, Any]:
         """For the page and `/fleet/history`: one value per step, oldest first; None where nothing was measured."""

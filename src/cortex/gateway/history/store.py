@@ -36,7 +36,7 @@ _WRITE = (
     "ON CONFLICT (gateway, kind, at) DO UPDATE SET entry = excluded.entry"
 )
 _DELETE_OLD = "DELETE FROM history WHERE at < ? OR (kind = 'hour' AND at < ?)"
-"""Entries of all gateways: nobody else deletes those of a gateway that does not come back."""
+"""For entries of all gateways, because a gateway that does not come back leaves its own behind."""
 
 
 class _Entry(NamedTuple):

@@ -1,6 +1,6 @@
 """Budgets beyond the tokens of one key: those that the keys of a group share, and those in money.
 
-Each is an account of its own, which the ledger keeps like that of a key, under an id that no key has. A budget in money
+Each is an account of its own, which the ledger keeps like a key's, under an id that no key has. A budget in money
 counts in billionths of the currency of the catalogue's prices.
 """
 
@@ -55,11 +55,11 @@ class GroupSection(Section, frozen=True):
     name: Annotated[str, msgspec.Meta(min_length=1)]
     """As in `group` of the keys."""
     models: tuple[str, ...] = ()
-    """Models that its keys and users may use if they name none, as ids or patterns with `*`; all when empty."""
+    """Models that keys and users without a list of their own may use, as ids or patterns with `*`; all when empty."""
     request_class: RequestClass | None = None
-    """The class of requests that ask for none, for its keys that name none."""
+    """The default class of requests, for keys that set none."""
     highest_class: RequestClass | None = None
-    """The highest class of requests, for its keys that name none."""
+    """The highest class of requests, for keys that set none."""
     requests_per_min: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Requests per minute of all its keys together."""
     window_tokens: Limit | None = None
@@ -69,9 +69,9 @@ class GroupSection(Section, frozen=True):
     window_s: Annotated[int, msgspec.Meta(ge=60)] = 86400
     """The rolling window of `window_tokens` and `window_cost`, in whole minutes."""
     balance_tokens: Limit | None = None
-    """Tokens of all its keys, for ever; raise it to top the group up."""
+    """Lifetime tokens of all its keys; raise it to top the group up."""
     balance_cost: Money | None = None
-    """What all its keys may cost, for ever."""
+    """What all its keys may cost in total."""
 
 
 class Budget(NamedTuple):
@@ -84,12 +84,12 @@ class Budget(NamedTuple):
     is_cost: bool
 
     def amount(self, tokens: int, usage: Usage, prices: Prices) -> int:
-        """What a request with this usage takes of it."""
+        """The amount that a request with this usage takes."""
         return cost_nano(prices, usage) if self.is_cost else tokens
 
 
 def budget_left(owner: KeySection | GroupSection, tokens: Counters, cost: Counters) -> dict[str, float | None]:
-    """What a key or group has spent and what it may still spend; None: without a limit. `cost` is in billionths."""
+    """What a key or group has spent and may still spend (None without a limit). `cost` is in billionths."""
 
     def left(limit: float | None, spent: float) -> float | None:
         return None if limit is None else max(0, limit - spent)
@@ -114,7 +114,7 @@ def group_id(name: str) -> str:
 
 
 def cost_id(owner: KeySection | GroupSection) -> str:
-    """The id of the account of what a key or group costs."""
+    """The id of the account for the cost of a key or group."""
     return f"{_COST}{owner.id if isinstance(owner, KeySection) else group_id(owner.name)}"
 
 
@@ -128,7 +128,7 @@ def cost_nano(prices: Prices, usage: Usage) -> int:
 
 
 def nano_per_token(prices: Prices) -> int:
-    """The most that one token costs, in billionths; 0: it is free."""
+    """The highest price of one token, in billionths; 0 if free."""
     return math.ceil(max(prices.input, prices.cached_input, prices.output) * NANO / 1e6)
 
 
@@ -150,7 +150,7 @@ _INHERITED = ("models", "request_class", "highest_class")
 
 
 def with_values_of_groups(keys: Iterable[Member], groups: Iterable[GroupSection]) -> tuple[Member, ...]:
-    """The keys, or what holds for users; what those do not set of `_INHERITED` is as in their group."""
+    """The keys (or the section of users), with unset fields of `_INHERITED` taken from their group."""
     by_name = {group.name: group for group in groups}
     return tuple(key if key.group is None else _inheriting(key, by_name[key.group]) for key in keys)
 
@@ -161,8 +161,8 @@ def _inheriting(key: Member, group: GroupSection) -> Member:
 
 
 def budgets_of(keys: Iterable[KeySection], groups: Iterable[GroupSection]) -> dict[str, tuple[Budget, ...]]:
-    """The budgets that requests of each key are charged to beyond its own tokens, by key id; and those of each group by
-    its id, for users without a key."""
+    """The budgets that each key's requests are charged to in addition to its own tokens, by key id; and those of each
+    group, by its id, for users without a key."""
     shared = {group.name: tuple(_budgets_of_group(group)) for group in groups}
     by_group = {group_id(name): budgets for name, budgets in shared.items()}
     return by_group | {

@@ -1,7 +1,7 @@
 """The `[[keys]]` of a `cortex.toml`: added, changed and removed in the file, for the commands.
 
-Everything else in the file stays as the operator wrote it. An edit is complete or does not happen: the new text is
-validated first and replaces the file at once. Edits of several processes are made one after the other.
+Everything else in the file stays as the operator wrote it. Edits are atomic: the new text is validated and then
+replaces the file. Edits by several processes are serialised.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class KeyFile:
     path: Path
 
     def add(self, section: KeySection, *, replace: bool = False) -> None:
-        """Append the key to the file, which must be valid before and after; with `replace` in place of the key of that
+        """Append the key to the file, which must be valid before and after; with `replace`, replace the key of that
         name. Raises NameTaken."""
         with self._locked():
             load(self.path, os.environ)
@@ -74,7 +74,7 @@ class KeyFile:
             self._replace(text)
 
     def remove(self, name_or_id: str) -> tuple[KeySection, bool]:
-        """Remove the key; returns it, and whether other keys are left."""
+        """Remove the key; returns it and whether others remain."""
         with self._locked():
             before = self._read()
             section = self._find(before, name_or_id)
@@ -131,7 +131,7 @@ class KeyFile:
         if not found:
             raise UnknownKey(
                 f"{self.path} has no key {name_or_id}",
-                "see `cortex keys list`; one of the database is changed without --config",
+                "see `cortex keys list`; leave out --config for a key in the database",
             )
         if len(found) > 1:
             ids = ", ".join(section.id for section in found)
@@ -152,11 +152,11 @@ class KeyFile:
         return shorter
 
     def _not_editable(self, name: str) -> KeyFileError:
-        return KeyFileError(f"the table of {name} in {self.path} cannot be edited by program", "edit it by hand")
+        return KeyFileError(f"the table of {name} in {self.path} cannot be edited automatically", "edit it by hand")
 
     def _replace(self, text: str) -> None:
-        """Replace the contents of the file atomically and durably; its mode and its owner stay, and so does a link to
-        it. Nobody else can read the new file before it has the mode of the old one."""
+        """Replace the contents of the file atomically and durably, keeping its mode, its owner and a link to it. The
+        new file is private until it has the mode of the old one."""
         path = self.path.resolve()
         before = path.stat()
         fresh = path.with_name(f".{path.name}.new")

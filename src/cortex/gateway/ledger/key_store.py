@@ -1,8 +1,8 @@
 """Keys and groups in the database: made on the page, over the API or by `cortex keys import`, and in force on every
 gateway that shares the database.
 
-The configuration file wins: a key of the database is ignored while the file has one with its id or name, and so is a
-group with the name of one in the file. What is in the file is changed there only.
+The configuration file takes precedence: a key in the database is ignored while the file has one with its id or name,
+and so is a group with the name of one in the file. Entries of the file can be changed there only.
 """
 
 from __future__ import annotations
@@ -72,19 +72,19 @@ class KeysInForce(NamedTuple):
     """The ids of keys that the file has."""
     file_groups: frozenset[str] = frozenset()
     ignored: tuple[str, ...] = ()
-    """What of the database is not in force, and why."""
+    """Entries of the database that are not in force, and why."""
     revision: str = ""
     """That of `StoredKeys`."""
 
     @property
     def owners(self) -> list[KeySection | GroupSection]:
-        """All that have limits."""
+        """All keys and groups, which have limits."""
         return [*self.keys, *self.groups]
 
 
 def merged(keys: Sequence[KeySection], groups: Sequence[GroupSection], stored: StoredKeys) -> KeysInForce:
-    """`keys` and `groups` are those of the file, which win. A key whose group does not exist is not in force, because
-    its limits are not known."""
+    """`keys` and `groups` are those of the file, which take precedence. A key whose group does not exist is not in
+    force, because its limits are unknown."""
     ignored: list[str] = []
     file_groups = {group.name for group in groups}
     more_groups = [group for group in stored.groups if group.name not in file_groups]
@@ -122,7 +122,7 @@ class KeyStore:
         return self._stored or StoredKeys()
 
     async def read(self) -> StoredKeys:
-        """Read them. While the database is unavailable, those read last stay in force; raises `StoreError` if there
+        """Read them. While the database is unavailable, the last ones read stay in force; raises `StoreError` if there
         are none."""
         if self._database.exists:
             try:
@@ -142,7 +142,7 @@ class KeyStore:
 
 
 def edit(execute: Execute, work: Callable[[Execute], T]) -> T:
-    """Do `work` and have every gateway notice it. Edits are made one after the other: the first statement locks."""
+    """Do `work` and make every gateway notice it. Edits are serialised: the first statement locks."""
     execute(_NEW_REVISION, (secrets.token_hex(8),))
     return work(execute)
 
@@ -191,8 +191,8 @@ def import_keys(
     groups: Iterable[GroupSection],
     file_groups: Iterable[str] = (),
 ) -> None:
-    """Add these keys and groups, each in place of one with the same id or name. Keys may also be in `file_groups`,
-    which the file has. Raises KeyConflict, also for a key whose name another key has."""
+    """Add these keys and groups, replacing those with the same id or name. Keys may also be in `file_groups`, the
+    groups of the file. Raises KeyConflict, also for a key whose name another key has."""
     for group in groups:
         put_group(execute, group)
     before = read_keys(execute)

@@ -33,7 +33,7 @@ _SECRET_LENGTH = 43
 _KEY_LENGTH = len(PREFIX) + 1 + _ID_LENGTH + 1 + _SECRET_LENGTH
 
 PrefixSharing = Literal["key", "group", "all"]
-"""Which clients may use what was computed for each other's prompts."""
+"""Which clients may share cached prefixes."""
 Limit = Annotated[int, msgspec.Meta(ge=0)]
 Money = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
@@ -56,19 +56,19 @@ class KeySection(Section, frozen=True):
     window_s: Annotated[int, msgspec.Meta(ge=60)] = 86400
     """The rolling window of `window_tokens` and `window_cost`, in whole minutes."""
     balance_tokens: Limit | None = None
-    """Tokens in the key's whole life; raise it to top the key up."""
+    """Lifetime tokens of the key; raise it to top the key up."""
     window_cost: Money | None = None
     """What it may cost within `window_s`, by the prices in `models.toml` and in their currency. Models without prices
     are free."""
     balance_cost: Money | None = None
-    """What it may cost in its whole life."""
+    """What it may cost in total."""
     group: str | None = None
     """The group of `[[groups]]` whose limits it shares, in addition to its own."""
     request_class: RequestClass | None = None
-    """The class of its requests that ask for none: `idle`, `flex`, `default` or `priority`; that of its group, or
-    `default`, when absent."""
+    """The class of requests that name none: `idle`, `flex`, `default` or `priority`. When absent: that of its group,
+    else `default`."""
     highest_class: RequestClass | None = None
-    """The highest class that its requests get, whatever they ask for; that of its group, or any, when absent."""
+    """The highest class that its requests may have. When absent: that of its group, else any."""
     operator: bool = False
     """Whether it may also load, unload and pin models, and manage keys."""
     expires: str | None = None
@@ -176,27 +176,27 @@ def may_use(key: KeySection | None, model: str) -> bool:
 
 
 def class_of_key(key: KeySection | None, asked: RequestClass | None) -> RequestClass:
-    """The class in which a request of `key` is served; None: of an open gateway."""
+    """The class in which a request of `key` is served; None for a client of an open gateway."""
     return served_class(asked) if key is None else served_class(asked, key.request_class, key.highest_class)
 
 
 def tenant_of_key(key: KeySection | None, sharing: PrefixSharing) -> bytes:
-    """The tenant of a client with `key`; None: of an open gateway. It is the same at every gateway that has the key.
-    Whoever does not know a key cannot compute its tenant."""
+    """The tenant of a client with `key`; None for a client of an open gateway. It is the same at every gateway that has
+    the key, and cannot be computed without the key."""
     if key is None or sharing == "all":
         return EVERYBODY
     return _tenant("group", key.group) if sharing == "group" and key.group else _tenant("key", key.id, key.sha256)
 
 
 def tenant_name(owner: KeySection | str) -> str:
-    """How the tenant of a key, or of a group by its name, begins at nodes: enough to delete what they keep of it, and
-    too little to be taken for it."""
+    """The prefix of the tenant of a key, or of a group by its name: enough to delete what nodes keep for it, too little
+    to impersonate it."""
     tenant = _tenant("group", owner) if isinstance(owner, str) else tenant_of_key(owner, "key")
     return tenant.hex()[:NAMED_BYTES]
 
 
 def tenants_of(key: KeySection) -> tuple[str, ...]:
-    """The names of all tenants that the key is or was one of, unless everybody shares."""
+    """The names of all tenants that the key belongs or belonged to, unless all clients share."""
     return (tenant_name(key), *((tenant_name(key.group),) if key.group else ()))
 
 

@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LEASE_S = 60.0
-"""Without a renewal for this long, another gateway counts as dead."""
+"""Another gateway that has not renewed for this long counts as dead."""
 RENEW_S = LEASE_S / 4
 
 _EMPTY = Usage()
@@ -62,7 +62,7 @@ UNWRITTEN_FILE = "usage-unwritten.json"
 
 class _Unwritten(msgspec.Struct, frozen=True):
     claim: Claim
-    """The reservations as the database has them. They end when the usage is written."""
+    """The stored reservations. They end when the usage is written."""
     usage: list[tuple[Slot, Counts]]
 
 
@@ -76,10 +76,12 @@ class UnwrittenUsage:
     def save(self, usage: Mapping[Slot, Counts], claim: Claim) -> None:
         """Keep `usage`. Raises OSError."""
         private_file.write(self._path, msgspec.json.encode(_Unwritten(claim, list(usage.items()))))
-        log.warning("usage that the database did not take is in %s and is written at the next start", self._path)
+        log.warning(
+            "usage that could not be written to the database is in %s and is written at the next start", self._path
+        )
 
     def recover(self, store: Store) -> None:
-        """Write what was kept, if anything. Raises `StoreError`, and then it stays kept."""
+        """Write the kept usage, if any. On `StoreError` it stays kept."""
         try:
             kept = msgspec.json.decode(self._path.read_bytes(), type=_Unwritten)
         except FileNotFoundError:
@@ -110,11 +112,11 @@ class Ledger:
         tasks: Supervisor | None = None,
         unwritten: UnwrittenUsage | None = None,
     ) -> None:
-        """`budgets`: by key id, those beyond the key's own. `clock` dates usage; `monotonic` times what a changed wall
-        clock must not disturb.
+        """`budgets`: by key id, those beyond the key's own. `clock` dates usage; `monotonic` measures durations,
+        independent of changes to the wall clock.
 
-        `tasks` runs the regular flush; without it the ledger has a supervisor of its own. `unwritten` keeps what the
-        database does not take at the end.
+        `tasks` runs the regular flush; without it the ledger has its own supervisor. `unwritten` keeps usage that
+        cannot be written at the end.
         """
         self._unwritten = unwritten
         self._store = store
@@ -196,8 +198,7 @@ class Ledger:
         return await self._store.database.report(lambda execute: read_usage(execute, group, bounds, key_id))
 
     async def counters(self) -> dict[str, Counters]:
-        """What every key and every other budget has spent, by id: that of all gateways, whether it is limited or not.
-        Raises `StoreError`."""
+        """What every key and other budget, limited or not, has spent at all gateways, by id. Raises `StoreError`."""
         await self.flush()
         windows = _windows((account.key for account in self._accounts.values()), self.clock())
         return await self._store.database.report(lambda execute: read_counters(execute, windows))
@@ -241,7 +242,7 @@ class Ledger:
         self._batch[slot] = counts if earlier is None else earlier + counts
 
     async def flush(self) -> None:
-        """Write now, after a flush that is under way. After a failure, the batch is kept for the next."""
+        """Write now, after any flush under way. After a failure, the batch is kept for the next flush."""
         async with self._writing:
             await self._flush()
 

@@ -21,12 +21,12 @@ from cortex.wire.fields.sampling import DEFAULT_COMPLETION_TOKENS
 from cortex.wire.words import duration, plural
 
 BYTES_PER_TOKEN = 4
-"""As in most texts. No token has less than one byte."""
+"""Typical of texts. No token has less than one byte."""
 LIKELY_TEMPLATE_TOKENS = 256
-"""What a chat template adds to the texts of a request."""
+"""Tokens that a chat template adds to the texts of a request."""
 MAX_TEMPLATE_TOKENS = 4096
 UNKNOWN = 2**62
-"""More tokens than any budget has."""
+"""Exceeds any budget."""
 
 
 class TokenLimits(Protocol):
@@ -45,7 +45,7 @@ class TokenLimits(Protocol):
 
     @property
     def picture_tokens(self) -> int:
-        """About the most that its pictures take; their bytes are no part of the prompt's."""
+        """About the most tokens that its pictures take; their bytes are not part of the prompt's."""
 
 
 class Estimate(NamedTuple):
@@ -59,19 +59,19 @@ class Estimate(NamedTuple):
     context_tokens: int | None = None
     """The context of its model, if that is known."""
     prompt_tokens: int | None = None
-    """The tokens of its prompt, once somebody has counted them."""
+    """The tokens of its prompt, once counted."""
     picture_tokens: int = 0
     """What its pictures take, beyond `prompt_bytes`."""
 
     @property
     def least_tokens(self) -> int:
-        """A request with fewer tokens than this cannot be served."""
+        """The fewest tokens with which the request can be served."""
         if not self._prompt_size and not self.picture_tokens and not self.completion_limit:
             return 0
         return max(1, self.prompt_tokens or 0) + (0 if self.completion_limit == 0 else self.num_choices)
 
     def max_prompt_tokens(self, most: int) -> int:
-        """The tokens of a prompt that has at most `most` tokens by its size: no prompt has more than the context."""
+        """An upper bound on the prompt's tokens, given at most `most` by its size: no prompt exceeds the context."""
         if self.context_tokens is None or self.completion_limit == 0:
             return most
         return min(most, self.context_tokens * self.num_choices)
@@ -92,7 +92,7 @@ class Estimate(NamedTuple):
 
     @property
     def most_tokens(self) -> int:
-        """What it cannot exceed; `UNKNOWN` where neither a limit nor the context is known."""
+        """Upper bound of its tokens; `UNKNOWN` if neither a limit nor the context is known."""
         prompt_bytes, limit, num_choices, context, prompt, picture_tokens = self
         if limit == 0:
             return self._prompt_size + picture_tokens
@@ -105,8 +105,8 @@ class Estimate(NamedTuple):
         return most
 
     def reserved(self, left: int) -> int:
-        """What it reserves of the tokens that are left to its key: all that it can use, up to half of what is left so
-        that other requests of the key can run meanwhile, or what it likely uses where that is more."""
+        """The tokens to reserve of those left to its key: all that it can use, but at most half of what is left, so
+        that other requests of the key can run meanwhile, or its likely usage if that is more."""
         most, half = self.most_tokens, left // 2
         if most <= half:
             return most
@@ -116,8 +116,8 @@ class Estimate(NamedTuple):
 
 MINUTE_S = 60
 MAX_SKEW_MINUTES = 5
-"""Spend may be this far in the future, where clocks of gateways differ. Later spend is from a clock that was wrong: it
-counts only when its time has come, so that it cannot fill a window for longer than the window."""
+"""Spend may be dated this far in the future, because clocks of gateways differ. Spend beyond it comes from a wrong
+clock and counts only when its time has come, so that it fills a window no longer than once."""
 
 
 class Spent(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,7 +126,7 @@ class Spent(msgspec.Struct, frozen=True, kw_only=True):
     by_minute: dict[int, int] = msgspec.field(default_factory=dict)
     """Tokens by minute (`time // 60`), within the window."""
     total: int = 0
-    """Tokens in the key's whole life."""
+    """Lifetime tokens of the key."""
     reserved_elsewhere: int = 0
     """Tokens that other gateways have reserved, including those that have died."""
 
@@ -144,7 +144,7 @@ class RateBucket:
         self._at = now
 
     def take(self, per_min: int, now: float) -> float:
-        """Take one request and return 0; or take nothing and return the seconds until there is room."""
+        """Take one request and return 0, or take nothing and return the seconds until one is available."""
         rate = per_min / MINUTE_S
         self._level = min(float(per_min), self._level + max(0.0, now - self._at) * rate)
         self._at = now
@@ -193,7 +193,7 @@ class RollingSum:
             self._sum -= self._minutes.pop()[1]
 
     def minute_of_oldest(self, tokens: int) -> int | None:
-        """The minute up to which the oldest `tokens` were spent; `None` when there were fewer."""
+        """The minute by which the oldest `tokens` were spent; `None` if there were fewer."""
         for minute, spent in self._minutes:
             tokens -= spent
             if tokens <= 0:
@@ -233,7 +233,7 @@ class Account:
         self._total = recorded.total
         self._window = RollingSum(recorded.by_minute)
         self._unrecorded: dict[int, int] = {}
-        """By minute: settled here and not yet known to be stored."""
+        """By minute: settled here, not yet confirmed as stored."""
         self._reserved = 0
         self._held_by_lines = 0
         """As `_reserved`, for lines of batches."""
@@ -282,7 +282,7 @@ class Account:
 
     def hold(self, estimate: Estimate, now: float, *, price: int = 1) -> int:
         """Reserve what a line of a batch may use; returns the amount, for `end_hold`. Lines do not count as requests
-        per minute, and gateways do not record what they hold: a line that is lost runs again and is charged then.
+        per minute, and their holds are not stored: a lost line runs again and is charged then.
 
         Raises `InsufficientQuota`.
         """
@@ -298,8 +298,8 @@ class Account:
             self._total += recorded
 
     def extend(self, reserved: int, estimate: Estimate, now: float, *, price: int = 1) -> int:
-        """Replace a reservation by a larger one, by what is known now; returns its amount. Raises `InsufficientQuota`,
-        and then the reservation is unchanged."""
+        """Enlarge a reservation to match a better estimate; returns its amount. Raises `InsufficientQuota`, and then
+        the reservation is unchanged."""
         self._reserved -= reserved
         amount = reserved
         try:
@@ -328,7 +328,7 @@ class Account:
     def synchronise(self, recorded: Spent | None, written: Mapping[int, int]) -> None:
         """Adopt `recorded` from the store, which includes `written` of what was settled here.
 
-        None for a key without a token limit: the store is not asked for it, and what is known here stays.
+        `recorded` is None for a key without a token limit, whose local values stay.
         """
         unrecorded = {minute: tokens - written.get(minute, 0) for minute, tokens in self._unrecorded.items()}
         self._unrecorded = {minute: tokens for minute, tokens in unrecorded.items() if tokens}
@@ -343,7 +343,7 @@ class Account:
         self._window = RollingSum(by_minute)
 
     def withdraw(self, reserved: int) -> None:
-        """Undo a `reserve`, as if the request had never come."""
+        """Undo a `reserve`."""
         self._reserved -= reserved
         self.num_reservations -= 1
         self._bucket.give_back()

@@ -82,7 +82,7 @@ class Reservation(Protocol):
         """Whether the budget may end the response before the client's limit or the model's context does."""
 
     def max_prompt_tokens(self, most: int) -> int:
-        """More tokens than this a prompt cannot have, which has at most `most` by its size."""
+        """An upper bound on the tokens of a prompt that has at most `most` by its size."""
 
     def extend(self, prompt_tokens: int) -> int | None:
         """Reserve enough for a prompt with this many tokens, and for a response; returns `token_limit`. Raises
@@ -92,7 +92,7 @@ class Reservation(Protocol):
         """Replace the reservation by `usage`; None when there was no response."""
 
     def cancel(self) -> None:
-        """The request was rejected after all: record nothing."""
+        """The request was rejected later: record nothing."""
 
 
 class Meter(Protocol):
@@ -132,7 +132,7 @@ class Meter(Protocol):
 
 
 class FreeReservation:
-    """What a request holds that is charged to nobody: any on an open gateway, and health checks of servers."""
+    """The reservation of a request that is charged to no one: on an open gateway, and for health checks of servers."""
 
     __slots__ = ("key", "may_end_response", "principal", "token_limit")
 
@@ -185,7 +185,7 @@ class OpenMeter:
 
 
 class _Charge:
-    """What one request holds of one budget beyond its key's."""
+    """One request's hold on one budget beyond its key's."""
 
     __slots__ = ("account", "amount", "budget", "price")
 
@@ -275,8 +275,8 @@ class KeyedReservation:
 
 
 class LineReservation:
-    """What a line of a batch holds. It is charged together with its result, in one transaction, so that a line that
-    runs twice is charged once: `spend` has the charge, `end` ends the hold."""
+    """The hold of one batch line. The charge is written with the result, in one transaction, so that a line that runs
+    twice is charged once: `spend` has the charge, `end` ends the hold."""
 
     __slots__ = (
         "_account",
@@ -343,7 +343,7 @@ class LineReservation:
         return self._estimate.max_prompt_tokens(most)
 
     def extend(self, prompt_tokens: int) -> int | None:
-        """A line runs with what it holds."""
+        """Not extended: a line runs with its hold."""
         del prompt_tokens
         return self.token_limit
 
@@ -351,7 +351,7 @@ class LineReservation:
         self.usage, self.model, self.node = usage, model, node
 
     def cancel(self) -> None:
-        """Its batch ends it."""
+        """The batch ends the hold."""
 
     def spend(self) -> dict[Slot, Counts]:
         """The rows to record with its result."""
@@ -413,7 +413,7 @@ class KeyedMeter:
         return self.key(request).name
 
     def key(self, request: Request) -> KeySection:
-        """The key of a request, sent as OpenAI clients, as Anthropic clients or as the page sends it."""
+        """The key of a request, from the headers of OpenAI or Anthropic clients or from the page's session."""
         keyring = self._ledger.keyring
         authorization = request.header(b"authorization")
         if authorization is not None and authorization[:7].lower() == b"bearer ":
@@ -448,7 +448,7 @@ def _no_key() -> InvalidAPIKey:
 
 
 class KeysNeeded(SettingsError):
-    """Everybody on the network could use the gateway; the message says what to do."""
+    """The gateway would be open to the network; the message says what to do."""
 
     def __init__(self, address: Listen) -> None:
         super().__init__(
@@ -487,7 +487,7 @@ class Metering:
         self._ledger: Ledger | None = None
         self._sessions: Sessions | None = None
         self._public_addresses: tuple[Listen, ...] = ()
-        """A public address of any configuration so far: addresses stay in force until a restart."""
+        """A public address of any configuration since the start: addresses stay bound until a restart."""
 
     @property
     def is_open(self) -> bool:

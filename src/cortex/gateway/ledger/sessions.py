@@ -1,9 +1,9 @@
 """Sessions of the page: a browser that signed in with a key sends a cookie instead of the key.
 
 A session is `<key id>.<expiry>.<signature>`. Nothing is stored for it. The signature covers the hash of the key, so a
-session ends when its key is removed or replaced. That of a user who signed in without a key has their name, id
-and roles instead of the key's id. The signing secret lives in the gateway's state directory, is created by the first
-sign-in, and lets sessions outlive a restart.
+session ends when its key is removed or replaced. For a user who signed in without a key it has their name, id and roles
+instead of the key's id. The signing secret lives in the gateway's state directory, is created by the first sign-in, and
+lets sessions outlive a restart.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _READS = (b"GET", b"HEAD")
 
 T = TypeVar("T")
 _SEALED = "s"
-"""Begins what `Sessions.sealed` makes. Ids of keys are longer."""
+"""Prefix of what `Sessions.sealed` makes. Ids of keys are longer."""
 
 
 class _UserSession(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,12 +67,12 @@ class Sessions:
         return self.sealed(_UserSession(user=user, expires=int(self._clock()) + LIFETIME_S))
 
     def sealed(self, value: msgspec.Struct) -> str:
-        """`value` as text that only this gateway can make; who has it can read it."""
+        """`value`, signed but not encrypted: only this gateway can make it, anyone can read it."""
         payload = base64.urlsafe_b64encode(msgspec.json.encode(value)).decode()
         return f"{_SEALED}.{payload}.{self._sign(f'{type(value).__name__}.{payload}')}"
 
     def unsealed(self, text: str, kind: type[T]) -> T | None:
-        """The value that `sealed` made `text` of; None if it did not."""
+        """The value in `text`; None if `sealed` did not make it."""
         mark, _, rest = text.partition(".")
         payload, _, signature = rest.partition(".")
         expected = self._sign(f"{kind.__name__}.{payload}")
@@ -84,7 +84,7 @@ class Sessions:
             return None  # another version of this gateway made it, with other fields
 
     def recognise(self, keyring: Keyring, request: Request, sign_in: SignInSection) -> KeySection:
-        """The key of the session that `request` carries, or what its user may do. Raises InvalidAPIKey."""
+        """The key of the session that `request` carries, or one with its user's rights. Raises InvalidAPIKey."""
         text = session_of(request) or ""
         check_from_page(request)
         if text.startswith(f"{_SEALED}."):
@@ -120,7 +120,9 @@ class Sessions:
             private_file.write(self._path, secret)
             return self._existing() or secret  # another process may have written it at the same time
         except OSError as problem:
-            log.warning("sign-ins to the page end with this process: cannot use %s", about(str(self._path), problem))
+            log.warning(
+                "sign-ins to the page will not survive a restart: cannot use %s", about(str(self._path), problem)
+            )
             return secrets.token_bytes(_SECRET_BYTES)
 
     def _existing(self) -> bytes | None:
@@ -134,8 +136,8 @@ class Sessions:
 
 
 def check_from_page(request: Request) -> None:
-    """Raises InvalidAPIKey for a request that another site may have sent: browsers send cookies, and what a proxy knows
-    of their users, with forged requests, too. One that changes something needs the header of the page."""
+    """Raises InvalidAPIKey for a request that another site may have forged: browsers attach cookies, and proxies their
+    user headers, to those too. A request that changes something needs the page's header."""
     if is_cross_site(request) or (request.method not in _READS and request.header(PAGE_HEADER) is None):
         raise InvalidAPIKey("A session is valid for requests of the page only; send an API key instead.")
 

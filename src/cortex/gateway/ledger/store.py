@@ -21,7 +21,7 @@ from cortex.wire.events import Usage
 from cortex.wire.response import summed
 
 GroupBy = Literal["key", "group", "model", "node", "day", "key-model"]
-"""What usage is added up by; `key-model`: every model of every key."""
+"""Groupings of usage; `key-model` is every model of every key."""
 
 UNSETTLED = "(unsettled)"
 """Model and node of reservations that were recorded as spent because their gateway died."""
@@ -155,7 +155,7 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
     requests: int = 0
     usage: Usage = Usage()
     saved_nano: int = 0
-    """By how many billionths batches cost less than the prices say."""
+    """Discount of batches, in billionths."""
 
     @property
     def tokens(self) -> int:
@@ -169,7 +169,7 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Spend(NamedTuple):
-    """What one group has used of one model."""
+    """One group's usage of one model."""
 
     group_id: str
     group_name: str
@@ -189,7 +189,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """All reservations of one gateway at one moment."""
 
     owner: str
-    """A random id of the gateway process."""
+    """The random id of the gateway process."""
     renewed_ms: int = 0
     """When it was last renewed, in milliseconds since 1970."""
     by_key: Mapping[str, Reserved] = {}

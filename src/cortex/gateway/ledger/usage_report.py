@@ -19,7 +19,7 @@ HEADER = ("requests", "prompt", "cached", "completion", "reasoning", "total", "W
 MILLIJOULES_PER_WH = 3_600_000
 
 CostOf = Callable[[str, Usage], float]
-"""What the usage of a model costs."""
+"""Computes the cost of a model's usage."""
 
 
 def free(model: str, usage: Usage) -> float:  # noqa: ARG001
@@ -44,9 +44,9 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_tokens: int = 0
     """Part of the completion tokens."""
     energy_wh: float = 0.0
-    """What its requests drew of devices whose power nodes can read."""
+    """Energy that its requests used on devices whose power nodes can read."""
     cost: float = 0.0
-    """By the catalogue's present prices, in their currency."""
+    """At the catalogue's present prices, in their currency."""
 
     @property
     def total_tokens(self) -> int:

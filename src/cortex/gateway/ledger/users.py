@@ -1,7 +1,7 @@
 """People who sign in to the page without a key: through OpenID Connect, or through a proxy that knows who they are.
 
-A user is charged and authorised like the owner of a key, under an id that no key has. What roles permit is decided when
-a request comes, by the configuration in force.
+A user is charged and authorised like the owner of a key, under an id that no key has. The configuration in force
+decides per request what roles permit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SignInSection(Section, frozen=True):
     """Where browsers reach the page, such as `https://cortex.example.com`. `/session/callback` below it is the redirect
     URL that the provider must know."""
     scopes: tuple[str, ...] = ("openid", "profile", "email")
-    """What the provider is asked for."""
+    """Scopes requested from the provider."""
     name_claim: str = "preferred_username"
     """The claim with the name of a user, as shown in usage and logs; `sub` where it is missing."""
     roles_claim: str = "groups"
@@ -44,14 +44,14 @@ class SignInSection(Section, frozen=True):
     operator_roles: tuple[str, ...] = ()
     """Roles of operators."""
     user_roles: tuple[str, ...] = ()
-    """Roles that may sign in; empty: everybody whom the provider or the proxy knows."""
+    """Roles that may sign in; empty: every user whom the provider or the proxy authenticates."""
     models: tuple[str, ...] = ()
     """Models that users may use, as ids or patterns with `*`; when empty, those of `group`, else all."""
     group: str | None = None
     """The group of `[[groups]]` whose limits all users share."""
     conversations: bool = False
-    """Keep the conversations of everybody who signs in to the page, also with a key, in the database of `ledger`: they
-    have them in every browser. Otherwise they stay in the browser."""
+    """Keep the conversations of everybody who signs in to the page, also with a key, in the database of `ledger`, so
+    that they appear in every browser. Otherwise they stay in the browser."""
     proxy_addresses: tuple[str, ...] = ()
     """Addresses or networks of proxies whose headers say who the user is. The proxy must remove these headers from what
     clients send."""
@@ -85,7 +85,7 @@ class SignInSection(Section, frozen=True):
         return not set(self.operator_roles).isdisjoint(roles)
 
     def key_of(self, user: User) -> KeySection:
-        """What `user` may do, as a key. Raises InvalidAPIKey."""
+        """A key with the rights of `user`. Raises InvalidAPIKey."""
         is_operator = self.operates(user.roles)
         if not is_operator and self.user_roles and set(self.user_roles).isdisjoint(user.roles):
             raise InvalidAPIKey(f"{user.name} has none of the roles that may use this gateway; ask the operator.")
@@ -103,7 +103,7 @@ class SignInSection(Section, frozen=True):
         return tuple(sorted({*self.operator_roles, *self.user_roles}.intersection(roles)))
 
     def proxied(self, request: Request) -> User | None:
-        """The user that a trusted proxy names. None: the request came from elsewhere, or names nobody."""
+        """The user that a trusted proxy names. None if the request came from elsewhere or names no one."""
         if not self.proxy_addresses or not request.client:
             return None
         name = request.text(self.proxy_user_header.lower().encode())
@@ -123,14 +123,14 @@ class User(msgspec.Struct, frozen=True, kw_only=True):
     """Somebody who signed in without a key."""
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
-    """For display: at many providers, people may change it to that of somebody else."""
+    """For display only: many providers let people choose any name."""
     id: str
-    """What they have is kept under it. Users of a provider and of a proxy never have the same."""
+    """Their records are kept under it. Ids of provider users and proxy users never collide."""
     roles: tuple[str, ...] = ()
 
 
 def openid_id(issuer: str, subject: str) -> str:
-    """The id of a user of an OpenID Connect provider, which promises never to give `subject` to another one."""
+    """The id of a user of an OpenID Connect provider, which never reassigns a `subject`."""
     return f"openid:{hashlib.sha256(f'{issuer} {subject}'.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}"
 
 

@@ -1,4 +1,4 @@
-"""The files of the page, read and compressed once, when somebody first opens it."""
+"""The files of the page, read and compressed once, when it is first opened."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ _POLICY = "; ".join(
         "trusted-types dompurify",
     )
 )
-"""Only files of this origin run, load or connect; text becomes HTML only through the sanitiser."""
+"""Only this origin's files run or load, and only this origin is connected to; text becomes HTML only through the
+sanitiser."""
 _SECURITY_HEADERS = (
     (b"content-security-policy", _POLICY.encode()),
     (b"x-content-type-options", b"nosniff"),
@@ -80,7 +81,7 @@ def respond(file: PageFile, request: Request) -> Response:
 
 
 def wants_html(request: Request) -> bool:
-    """Whether a browser asks, and not a program."""
+    """Whether a browser sent the request, and not a program."""
     return b"text/html" in (request.header(b"accept") or b"")
 
 

@@ -18,7 +18,7 @@ from cortex.http.server.server import Response
 from cortex.wire.errors import DatabaseUnavailable, InvalidValue, MethodNotAllowed, RouteNotFound
 
 MAX_KEPT = 60
-"""Conversations of one person, as many as the page shows. The oldest ones beyond it are deleted."""
+"""Conversations per person, as many as the page shows. Older ones are deleted."""
 _MAX_ID = 100
 
 SCHEMA = Schema(
@@ -45,7 +45,7 @@ _DELETE = "DELETE FROM page_conversation WHERE owner = ? AND id = ? RETURNING id
 
 
 class _Conversation(msgspec.Struct, frozen=True):
-    """What is read of a conversation; the page knows the rest."""
+    """The fields of a conversation that are read here; the page knows the rest."""
 
     id: str
     changed: int
@@ -81,7 +81,7 @@ class Conversations:
         try:
             found = msgspec.json.decode(body, type=_Conversation)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
-            raise InvalidValue(f"The body is no conversation: {problem}") from problem
+            raise InvalidValue(f"The body is not a conversation: {problem}") from problem
         if found.id != name or len(name) > _MAX_ID:
             raise InvalidValue("The id in the body is not the one in the path.", param="id")
 

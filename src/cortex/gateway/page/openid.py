@@ -1,11 +1,11 @@
 """Sign-in through OpenID Connect: the authorisation code flow with PKCE.
 
-PyJWT verifies the tokens of the provider. What the flow has to remember is in a signed cookie, so that the gateway
-stores nothing until somebody has signed in.
+PyJWT verifies the tokens of the provider. The state of the flow is in a signed cookie, so that the gateway stores
+nothing until the user has signed in.
 
-Anybody can begin a sign-in, so a provider that hangs must not hold what others need: calls of the provider block, one
-at a time, on a thread of their own. Sign-ins that begin together share one call, and a provider that failed is not
-called again for `_FAILED_S`.
+Anybody can begin a sign-in, so a provider that hangs must not hold shared resources: calls to the provider block, one
+at a time, on their own thread. Concurrent sign-ins share one call, and a provider that failed is not called again for
+`_FAILED_S`.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 FLOW_S = 600
-"""How long somebody may take to sign in at the provider."""
+"""How long a user may take to sign in at the provider."""
 _TIMEOUT_S = 10.0
 _CACHED_S = 3600.0
 _FAILED_S = 5.0
 _MAX_CALLS = 16
-"""Calls of the provider that run or wait; further sign-ins are rejected."""
+"""Calls to the provider that run or wait; further sign-ins are rejected."""
 _LEEWAY_S = 60
 _MAX_BYTES = 1 << 20
 _ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
@@ -68,7 +68,7 @@ _REJECTIONS = frozenset(
         "registration_not_supported",
     }
 )
-"""What a provider may say instead of a code (RFC 6749, 4.1.2.1, and OpenID Connect Core, 3.1.2.6)."""
+"""The errors that a provider may return instead of a code (RFC 6749, 4.1.2.1, and OpenID Connect Core, 3.1.2.6)."""
 
 
 class Flow(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,7 +82,7 @@ class Flow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Provider(msgspec.Struct, frozen=True, kw_only=True):
-    """What the provider says about itself."""
+    """The provider's metadata."""
 
     issuer: str
     authorization_endpoint: str
@@ -101,7 +101,7 @@ class _NoResponse(UpstreamUnavailable):
 
 
 def check_library(section: SignInSection) -> None:
-    """Raises SettingsError where the extra is missing that `section` needs."""
+    """Raises SettingsError if `section` needs an extra that is not installed."""
     if section.issuer is None:
         return
     try:
@@ -235,7 +235,7 @@ class OpenIDClient:
         return claims
 
     async def _known_provider(self) -> _Provider:
-        """What the provider says about itself, read again once in an hour. Sign-ins share one call."""
+        """The provider's metadata, read again once an hour. Sign-ins share one call."""
         if self._provider is not None and self._clock() - self._read_at <= _CACHED_S:
             return self._provider
         if self._reading is None or self._reading.done():

@@ -1,4 +1,5 @@
-"""The routes of the page: its files, and `/session`, with which a browser signs in, looks who it is, and signs out."""
+"""The routes of the page: its files, and `/session`, with which a browser signs in, reads its identity, and signs
+out."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ from cortex.gateway.proxy.routes import error_response, json_response
 from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
+from cortex.wire.error_encoding import OPENAI
 from cortex.wire.errors import (
     CortexError,
-    Family,
     InvalidAPIKey,
     InvalidValue,
     MethodNotAllowed,
@@ -41,7 +42,7 @@ class _SignIn(msgspec.Struct, frozen=True):
 
 
 class Page:
-    """Serves the page. Used on the loop's thread; files are read on another one, at the first request for one."""
+    """Serves the page. Used on the loop's thread; files are read on another one, at the first request."""
 
     def __init__(
         self, meter: Meter, signing_in: SigningIn, attempts: SignInAttempts, *, is_secure: bool = False
@@ -104,7 +105,7 @@ class Page:
                 return json_response({"signed_in": False})._replace(headers=(self._cookie("", 0, request), _NOT_STORED))
             raise MethodNotAllowed("/session takes GET, POST or DELETE only.")
         except CortexError as error:
-            return error_response(error, Family.OPENAI)
+            return error_response(error, OPENAI)
 
     def _sign_in(self, request: Request) -> Response:
         try:
@@ -136,9 +137,9 @@ def _file(bundle: Mapping[str, PageFile], request: Request) -> Response:
     file = bundle.get(INDEX if path == "/" else path.removeprefix(PAGE_FILES.decode()))
     if file is None:
         error = RouteNotFound(f"The page has no file {shorten(path)}; open / instead.")
-        return error_response(error, Family.OPENAI)
+        return error_response(error, OPENAI)
     if request.method not in _READS:
-        return error_response(MethodNotAllowed(f"{shorten(path)} takes GET only."), Family.OPENAI)
+        return error_response(MethodNotAllowed(f"{shorten(path)} takes GET only."), OPENAI)
     return respond(file, request)
 
 

@@ -1,5 +1,5 @@
-"""Sign-ins to the page, by key and through a provider: how often an address may fail, and what the audit log has of
-them. Used on the loop's thread."""
+"""Sign-ins to the page, by key and through a provider: the limit of failures per address, and audit records. Used on
+the loop's thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cortex.http.request import Request
 from cortex.wire.errors import CortexError, RateLimitExceeded
 
 MOST_FAILURES = 20
-"""More than a person mistypes, also behind a proxy, where all people have one address."""
+"""Higher than typing errors reach, even behind a proxy, where all people share one address."""
 WINDOW_S = 60.0
 MOST_ADDRESSES = 10_000
 """Networks whose failures are remembered; the oldest are forgotten first."""
@@ -54,13 +54,13 @@ class FailedSignIns:
 log = logging.getLogger(__name__)
 
 ONCE_IN_S = 60.0
-"""What happens again within this time, from the same network, is not recorded again."""
+"""Repeats from the same network within this time are not recorded."""
 MOST_RECORDED = 10_000
-"""Records that are remembered for that; the oldest are forgotten first."""
+"""Number of records remembered for that; the oldest are dropped first."""
 
 
 class SignInAttempts:
-    """Counts and records attempts. What the client sent is never recorded: it has keys, codes and tokens."""
+    """Counts and records attempts. The client's input is never recorded: it contains keys, codes and tokens."""
 
     def __init__(self, audit: AuditLog, clock: Callable[[], float] = time.monotonic) -> None:
         self._audit = audit
@@ -70,13 +70,13 @@ class SignInAttempts:
         """When each was recorded, the oldest first."""
 
     def check(self, request: Request) -> None:
-        """Raises RateLimitExceeded where this address failed too often. Such an attempt is not made and not recorded,
-        so that no address can fill the audit log."""
+        """Raises RateLimitExceeded for an address that failed too often. Such an attempt is not recorded, so that no
+        address can fill the audit log."""
         self._failures.check(request.client)
 
     def succeeded(self, request: Request, key: KeySection) -> None:
-        """Record a sign-in that gives what `key` may do, unless it did so a moment ago: no key can fill the audit
-        log either."""
+        """Record a sign-in with the rights of `key`, unless one was recorded a moment ago, so that no key can fill the
+        audit log."""
         detail = "signed in as operator" if key.operator else "signed in"
         if self._is_new(request, key.id, key.name, detail):
             self._audit.record(
@@ -85,7 +85,7 @@ class SignInAttempts:
 
     def failed(self, request: Request, error: CortexError, *, is_counted: bool = True) -> None:
         """Record a sign-in that was rejected, or that failed at the provider. With `is_counted` it counts against the
-        address; otherwise nothing limits it, and it is recorded only once in a while."""
+        address; otherwise it is unlimited and recorded only once in a while."""
         if is_counted:
             self._failures.failed(request.client)
         elif not self._is_new(request, error.message):
@@ -94,7 +94,7 @@ class SignInAttempts:
         self._audit.record(_action(request), error.status, client=request.client, detail=error.message)
 
     def _is_new(self, request: Request, *facts: str) -> bool:
-        """Whether this was not recorded within `ONCE_IN_S`; it is from now on."""
+        """Whether this was not recorded within `ONCE_IN_S`. Marks it as recorded."""
         record, now = (network_of(request.client), _action(request), *facts), self._clock()
         if now - self._recorded.get(record, -ONCE_IN_S) < ONCE_IN_S:
             return False

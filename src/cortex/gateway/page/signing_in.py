@@ -1,5 +1,5 @@
-"""`/session/…`: which ways to sign in to the page there are, the two steps of OpenID Connect in the browser, and the
-conversations of people who signed in."""
+"""`/session/…`: the available ways to sign in, the two steps of OpenID Connect in the browser, and stored
+conversations."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ class SigningIn:
         )
 
     def _cookie(self, name: bytes, value: str, lifetime_s: int, same_site: str) -> tuple[bytes, bytes]:
-        """The cookie of the flow comes back with a redirect of the provider, which a strict one would not. Both are for
-        the folder of the page, whose cookie `Page` sets in the same way."""
+        """The flow's cookie is not strict, because it must be sent after the provider's redirect. Its path is the
+        folder of the page, as for the cookie of `Page`."""
         path = "/" + (self._section.public_url or "").partition("://")[2].partition("/")[2].strip("/")
         secure = "; Secure" if (self._section.public_url or "").startswith("https:") else ""
         text = f"{name.decode()}={value}; Path={path}; HttpOnly; SameSite={same_site}; Max-Age={lifetime_s}{secure}"

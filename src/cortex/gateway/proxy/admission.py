@@ -22,25 +22,28 @@ from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
 from cortex.parsing.envelope import Envelope
 from cortex.telemetry.spans import Span
-from cortex.wire.errors import CortexError, ModelNotAllowed, ModelNotFound, shorten
+from cortex.wire.errors import CortexError, ModelNotAllowed, ModelNotFound, Overloaded, shorten
 from cortex.wire.fields.request_class import RequestClass
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.tenant import EVERYBODY, tenant_of
 
+_NODE_START_S = 2.0
+"""Retry delay for a model that only nodes name, while some are still starting."""
+
 
 def client_of(key: KeySection | None, request: Request) -> str:
-    """Who shares what all clients share: a key, or the address of a client without one."""
+    """The unit of fairness between clients: a key, or the address of a client without one."""
     return key.id if key is not None else request.client
 
 
 class IdleWork(Protocol):
-    """A request that can wait: a line of a batch. It evicts nothing, and its batch charges for it."""
+    """A request that can wait, such as a line of a batch. It evicts nothing, and its batch charges for it."""
 
     @property
     def reservation(self) -> Reservation: ...
     @property
     def avoided(self) -> frozenset[str]:
-        """Nodes that have enough of such requests."""
+        """Nodes that have enough idle work."""
 
     def sent_to(self, node: str) -> None:
         """It is about to be sent to a node, perhaps after another one failed."""
@@ -58,7 +61,7 @@ class ReceivedRequest(msgspec.Struct, frozen=True):
     id: bytes
     span: Span
     received_at: float
-    """When all of its bytes were there."""
+    """When all of its bytes had arrived."""
     idle: IdleWork | None = None
 
     @property
@@ -77,19 +80,19 @@ class AdmittedRequest(msgspec.Struct, frozen=True):
     is_check: bool = False
     """Whether it is a health check: it counts against no limit or budget, and loads no model."""
     tenant: bytes = EVERYBODY
-    """With whom its client shares cached prefixes."""
+    """The clients with which its client shares cached prefixes."""
     request_class: RequestClass = "default"
-    """Which requests it waits for, and which wait for it."""
+    """Its priority over other requests."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody waits for it, as for a line of a batch."""
+        """Whether no one waits for it, as for a line of a batch."""
         return self.request_class == "idle"
 
 
 def narrowed_tenant(received: ReceivedRequest, admitted: AdmittedRequest) -> bytes:
-    """With which requests it shares cached prefixes: those of its tenant that have the same salt."""
-    return tenant_of(admitted.tenant, received.envelope.facts.cache_salt)
+    """Requests share cached prefixes if they have the same tenant and salt."""
+    return tenant_of(admitted.tenant, received.envelope.summary.cache_salt)
 
 
 class AdmissionController:
@@ -111,7 +114,7 @@ class AdmissionController:
         self,
         key: KeySection | None,
         prompt_bytes: int,
-        facts: RequestSummary,
+        summary: RequestSummary,
         *,
         has_price: bool = False,
         is_check: bool = False,
@@ -119,45 +122,58 @@ class AdmissionController:
     ) -> AdmittedRequest:
         """Reserve what a request of `key` may use and resolve its model. Raises the `CortexError` that rejects it.
 
-        `has_price`: it uses the tokens that the catalogue says for its model. `is_check`: see `AdmittedRequest`."""
+        `has_price`: the catalogue's prices apply to its tokens. `is_check`: see `AdmittedRequest`."""
         reservation: Reservation = FreeReservation(key) if idle is None else idle.reservation
         if not is_check and idle is None:
-            reservation = self._reserve(key, prompt_bytes, facts, has_price=has_price)
+            reservation = self._reserve(key, prompt_bytes, summary, has_price=has_price)
         try:
-            resolution = resolve_for(self._dispatcher, reservation.key, facts.model)
+            resolution = resolve_for(self._dispatcher, reservation.key, summary.model)
             model = resolution.model_id
-            if facts.has_pictures:
+            if summary.has_pictures:
                 self.check_pictures(key, model)
         except CortexError as error:
             reservation.cancel()
-            raise shown_to(key, error) from error
-        served = class_of_key(key, facts.asked_class) if idle is None else "idle"
+            raise shown_to(key, self._until_nodes_report(error, summary.model)) from error
+        served = class_of_key(key, summary.asked_class) if idle is None else "idle"
         # Idle work evicts no model for itself.
         origin: Origin = "background" if resolution.background or served == "idle" else "request"
         tenant = tenant_of_key(key, self.prefix_sharing)
         return AdmittedRequest(model, origin, reservation, key, is_check, tenant, served)
 
     def _reserve(
-        self, key: KeySection | None, prompt_bytes: int, facts: RequestSummary, *, has_price: bool
+        self, key: KeySection | None, prompt_bytes: int, summary: RequestSummary, *, has_price: bool
     ) -> Reservation:
-        """Nothing is known about a model that the key may not use: an error must not reveal its price or context."""
-        name = facts.model
+        """Treats a model that the key may not use as unknown: an error must not reveal its price or context."""
+        name = summary.model
         try:
             resolve_for(self._dispatcher, key, name)
         except (ModelNotAllowed, ModelNotFound):
             prompt_tokens = ModelSpec(id=name).tokens_per_request if has_price else None
-            return self.meter.admit(key, prompt_bytes, facts, prompt_tokens=prompt_tokens)
+            return self.meter.admit(key, prompt_bytes, summary, prompt_tokens=prompt_tokens)
         prompt_tokens = self._dispatcher.spec(name).tokens_per_request if has_price else None
-        return self.meter.admit(key, prompt_bytes, facts, self._context_of, self._prices_of, prompt_tokens)
+        return self.meter.admit(key, prompt_bytes, summary, self._context_of, self._prices_of, prompt_tokens)
+
+    def _until_nodes_report(self, error: CortexError, name: str) -> CortexError:
+        """In place of a `ModelNotFound` while nodes are starting: one of them may have the model."""
+        starting = self._dispatcher.starting_nodes
+        if not starting or not isinstance(error, ModelNotFound):
+            return error
+        return Overloaded(
+            f"There is no model `{shorten(name)}` yet: {', '.join(starting)} may have it and has not responded since "
+            "this gateway started; try again in a moment.",
+            retry_after_s=_NODE_START_S,
+        )
 
     def check_pictures(self, key: KeySection | None, model: str) -> None:
-        """Raises UnsupportedModality for a model that reads text only, with those of `key` that read pictures."""
+        """Raises UnsupportedModality for a model that reads text only; the error suggests models of `key` that read
+        pictures."""
         self._dispatcher.check_pictures(model, partial(may_use, key))
 
 
 def resolve_for(dispatcher: DispatchView, key: KeySection | None, name: str) -> Resolution:
-    """The model that the owner of `key` means. What a key with a list of models learns depends on its list alone, and
-    not on which other models there are. Raises ModelNotAllowed for a name beyond the list, ModelNotFound for others."""
+    """The model that the owner of `key` means. The result for a key with a list of models depends on its list alone, so
+    that it does not reveal other models. Raises ModelNotAllowed for a name beyond the list, ModelNotFound for others.
+    """
     if key is None or not key.models:
         return dispatcher.resolve(name)
     try:
@@ -175,8 +191,8 @@ def resolve_for(dispatcher: DispatchView, key: KeySection | None, name: str) -> 
 
 
 def resolve_listed(dispatcher: DispatchView, key: KeySection | None, name: str, listing: str) -> Resolution:
-    """The same for a route about models: a key with a list of them sees no others there. Raises ModelNotFound, which
-    names the route `listing`."""
+    """The same for a route about models, where a key with a list sees no others. Raises ModelNotFound, which names the
+    route `listing`."""
     try:
         return resolve_for(dispatcher, key, name)
     except (ModelNotAllowed, ModelNotFound):

@@ -16,14 +16,14 @@ log = logging.getLogger(__name__)
 
 
 class DeferredResponses:
-    """Responds when work that waits is done. The work goes on when its client disconnects. Owns one task per
-    request."""
+    """Responds when the work is done. The work continues if its client disconnects. Owns one task per request."""
 
     def __init__(self) -> None:
         self._tasks = OwnedTasks()
 
     def respond(self, exchange: Exchange, work: Coroutine[Any, Any, Response | None]) -> None:
-        """Respond with the result of `work`, or with the error that it raises. None: it has responded itself."""
+        """Respond with the result of `work`, or with the error that it raises. If it returns None, it has responded
+        itself."""
         self._tasks.start(_respond(exchange, work))
 
     async def close(self) -> None:

@@ -28,9 +28,8 @@ from cortex.parsing.cost import is_edited_elsewhere, is_read_elsewhere
 from cortex.parsing.envelope import Envelope, RelayedBody
 from cortex.system.tasks import run_once
 from cortex.telemetry.spans import Span
-from cortex.wire import error_encoding
 from cortex.wire.dialects.anthropic_messages import BILLED
-from cortex.wire.errors import CortexError, Family, InvalidAPIKey, ShuttingDown, shorten
+from cortex.wire.errors import CortexError, InvalidAPIKey, ShuttingDown, shorten
 from cortex.wire.fields.body import check_content_type
 from cortex.wire.pooling.parse import names_model, only_model, with_model
 from cortex.wire.preset import Preset
@@ -50,7 +49,7 @@ def request_id_of(given: bytes | None) -> bytes:
 
 
 def is_opaque(route: InferenceRoute) -> bool:
-    """Whether only a server knows what the fields of its requests mean."""
+    """Whether only the model's server understands the fields of its requests."""
     return route.need == "relay"
 
 
@@ -85,7 +84,7 @@ class Inference:
             key = services.admission.authenticate(request)
             content_type, is_from_page = headers.get(b"content-type"), b"origin" in headers
             # Ollama's clients do not declare their bodies, and web pages always send their origin.
-            if content_type != _JSON and (is_from_page or route.family is not Family.OLLAMA):
+            if content_type != _JSON and (is_from_page or route.family.declares_bodies):
                 check_content_type((content_type or b"").decode("latin-1"), required=is_from_page)
             if route.may_lack_model and not names_model(request.body):
                 request.body = with_model(request.body, self._only_model(request, route, key))
@@ -124,17 +123,17 @@ class Inference:
         then(self._received(exchange, route, key, id, span, received_at, read))
 
     def _preset(self, read: RelayedBody, route: InferenceRoute, key: KeySection | None) -> Preset | None:
-        """What the name of the model adds to the request."""
+        """The fields that the model's name adds to the request."""
         dispatcher = self.services.dispatcher
         if not dispatcher.catalogue.has_presets or route.need in ("embeddings", "rerank"):
             return None
         try:
-            return resolve_for(dispatcher, key, read.envelope.facts.model).preset
+            return resolve_for(dispatcher, key, read.envelope.summary.model).preset
         except CortexError:  # which admission raises
             return None
 
     def _only_model(self, request: Request, route: InferenceRoute, key: KeySection | None) -> str:
-        """The model that the query names, or the only one that can do what the route does. Raises MissingModel."""
+        """The model that the query names, or the only one that can serve the route. Raises MissingModel."""
         if named := parse_qs(request.query.decode("latin-1")).get("model"):
             return named[0]
         held = [held for node in self.services.dispatcher.fleet.nodes for held in node.residencies.values()]
@@ -220,20 +219,20 @@ class Inference:
         self,
         received: ReceivedRequest,
         keeper: ResponseKeeper | None = None,
-        make_body: Callable[[str], OpaqueBody] | None = None,
+        make_body: Callable[[AdmittedRequest], OpaqueBody] | None = None,
         *,
         is_check: bool = False,
     ) -> None:
         """Admit a request and send it to a node, or reject it. `keeper` gets its response. `make_body`: what nodes get
-        in place of the body that was read, with the name of the model there. `is_check`: see `AdmittedRequest`."""
+        in place of the body that was read. `is_check`: see `AdmittedRequest`."""
         route, body, envelope = received.route, received.body, received.envelope
         try:
             has_price = route.need == "relay"  # its tokens are not in its bytes
-            num_bytes = len(body) - envelope.facts.picture_bytes if route.uses_tokens and not has_price else 0
+            num_bytes = len(body) - envelope.summary.picture_bytes if route.uses_tokens and not has_price else 0
             admitted = self.services.admission.admit(
                 received.key,
                 num_bytes,
-                envelope.facts,
+                envelope.summary,
                 has_price=has_price,
                 is_check=is_check,
                 idle=received.idle,
@@ -245,7 +244,7 @@ class Inference:
             task = run_once(self._serve_inlined(received, admitted, keeper), "fetch pictures")
             received.exchange.on_disconnect(task.cancel)
         else:
-            other = None if make_body is None else make_body(admitted.model)
+            other = None if make_body is None else make_body(admitted)
             ProxyRequest(self.services, received, admitted, keeper, other).go()
 
     async def _serve_inlined(
@@ -261,7 +260,7 @@ class Inference:
             read = await parser.read_relayed(
                 route.dialect, body, client, generates=route.generates, strip_billing=False
             )
-            if read.envelope.facts.has_pictures:
+            if read.envelope.summary.has_pictures:
                 self.services.admission.check_pictures(received.key, admitted.model)
         except CortexError as error:
             admitted.reservation.cancel()
@@ -303,11 +302,11 @@ class Inference:
                 ended_at=wall_time,
                 key_id=key.id if key is not None else None,
                 key_name=key.name if key is not None else ANONYMOUS,
-                model=shorten(envelope.facts.model) if envelope is not None else "",
+                model=shorten(envelope.summary.model) if envelope is not None else "",
                 node="",
                 dialect=route.dialect,
                 path=route.path,
-                status=error_encoding.status(error, route.family),
+                status=route.family.status(error),
                 outcome="rejected",
                 error_code=error.code,
                 error_message=error.message,

@@ -18,13 +18,15 @@ from cortex.http.server.server import Handler, Response, Server
 from cortex.http.ticker import Ticker
 from cortex.system import open_files
 from cortex.wire.dialects.ollama.models import BLOBS_PREFIX
-from cortex.wire.errors import CortexError, Family, RouteNotFound
-from cortex.wire.node.headers import ANTHROPIC_REQUEST_ID, BUDGET, DROPPED_TOOLS, IGNORED_FIELDS, NODE, UNENFORCED
+from cortex.wire.dialects.registry import FAMILIES
+from cortex.wire.error_encoding import OPENAI
+from cortex.wire.errors import CortexError, RouteNotFound
+from cortex.wire.node.headers import BUDGET, DROPPED_TOOLS, IGNORED_FIELDS, NODE, UNENFORCED
 
 ANY_ORIGIN = b"*"
 _READABLE = (
     "x-request-id",
-    ANTHROPIC_REQUEST_ID,
+    *(family.id_header.decode() for family in FAMILIES if family.id_header is not None),
     NODE,
     BUDGET,
     "retry-after",
@@ -39,9 +41,9 @@ _MAX_AGE = (b"access-control-max-age", b"86400")
 
 
 class CrossOrigin:
-    """Adds the headers that let scripts of allowed origins read responses, and responds to preflight requests.
+    """Adds CORS headers, which let scripts of allowed origins read responses, and responds to preflight requests.
 
-    Browsers send no key with a preflight request, so it needs none. It reveals nothing but these headers.
+    Preflight requests need no key, because browsers send none. They reveal nothing but these headers.
     """
 
     def __init__(self, origins: Iterable[str]) -> None:
@@ -57,7 +59,7 @@ class CrossOrigin:
         return ((b"access-control-allow-origin", origin), _EXPOSED, (b"vary", b"origin"))
 
     def is_preflight(self, request: Request) -> bool:
-        """Whether a browser asks what it may send."""
+        """Whether it is a CORS preflight request."""
         return (
             request.method == b"OPTIONS"
             and request.header(b"origin") is not None
@@ -78,9 +80,9 @@ class CrossOrigin:
 
 
 SESSION_PATH = b"/session"
-"""Where a browser signs in."""
+"""The path where a browser signs in."""
 PAGE_FILES = b"/page/"
-"""The prefix of the page's files, which are the same for everybody."""
+"""The prefix of the page's files, which are public."""
 SIGN_IN_PATHS = (SIGN_IN_METHODS, SIGN_IN_START, SIGN_IN_CALLBACK) = (
     b"/session/methods",
     b"/session/start",
@@ -94,7 +96,7 @@ LISTING_PATHS = (b"/v1/models", b"/models", b"/props", *OLLAMA_LISTINGS)
 CONVERSATIONS_PATH = b"/session/conversations"
 CONVERSATION_BYTES = 1024 * 1024
 API_CONVERSATIONS = b"/v1/conversations"
-"""Items of these may have pictures, as the input of a response."""
+"""Items of these may have pictures, like the input of a response."""
 FILES_PATH = b"/v1/files"
 MESSAGE_BATCHES_PATH = b"/v1/messages/batches"
 CONTROL_BODY_BYTES = 64 * 1024
@@ -144,7 +146,7 @@ def api_server(
     limits: ClientLimits,
     buffered: Buffered | None = None,
 ) -> Server:
-    """A server that reads no large body without a valid key, and counts what it rejects. `buffered`: see `Server`."""
+    """A server that reads no large body without a valid key and counts rejections. `buffered`: see `Server`."""
     cross_origin = CrossOrigin(config.gateway.cors_origins) if config.gateway.cors_origins else None
 
     open_paths = paths_without_key(config)
@@ -197,7 +199,7 @@ def metrics_server(metrics: Metrics, ticker: Ticker, limits: ClientLimits) -> Se
         if exchange.request.path in (b"/metrics", b"/"):
             exchange.respond(200, ((b"content-type", CONTENT_TYPE.encode()),), metrics.exposition())
         else:
-            exchange.respond(*error_response(RouteNotFound("The metrics are at /metrics."), Family.OPENAI))
+            exchange.respond(*error_response(RouteNotFound("The metrics are at /metrics."), OPENAI))
 
     few = dataclasses.replace(
         limits,

@@ -1,8 +1,8 @@
-"""The body that a node gets: the client's bytes, the same with other values for a few fields, or a translation of it.
+"""The body that a node gets: the client's bytes, with a few fields changed, or a translation.
 
-Our own nodes learn from headers which tokens a request may use, and its tenant. Foreign servers do not know them: for
-them the limit of one choice is written into the body, and the tenant where they read it there. They get the body as it
-was read here (`foreign/body.py`).
+Neurons get the token limit and the tenant of a request in headers. Foreign servers do not read these: the limit of one
+choice is written into their body, and so is the tenant, if they read it there. They get the body as it was parsed here
+(`foreign/body.py`).
 """
 
 from __future__ import annotations
@@ -39,12 +39,15 @@ from cortex.wire.tenant import EVERYBODY
 
 
 class OpaqueBody:
-    """The same for every attempt, but for the path below `/upstream/`: a foreign server is the upstream itself."""
+    """The same for every attempt, except for the path below `/upstream/`: a foreign server is the upstream itself."""
 
-    __slots__ = ("_body", "_form", "_own_target", "_target", "_upstream", "headers", "method")
+    __slots__ = ("_access", "_body", "_form", "_is_foreign", "_own_target", "_target", "_upstream", "headers", "method")
 
-    def __init__(self, request: Request, model: str, found: OpaqueFields | str) -> None:
-        """`found`: what is known of its fields; or, for a request below `/upstream/`, the path of the server."""
+    def __init__(self, request: Request, model: str, found: OpaqueFields | str, access: Access = "any") -> None:
+        """`found`: its known fields or, for a request below `/upstream/`, the path at the server. `access`: the fields
+        that a foreign server may get."""
+        self._access = access
+        self._is_foreign = False
         self.method = request.method
         self.headers: Headers = ()
         self._body: Body = b""
@@ -59,6 +62,7 @@ class OpaqueBody:
             self._body = request.body if request.upload is None else request.upload
 
     def choose(self, lease: Lease) -> bool:
+        self._is_foreign = not lease.abilities.reads_headers
         if self._form is not None:
             request, model, found = self._form
             values, stripped = {**lease.abilities.set_params, "model": model}, lease.abilities.strip_params
@@ -72,6 +76,9 @@ class OpaqueBody:
         """Nothing has to be prepared."""
 
     def made(self) -> tuple[bytes, Body, None]:
+        """Raises InvalidValue for a field that the key may not send to a foreign server."""
+        if self._is_foreign and self._access != "any" and self._form is not None:
+            self._form[2].check_known()
         return self._target, self._body, None
 
 
@@ -111,28 +118,28 @@ class OutgoingBody:
         self._received = received.body
         self._admitted = admitted
         self._keeper = keeper
-        self.headers: Headers = _STREAM if self._route.generates and received.envelope.facts.stream else _WHOLE
-        """What the node learns about the body and the response."""
+        self.headers: Headers = _STREAM if self._route.generates and received.envelope.summary.stream else _WHOLE
+        """Headers for the node about the body and the response."""
         self._has_budget = self._route.need != "relay" and admitted.reservation.token_limit is not None
-        self._access = _access(admitted, has_budget=self._has_budget) if self._route.need != "relay" else "any"
+        self._access = access_of(admitted, has_budget=self._has_budget)
         self._is_foreign = False
         self._translates = False
         """Whether the body is translated."""
         self._tenant = EVERYBODY
-        """The tenant that is written into it."""
+        """The tenant that is written into the body."""
         self._set_params: dict[str, Any] = {}
         self._strip_params: tuple[str, ...] = ()
-        """What the operator sets and leaves out at the node."""
-        asked = received.envelope.facts.asked_class
+        """The fields that the operator sets and removes at the node."""
+        asked = received.envelope.summary.asked_class
         self._beyond = (TIER, PRIORITY) if asked is not None and asked != admitted.request_class else ()
         """Fields that ask for more than the key may have: a foreign server gets none of them."""
         self._limits: dict[int, int | None] = {}
         """The limit of a choice at a foreign server, by the tokens of the prompt there."""
-        is_renamed = received.envelope.facts.model != admitted.model  # the client named it by an alias
+        is_renamed = received.envelope.summary.model != admitted.model  # the client named it by an alias
         self._edited: bytes | None = None if is_renamed or self._route.target else received.body
-        """What our own nodes get, or the target of another path, once it is made."""
+        """The body for neurons, or for the target of another path, once made."""
         self._served: ServerBody | None = None
-        """What a foreign server gets of a body that is not translated, once it is made."""
+        """The body for a foreign server, if it is not translated, once made."""
         self._translated: tuple[GenerateRequest, ServerBody] | None = None
 
     def choose(self, lease: Lease) -> bool:
@@ -156,7 +163,7 @@ class OutgoingBody:
         return self._edited is not None or not is_edited_elsewhere(body)
 
     async def prepare(self, parser: BodyParser) -> None:
-        """Makes a body that would block the loop in another process. Raises CortexError on an invalid one."""
+        """Make a body that would block the loop in another process. Raises CortexError for an invalid one."""
         key, exchange = self._admitted.key, self._request.exchange
         client = key.id if key is not None else exchange.request.client  # who shares the parser with others
         body, model = self._received, self._admitted.model
@@ -174,9 +181,8 @@ class OutgoingBody:
             self._edited = await parser.edit(body, {"model": model}, client)
 
     def made(self) -> tuple[bytes, bytes, ChatTranslation | OllamaEmbeddings | None]:
-        """The path, the body, and the translation of the response. Raises CortexError on an invalid body, among them
-        InsufficientQuota where the budget is too small for a foreign server, which cannot receive
-        a limit for the tokens of the prompt."""
+        """The path, the body, and the translation of the response. Raises CortexError for an invalid body, including
+        InsufficientQuota if the budget is too small for a foreign server, which takes no limit on prompt tokens."""
         model = self._admitted.model
         if self._route.target:
             body = self._edited = self._edited or embeddings.request_body(self._received, model)
@@ -184,7 +190,7 @@ class OutgoingBody:
             if self._is_filtered:
                 fields = self._fields
                 body = server_body(self._path, body, fields.without).with_fields(fields.written(None))
-            translation = OllamaEmbeddings(self._route.path.decode(), self._request.envelope.facts.model)
+            translation = OllamaEmbeddings(self._route.path.decode(), self._request.envelope.summary.model)
             return self._route.target, body, translation
         if self._translates:
             return CHAT.path, *self._translation()
@@ -210,20 +216,20 @@ class OutgoingBody:
 
     @property
     def _fields(self) -> ServerFields:
-        """What a foreign server gets in place of the client's fields."""
+        """The fields that a foreign server gets instead of the client's."""
         is_limited = self._has_budget and self._route.generates
         values = {**self._set_params, "model": self._admitted.model}
         return ServerFields(self._path, values, self._tenant, self._strip_params, is_limited)
 
     def _foreign_limit(self, num_bytes: int) -> int | None:
-        """The limit of a choice at a foreign server that gets a body of this size; None: there is none."""
+        """The limit of a choice at a foreign server for a body of this size; None without a limit."""
         if not (self._is_foreign and self._has_budget):
             return None
-        facts = self._request.envelope.facts
+        summary = self._request.envelope.summary
         # What is sent may be longer than what was received, but for the encoding of pictures.
-        most = max(num_bytes, len(self._received)) - facts.picture_bytes + facts.picture_tokens
+        most = max(num_bytes, len(self._received)) - summary.picture_bytes + summary.picture_tokens
         if most not in self._limits:
-            self._limits[most] = choice_limit(self._admitted.reservation, facts, most)
+            self._limits[most] = choice_limit(self._admitted.reservation, summary, most)
         return self._limits[most]
 
     def _translation(self) -> tuple[bytes, ChatTranslation]:
@@ -243,30 +249,30 @@ class OutgoingBody:
             body = served.with_fields(self._fields.written(limit))
         else:
             body = served.with_fields({} if limit is None else {"max_tokens": limit})
-        response_id = self._route.codec.ID_PREFIX + self._request.id.decode().removeprefix("req_")
+        response_id = self._route.codec.id_prefix + self._request.id.decode().removeprefix("req_")
         if self._keeper is not None and self._keeper.kept is not None:
             request, response_id = self._keeper.kept.described(request), self._keeper.kept.id
-        name, show = self._request.envelope.facts.model, partial(shown_to, self._admitted.key)
+        name, show = self._request.envelope.summary.model, partial(shown_to, self._admitted.key)
         return body, ChatTranslation(self._route, request, id=response_id, model=name, show=show)
 
 
-def _access(admitted: AdmittedRequest, *, has_budget: bool) -> Access:
-    """What the key may send to a foreign server, which reads fields that are not known here: they may choose another
-    model, or use tokens that are not counted."""
+def access_of(admitted: AdmittedRequest, *, has_budget: bool) -> Access:
+    """Which fields the key may send to a foreign server: fields unknown here could choose another model or use
+    uncounted tokens. `has_budget`: whether its tokens are counted."""
     if has_budget:
         return "counted"
     return "known" if admitted.key is not None and admitted.key.models else "any"
 
 
 MOST_UNASKED_TOKENS = 16_384
-"""The limit of a choice whose client sets none, where the budget has more: servers reject limits beyond their context,
-and many do not report it."""
+"""The limit of a choice whose client sets none, even if the budget has more: servers reject limits beyond their
+context, and many do not report it."""
 
 
-def choice_limit(reservation: Reservation, facts: RequestSummary, most_prompt_tokens: int) -> int | None:
-    """The most tokens of one choice at a server that takes no limit for the whole request; None without a
-    budget, and where the model's context ends a choice before the budget does. The prompt counts as one token per byte,
-    because that is the most that it can have. Raises InsufficientQuota."""
+def choice_limit(reservation: Reservation, summary: RequestSummary, most_prompt_tokens: int) -> int | None:
+    """The token limit of one choice at a server that takes no limit for the whole request; None without a budget, or if
+    the model's context ends a choice before the budget does. The prompt counts as one token per byte, its upper bound.
+    Raises InsufficientQuota."""
     prompt_tokens = reservation.max_prompt_tokens(most_prompt_tokens)
     try:
         limit = reservation.extend(prompt_tokens)
@@ -276,6 +282,6 @@ def choice_limit(reservation: Reservation, facts: RequestSummary, most_prompt_to
     if limit is None:
         return None
     if not reservation.may_end_response:  # the budget has all that the client's limit or the context allows
-        return facts.completion_limit
-    left = (limit - prompt_tokens) // facts.num_choices
-    return min(left, MOST_UNASKED_TOKENS if facts.completion_limit is None else facts.completion_limit)
+        return summary.completion_limit
+    left = (limit - prompt_tokens) // summary.num_choices
+    return min(left, MOST_UNASKED_TOKENS if summary.completion_limit is None else summary.completion_limit)

@@ -60,8 +60,8 @@ def for_node(
     keeper: ResponseKeeper | None,
     traceparent: bytes | None,
 ) -> Headers:
-    """What a node learns about a request in addition to its body. A foreign server learns neither whose it is nor
-    anything else that is only for our nodes."""
+    """The headers for a node. A foreign server gets neither the principal nor anything else that is only for
+    neurons."""
     reservation = admitted.reservation
     headers: Headers = ((b"x-request-id", accounting.received.id),)
     if not lease.abilities.reads_headers:
@@ -71,7 +71,7 @@ def for_node(
         (_ATTEMPT, accounting.attempt_id),
         (_PRINCIPAL, header_value(reservation.principal)),
     )
-    if admitted.request_class != "default" or accounting.received.envelope.facts.asked_class is not None:
+    if admitted.request_class != "default" or accounting.received.envelope.summary.asked_class is not None:
         headers = (*headers, (_CLASS, admitted.request_class.encode()))
     if admitted.tenant:
         headers = (*headers, (_TENANT, admitted.tenant.hex().encode()))
@@ -91,8 +91,8 @@ def for_node(
 
 
 def kv_source(lease: Lease, nodes: Mapping[str, NodeClient]) -> Headers:
-    """Where the node finds KV of the prompt that another one has computed. Empty where it cannot reach that one, or its
-    certificates are too long for a header."""
+    """Where the node finds KV of the prompt that another node has computed. Empty if it cannot reach that node, or if
+    the certificates are too long for a header."""
     source = nodes.get(lease.kv_source)
     if source is None or not lease.abilities.reads_headers or source.section.kind != "neuron":
         return ()
@@ -107,7 +107,7 @@ def kv_source(lease: Lease, nodes: Mapping[str, NodeClient]) -> Headers:
 
 
 def for_client(lease: Lease, route: InferenceRoute, admitted: AdmittedRequest, *, names_node: bool) -> Headers:
-    """What is added to the response of a node."""
+    """Headers that are added to a node's response."""
     is_named = names_node and (admitted.key is None or admitted.key.sees_nodes)
     ours: Headers = ((_NODE, header_value(lease.node)),) if is_named else ()
     reservation = admitted.reservation

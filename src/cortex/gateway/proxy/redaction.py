@@ -1,4 +1,4 @@
-"""What a client may see of an error: with a key that is not an operator's, no nodes, files and models of others.
+"""Redacts errors: only operators see nodes, files and other clients' models.
 
 The log has the full text. On an open gateway every client counts as an operator.
 """
@@ -17,9 +17,9 @@ from cortex.gateway.ledger.keys import KeySection, may_use
 from cortex.http.event_boundary import EventBoundary
 from cortex.http.request import Headers
 from cortex.http.upstream.faults import ResponseTooLarge
-from cortex.wire import error_encoding, errors, sse
-from cortex.wire.error_encoding import public
-from cortex.wire.errors import CortexError, Family, UpstreamInterrupted
+from cortex.wire import errors, sse
+from cortex.wire.error_encoding import Family, public
+from cortex.wire.errors import CortexError, UpstreamInterrupted
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class _ErrorEvent(msgspec.Struct, frozen=True):
 
 
 def shown_to(key: KeySection | None, error: CortexError) -> CortexError:
-    """`error` as the owner of `key` may see it; None: a client of an open gateway."""
+    """`error` as the owner of `key` (None: a client of an open gateway) may see it."""
     if key is None or key.operator or _names_only_models_of(key, error):
         return error
     shown = public(error)
@@ -42,7 +42,7 @@ def shown_to(key: KeySection | None, error: CortexError) -> CortexError:
 
 
 def _names_only_models_of(key: KeySection, error: CortexError) -> bool:
-    """Whether it suggests models, for an unknown name or for what one cannot do, and all are models of the key."""
+    """Whether it suggests models, and all of them belong to the key."""
     suggestions = error.details.get("near_misses", error.details.get("models"))
     return isinstance(suggestions, list) and all(may_use(key, model) for model in suggestions)
 
@@ -50,7 +50,7 @@ def _names_only_models_of(key: KeySection, error: CortexError) -> bool:
 class ErrorRedaction:
     """Rewrites an error response of a node for the owner of `key`. A translation of the relay.
 
-    A node that rejects the gateway's key is unavailable: the client must not think that its own key is wrong.
+    A node that rejects the gateway's key is reported as unavailable, so that the client does not blame its own key.
     """
 
     def __init__(self, key: KeySection | None, family: Family, read: Callable[[int, bytes], CortexError]) -> None:
@@ -64,7 +64,7 @@ class ErrorRedaction:
     def head(self, status: int, headers: Headers) -> tuple[int, Headers]:
         self._status = status
         if status == errors.InvalidAPIKey.status:
-            return error_encoding.status(self._read(status, b""), self._family), headers
+            return self._family.status(self._read(status, b"")), headers
         return status, headers
 
     def push(self, data: bytes) -> bytes:
@@ -78,7 +78,7 @@ class ErrorRedaction:
         error = self._read(self._status, body)
         shown = shown_to(self._key, error)
         is_unchanged = shown is error and self._status != errors.InvalidAPIKey.status
-        return body if is_unchanged else msgspec.json.encode(error_encoding.envelope(shown, self._family))
+        return body if is_unchanged else msgspec.json.encode(self._family.envelope(shown))
 
 
 class StreamRedaction:

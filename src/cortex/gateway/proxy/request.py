@@ -1,4 +1,4 @@
-"""One inference request: sent to one node after the other until one responds.
+"""One inference request, sent to nodes in turn until one responds.
 
 A `ProxyRequest` is the observer of its relay. It works in callbacks, so it needs no task, and it does nothing per chunk
 while the response is relayed. Its `RequestAccounting` records the result.
@@ -46,7 +46,7 @@ _USAGE_KEY = b'"usage":'
 
 
 def reported_usage(header: bytes | None, tail: bytes, is_foreign: bool) -> Usage | None:
-    """The usage that a response reports; None when it reports none, or none that can be true.
+    """The usage that a response reports; None if it reports none, or an impossible one.
 
     `header` is the response's `usage_report.HEADER`, `tail` the end of its body.
     """
@@ -81,7 +81,8 @@ _NO_DETAILS = _Details()
 
 
 def usage_in_dialect(tail: bytes) -> Usage | None:
-    """The last usage object in `tail`, in the fields of OpenAI or Anthropic; None when there is none that can be true.
+    """The last usage object in `tail`, with the fields of OpenAI or Anthropic; None if there is none or it is
+    impossible.
 
     Generated text cannot pass for one, because quotes in it are escaped.
     """
@@ -107,7 +108,7 @@ def _object_at(text: bytes, start: int) -> bytes:
 
 
 def _usage(fields: _Fields) -> Usage | None:
-    """`fields` as `Usage`; None when no response can have used that: nothing, or more than `MAX_TOKENS`.
+    """`fields` as `Usage`; None if impossible: no tokens, or more than `MAX_TOKENS`.
 
     OpenAI counts cached tokens as part of the prompt, Anthropic counts them separately.
     """
@@ -131,11 +132,11 @@ _PROMPT_TOKENS_HEADER = PROMPT_TOKENS.encode()
 _RECOVERS_HEADER = RECOVERS.encode()
 _RELAYED_HEADER = RELAYED.encode()
 _REPORTS = frozenset((_USAGE_HEADER, _DIMENSIONS_HEADER, _RELAYED_HEADER))
-"""What nodes report about a response in its head."""
+"""Headers in which nodes report about a response."""
 _OVERLOADED = (503, 529)
 
 MAX_ATTEMPTS = 3
-"""How often one request may be sent before it is rejected."""
+"""Attempts before a request is rejected."""
 
 
 class ProxyRequest:
@@ -168,8 +169,8 @@ class ProxyRequest:
         keeper: ResponseKeeper | None = None,
         body: OpaqueBody | None = None,
     ) -> None:
-        """`body`: what nodes get in place of the body that was received."""
-        route, facts = received.route, received.envelope.facts
+        """`body`: sent to nodes instead of the received body."""
+        route, summary = received.route, received.envelope.summary
         self.services = services
         self.route = route
         self.received = received
@@ -185,8 +186,8 @@ class ProxyRequest:
         """Work on a large body in another process, before it is sent."""
         self._usage_header: bytes | None = None
         self._is_unread = False
-        """Whether the node has not read the response either."""
-        is_stream = route.generates and facts.stream
+        """Whether the node has not parsed the response either."""
+        is_stream = route.generates and summary.stream
         self._accounting = RequestAccounting(services, route, received, admitted, is_stream, received.received_at)
         keepalive = keepalive_of(route.dialect, services.config.keepalive_s) if is_stream else None
         headers, capture = route.id_headers(received.id), None
@@ -209,7 +210,7 @@ class ProxyRequest:
                     self._prompt_bytes,
                     self._excluded,
                     self.route.need,
-                    self.received.envelope.facts.has_pictures,
+                    self.received.envelope.summary.has_pictures,
                     self.received.client,
                 )
                 if lease is not None:
@@ -225,7 +226,7 @@ class ProxyRequest:
                 origin=self.admitted.origin,
                 need=self.route.need,
                 excluded=self._excluded,
-                has_pictures=self.received.envelope.facts.has_pictures,
+                has_pictures=self.received.envelope.summary.has_pictures,
                 client=self.received.client,
                 level=level_of(self.admitted.request_class),
                 tell=self._tell,
@@ -236,19 +237,19 @@ class ProxyRequest:
             self._deliver(error)
 
     def _tell(self, wait_s: float) -> None:
-        """A node wakes for the request: a client that streams learns how long that takes."""
-        if self._relay is not None and self._accounting.stream and self.route.codec.CONTENT_TYPE == sse.CONTENT_TYPE:
+        """A node wakes for the request: inform a streaming client how long that takes."""
+        if self._relay is not None and self._accounting.stream and self.route.codec.content_type == sse.CONTENT_TYPE:
             self._relay.comment(b": a node is waking up, which takes about %d s\n\n" % round(wait_s))
 
     def _loading_note(self) -> bytes:
         """What the client receives while it waits for its model."""
         model, dispatcher = self.admitted.model, self.services.dispatcher
         shown = dispatcher.catalogue.spec(model).loading_state or self.services.config.loading_state
-        name = self.received.envelope.facts.model
+        name = self.received.envelope.summary.model
         return loading_note(self.route, name, dispatcher.loading_state(model), as_reasoning=shown == "reasoning")
 
     def _deliver(self, result: Lease | CortexError) -> None:
-        """There is a lease, or there will be none."""
+        """A lease is available, or none will be."""
         self._pending = None
         if isinstance(result, CortexError):
             self._reject(result)
@@ -267,7 +268,7 @@ class ProxyRequest:
             self._rewriting = run_once(self._prepare_elsewhere(lease), "edit or translate a large request")
             return
         route, received, admitted, accounting = self.route, self.received, self.admitted, self._accounting
-        if received.envelope.facts.loads_only and not lease.abilities.takes_orders:
+        if received.envelope.summary.loads_only and not lease.abilities.takes_orders:
             self._reply_loaded()
             return
         target, body, translation = self._body.made()
@@ -284,25 +285,26 @@ class ProxyRequest:
             headers = (*headers, *outgoing_headers.kv_source(lease, services.nodes))
         config = services.config
         for_client = outgoing_headers.for_client(lease, route, admitted, names_node=config.node_header)
-        silence_s = route.silence_s(config.idle_timeout_s, is_stream=accounting.stream)
+        whole_silence_s = services.limits.whole_silence_s
+        silence_s = route.silence_s(config.idle_timeout_s, whole_silence_s, is_stream=accounting.stream)
         when_down_s = silence_s if route.outlasts_polls(lease.abilities) else None
         self._relay.send(
             node.pool, self._body.method, target, headers, body, translation, for_client, silence_s, when_down_s
         )
 
     def _reply_loaded(self) -> None:
-        """Respond to a request that asks only for a model which a foreign server has: there is nothing to send."""
+        """Respond to a request that only loads a model which a foreign server has: there is nothing to send."""
         self._accounting.status = 200
-        body = self.route.state_reply(self.received.envelope.facts.model, unloads=False)
+        body = self.route.state_reply(self.received.envelope.summary.model, unloads=False)
         if self._relay is not None:
             self._relay.reject(200, JSON_HEADERS, body, body + b"\n")
 
     def _prompt_bytes(self) -> bytes:
-        """What routing compares prompts by: those of different tenants have nothing in common."""
+        """The bytes by which routing compares prompts; those of different tenants never match."""
         return narrowed_tenant(self.received, self.admitted) + self.received.envelope.prompt_bytes(MAX_PREFIX_BYTES)
 
     async def _prepare_elsewhere(self, lease: Lease) -> None:
-        """Makes a body that would block the loop in another process, and sends it."""
+        """Make a body that would block the loop in another process, and send it."""
         try:
             await self._body.prepare(self.services.parser)
             self._rewriting = None
@@ -311,7 +313,7 @@ class ProxyRequest:
             self._reject(error)
 
     def _release(self, fault: str | None = None) -> None:
-        """Return the lease; `fault` is why the node did not complete the request."""
+        """Release the lease; `fault` is why the node did not complete the request."""
         attempt, self._attempt = self._attempt, None
         if attempt is not None and attempt is not UNTRACED:
             attempt.end({STATUS_CODE: self._accounting.status} if self._accounting.status else {}, error=fault)
@@ -344,7 +346,7 @@ class ProxyRequest:
     # --- the relay's callbacks
 
     def on_head(self, relay: ObservedRelay, status: int, headers: Headers) -> bool:
-        """Try another node when this one cannot serve the request now and another may."""
+        """Try another node if this one cannot serve the request now and another might."""
         self._accounting.status = status
         self._usage_header = None
         self._is_unread = False
@@ -396,7 +398,7 @@ class ProxyRequest:
         return is_foreign and self._accounting.stream and not key.operator
 
     def _take_report(self, name: bytes, value: bytes) -> None:
-        """Take over what a node reports about the response in its head."""
+        """Record what the node's headers report about the response."""
         if name == _USAGE_HEADER:
             self._usage_header = value
             self._accounting.reported_first_token_s = usage_report.first_token_s(value)
@@ -406,7 +408,7 @@ class ProxyRequest:
             self._accounting.dimensions = int(value[:9])
 
     def _has_more_tokens(self, headers: Headers) -> bool:
-        """Whether the budget has enough for the prompt, which has more tokens than the node was allowed to use."""
+        """Whether the budget has enough for the prompt, which has more tokens than the node's limit."""
         counted = next((int(value) for name, value in headers if name == _PROMPT_TOKENS_HEADER and value.isdigit()), 0)
         before = self.admitted.reservation.token_limit
         if before is None or not counted:
@@ -420,7 +422,7 @@ class ProxyRequest:
         self._accounting.first_data_at = self.services.clock()
 
     def on_fault(self, relay: ObservedRelay, fault: UpstreamFault) -> None:  # noqa: ARG002
-        """The client has nothing yet: try another node, or this one again once it is back."""
+        """Nothing was sent to the client yet: try another node, or this one once it is back."""
         assert self._lease is not None
         node = self._lease.node
         is_final = isinstance(fault, ResponseTooLarge) or self._is_slow(self._lease, fault)
@@ -438,8 +440,8 @@ class ProxyRequest:
         self.go()
 
     def _is_slow(self, lease: Lease, fault: UpstreamFault) -> bool:
-        """Whether a whole response took too long at a node that still responds to polls, or may be too busy for them:
-        the request may be the reason, so the node is not blamed, and no other one begins the same work."""
+        """Whether a whole response took too long at a node that still responds to polls or may be too busy for them.
+        The request may be the cause, so the node is not blamed, and no other node repeats the work."""
         if self._accounting.stream or not self.route.runs_model or not isinstance(fault, UpstreamSilent):
             return False
         client = self.services.nodes.get(lease.node)
@@ -447,7 +449,7 @@ class ProxyRequest:
         return client is not None and (outlasts_polls or not client.pool.is_down)
 
     def late_response(self, relay: ObservedRelay, status: int, body: bytes) -> bytes:  # noqa: ARG002
-        """Report an error that came after the first keepalive inside the stream."""
+        """Report an error after the first keepalive, inside the stream."""
         error = self._error_of_node(status, body)
         self._accounting.failed_with(error)
         return self.route.codec.stream_error(shown_to(self.admitted.key, error))
@@ -468,7 +470,7 @@ class ProxyRequest:
         return self.route.codec.stream_error(shown_to(self.admitted.key, error))
 
     def on_done(self, relay: ObservedRelay, outcome: Outcome) -> None:
-        """Return the lease and account for the request."""
+        """Release the lease and account for the request."""
         self._relay = None
         self.services.running.discard(self)
         if self._pending is not None:
@@ -491,7 +493,7 @@ class ProxyRequest:
             usage = reported_usage(self._usage_header, end_of_body, is_foreign)
         if self.services.activity.captures:
             is_stream = accounting.stream
-            is_text = self.route.need not in ("embeddings", "relay")  # vectors and sounds tell nobody anything
+            is_text = self.route.need not in ("embeddings", "relay")  # vectors and sounds are useless in a log
             shown = end_of_body if is_text else b""
             accounting.capture = self.services.activity.capture(self.received.body, shown, is_stream=is_stream)
         accounting.close(lease, outcome, usage, tail.num_bytes)

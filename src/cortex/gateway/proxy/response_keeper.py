@@ -1,4 +1,4 @@
-"""What a request that stores its response needs of the code that stores it, which is above this package."""
+"""The interface through which a request stores its response; the implementation is above this package."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ResponseKeeper(Protocol):
 
     @property
     def kept(self) -> KeptResponse | None:
-        """What the request to the node says about the stored response; None when the response is not stored."""
+        """Fields about the stored response for the request to the node; None if the response is not stored."""
 
     @property
     def headers(self) -> Headers:
@@ -23,7 +23,7 @@ class ResponseKeeper(Protocol):
 
     @property
     def capture(self) -> Callable[[bytes], None] | None:
-        """Gets what the client gets; see `Relay`."""
+        """Receives what the client receives; see `Relay`."""
 
     def ended(self, status: int, outcome: Outcome) -> None:
         """The response has ended; called once, last."""

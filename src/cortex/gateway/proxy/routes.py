@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -14,13 +15,12 @@ from cortex.http.head import stream_headers
 from cortex.http.observer import Keepalive
 from cortex.http.request import Headers
 from cortex.http.server.server import Response
-from cortex.wire import error_encoding
-from cortex.wire.dialects.ollama.lines import timestamp
-from cortex.wire.dialects.registry import DIALECTS, Dialect, family
-from cortex.wire.errors import CortexError, Family
+from cortex.wire import error_encoding, sse
+from cortex.wire.dialects.dialect import Dialect
+from cortex.wire.dialects.registry import DIALECTS, family
+from cortex.wire.error_encoding import Family
+from cortex.wire.errors import CortexError
 from cortex.wire.events import AnyEvent, Finish, Start, Usage
-from cortex.wire.node.headers import ANTHROPIC_REQUEST_ID
-from cortex.wire.node.protocol import Dialect as DialectName
 from cortex.wire.opaque.routes import PATHS as OPAQUE_PATHS
 from cortex.wire.opaque.routes import UPSTREAM as UPSTREAM_PREFIX
 from cortex.wire.opaque.routes import UPSTREAM_METHODS
@@ -29,10 +29,7 @@ from cortex.wire.pooling.parse import ROUTES as POOLING_ROUTES
 from cortex.wire.requests import GenerateRequest
 
 UPSTREAM_PATH = b"/upstream/{model}"
-_ANTHROPIC_ID = ANTHROPIC_REQUEST_ID.encode()
 _UPSTREAM_PREFIX = UPSTREAM_PREFIX.encode()
-WHOLE_SILENCE_S = 3600.0
-"""How long a response that is no stream may take, at least: nodes send nothing until all of it is done."""
 JSON_HEADERS = ((b"content-type", b"application/json"),)
 
 
@@ -41,22 +38,22 @@ class InferenceRoute:
     """One inference path."""
 
     path: bytes
-    dialect: DialectName
+    dialect: str
     need: RequestKind = "response"
-    """What it needs of a node."""
+    """What it needs from a node."""
     target: bytes = b""
-    """The path at a node, if it is another one."""
+    """The path at a node, if different."""
     # What every request reads is computed once.
     generates: bool = field(init=False)
-    """Whether it needs a generated response. Only that may be streamed."""
+    """Whether it generates text. Only such responses may be streamed."""
     runs_model: bool = field(init=False)
-    """Whether it needs a loaded model. Then it may wait for a load, and is sent to another node where one fails."""
+    """Whether it needs a loaded model. Then it may wait for a load, and is retried at another node."""
     uses_tokens: bool = field(init=False)
     """Whether its requests are charged."""
     codec: Dialect = field(init=False)
     family: Family = field(init=False)
     reports_durations: bool = field(init=False)
-    """Whether its responses say how long the request waited."""
+    """Whether its responses report how long the request waited."""
     is_upstream: bool = field(init=False)
     """Whether its requests name their model in the path."""
     may_lack_model: bool = field(init=False)
@@ -70,25 +67,25 @@ class InferenceRoute:
         object.__setattr__(self, "runs_model", self.need != "count")
         object.__setattr__(self, "uses_tokens", self.need != "count")
         object.__setattr__(self, "codec", codec)
-        object.__setattr__(self, "family", codec.FAMILY)
-        object.__setattr__(self, "reports_durations", self.family is Family.OLLAMA)
+        object.__setattr__(self, "family", codec.family)
+        object.__setattr__(self, "reports_durations", self.family.reports_durations)
         object.__setattr__(self, "is_upstream", self.path == UPSTREAM_PATH)
         object.__setattr__(self, "may_lack_model", self.path.decode() in MODEL_OPTIONAL)
         object.__setattr__(self, "span_name", f"POST {self.path.decode()}")
 
-    def silence_s(self, idle_timeout_s: float, *, is_stream: bool) -> float:
+    def silence_s(self, idle_timeout_s: float, whole_silence_s: float, *, is_stream: bool) -> float:
         """How long a node that responds to polls may be silent in a response."""
-        return max(idle_timeout_s, WHOLE_SILENCE_S) if self.runs_model and not is_stream else idle_timeout_s
+        return max(idle_timeout_s, whole_silence_s) if self.runs_model and not is_stream else idle_timeout_s
 
     def outlasts_polls(self, abilities: Abilities) -> bool:
-        """Whether a node may miss polls because it works for such a request: a foreign server of speech or images may
-        do one thing at a time."""
+        """Whether a node may miss polls while it serves such a request: a foreign speech or image server may handle one
+        request at a time."""
         return self.need == "relay" and not abilities.takes_orders
 
     def id_headers(self, request_id: bytes) -> Headers:
         """The request's id under the names that clients of this path know."""
-        ours = (b"x-request-id", request_id)
-        return ((_ANTHROPIC_ID, request_id), ours) if self.family is Family.ANTHROPIC else (ours,)
+        ours, theirs = (b"x-request-id", request_id), self.family.id_header
+        return (ours,) if theirs is None else ((theirs, request_id), ours)
 
     def state_reply(self, model: str, *, unloads: bool) -> bytes:
         """The response to a request without a prompt, which loads a model or unloads it."""
@@ -98,21 +95,15 @@ class InferenceRoute:
         return self.codec.fold(events, request, id="", created=now, model=model)
 
 
-CHAT = InferenceRoute(b"/v1/chat/completions", "openai_chat")
-COMPLETIONS = InferenceRoute(b"/v1/completions", "openai_completions")
-RESPONSES = InferenceRoute(b"/v1/responses", "openai_responses")
-MESSAGES = InferenceRoute(b"/v1/messages", "anthropic_messages")
+_GENERATING = {name: InferenceRoute(codec.path.encode(), name) for name, codec in DIALECTS.items()}
+CHAT, RESPONSES = _GENERATING["openai_chat"], _GENERATING["openai_responses"]
 COUNT_TOKENS = InferenceRoute(b"/v1/messages/count_tokens", "anthropic_messages", need="count")
 INPUT_TOKENS = InferenceRoute(b"/v1/responses/input_tokens", "openai_responses", need="count")
-COMPACT = InferenceRoute(b"/v1/responses/compact", "openai_compaction")
 TOKENIZE = InferenceRoute(b"/tokenize", "openai_chat", need="count")
 DETOKENIZE = InferenceRoute(b"/detokenize", "openai_chat", need="count")
 APPLY_TEMPLATE = InferenceRoute(b"/apply-template", "openai_chat", need="count")
-INFILL = InferenceRoute(b"/infill", "llama_cpp_infill")
 OLLAMA_EMBED = InferenceRoute(b"/api/embed", "ollama_chat", need="embeddings", target=b"/v1/embeddings")
 OLLAMA_EMBEDDINGS = InferenceRoute(b"/api/embeddings", "ollama_chat", need="embeddings", target=b"/v1/embeddings")
-OLLAMA_CHAT = InferenceRoute(b"/api/chat", "ollama_chat")
-OLLAMA_GENERATE = InferenceRoute(b"/api/generate", "ollama_generate")
 POOLING = tuple(
     InferenceRoute(path.encode(), "openai_chat", need="embeddings" if "embed" in path else "rerank")
     for path in POOLING_ROUTES
@@ -126,20 +117,13 @@ UPSTREAM = InferenceRoute(UPSTREAM_PATH, "openai_chat", need="relay")
 ROUTES: dict[bytes, InferenceRoute] = {
     route.path: route
     for route in (
-        CHAT,
-        COMPLETIONS,
-        RESPONSES,
+        *_GENERATING.values(),
         INPUT_TOKENS,
-        COMPACT,
-        MESSAGES,
         COUNT_TOKENS,
         TOKENIZE,
         DETOKENIZE,
         APPLY_TEMPLATE,
         *POOLING,
-        INFILL,
-        OLLAMA_CHAT,
-        OLLAMA_GENERATE,
         OLLAMA_EMBED,
         OLLAMA_EMBEDDINGS,
     )
@@ -147,29 +131,19 @@ ROUTES: dict[bytes, InferenceRoute] = {
 
 
 @lru_cache(maxsize=16)
-def keepalive(dialect: DialectName, interval_s: float) -> Keepalive:
-    """What clients of streams in this dialect get while they wait."""
+def keepalive(dialect: str, interval_s: float) -> Keepalive:
+    """The keepalive for streams in this dialect."""
     codec = DIALECTS[dialect]
-    return Keepalive(codec.KEEPALIVE, interval_s, stream_headers(codec.CONTENT_TYPE))
+    return Keepalive(codec.keepalive, interval_s, stream_headers(codec.content_type))
 
 
 def loading_note(route: InferenceRoute, model: str, text: str, *, as_reasoning: bool) -> bytes:
-    """What a client of a stream is told while its model is loaded: as reasoning, where the dialect lets a chunk come
-    before the node's, else as an SSE comment. Empty where there is no such thing."""
-    if not as_reasoning or route.dialect not in ("openai_chat", "ollama_chat", "ollama_generate"):
-        line = " ".join(text.splitlines())
-        return b"" if route.family is Family.OLLAMA else f": {line}\n".encode()
-    if route.family is Family.OLLAMA:
-        chunk: dict[str, object] = {"model": model, "created_at": timestamp(time.time()), "done": False}
-        if route.dialect == "ollama_chat":
-            chunk["message"] = {"role": "assistant", "content": "", "thinking": f"{text}\n"}
-        else:
-            chunk |= {"response": "", "thinking": f"{text}\n"}
-        return msgspec.json.encode(chunk) + b"\n"
-    delta = {"role": "assistant", "content": None, "reasoning_content": f"{text}\n"}
-    choice = {"index": 0, "delta": delta, "finish_reason": None}
-    chunk = {"id": "loading", "object": "chat.completion.chunk", "created": int(time.time()), "model": model}
-    return b"data: " + msgspec.json.encode(chunk | {"choices": [choice]}) + b"\n\n"
+    """A note for a streaming client while its model loads: reasoning, if the dialect permits a chunk before the node's,
+    else an SSE comment. Empty if the dialect has neither."""
+    codec = route.codec
+    if as_reasoning and codec.loading_chunk is not None:
+        return codec.loading_chunk(model, text, time.time())
+    return sse.comment(" ".join(text.splitlines())) if codec.content_type == sse.CONTENT_TYPE else b""
 
 
 def opaque_route(path: bytes) -> InferenceRoute | None:
@@ -182,9 +156,9 @@ def methods_of(route: InferenceRoute) -> tuple[str, ...]:
     return UPSTREAM_METHODS if route.is_upstream else (OPAQUE_PATHS[route.path.decode()],)
 
 
-def family_of(path: bytes, *, is_anthropic: bool = False) -> Family:
-    """The error format for clients of `path`."""
-    return family(path.decode("latin-1"), is_anthropic=is_anthropic)
+def family_of(path: bytes, header: Callable[[bytes], bytes | None] | None = None) -> Family:
+    """The clients that send requests to `path`. `header` reads the headers of the request."""
+    return family(path.decode("latin-1"), header)
 
 
 def rejection_response(error: CortexError, path: bytes) -> Response:
@@ -200,5 +174,5 @@ def json_response(value: object, status: int = 200) -> Response:
 def error_response(error: CortexError, family: Family) -> Response:
     """The response for `error`, in the format of `family`."""
     extra = tuple((name.encode(), value.encode()) for name, value in error_encoding.headers(error).items())
-    body = msgspec.json.encode(error_encoding.envelope(error, family))
-    return Response(error_encoding.status(error, family), (*JSON_HEADERS, *extra), body)
+    body = msgspec.json.encode(family.envelope(error))
+    return Response(family.status(error), (*JSON_HEADERS, *extra), body)

@@ -1,11 +1,9 @@
-"""What all requests of a gateway share."""
+"""Services that all requests of a gateway share."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from cortex.fleet.idle_caps import IdleCaps
 from cortex.gateway.config import GatewaySection
@@ -21,6 +19,16 @@ from cortex.http.limits import Buffered
 from cortex.http.ticker import Ticker
 from cortex.parsing.parser import BodyParser
 from cortex.telemetry.spans import Tracer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLimits:
+    """Limits that are not settings and equal for all gateways."""
+
+    whole_silence_s: float = 3600.0
+    """Minimum time limit of a whole response: nodes send nothing until it is complete."""
+    max_held_s: float = 5.0
+    """How long the end of a response is held back until the response is stored."""
 
 
 @dataclass(slots=True)
@@ -40,8 +48,9 @@ class Services:
     parser: BodyParser
     pictures: PictureInlining
     buffered: Buffered
-    """Request bytes in memory, of clients and of runs in the background."""
+    """Request bytes in memory, of clients and background runs."""
     idle_caps: IdleCaps
     """How many lines of batches each node may run; interactive requests report how fast they were served."""
-    clock: ClassVar = staticmethod(time.monotonic)
+    limits: RequestLimits
+    clock: Callable[[], float]
     """Not the loop's, which counts whole milliseconds and stands still during a turn: a request takes less."""

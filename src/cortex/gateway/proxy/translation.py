@@ -14,7 +14,6 @@ from cortex.foreign.chat_response import ForeignResponse
 from cortex.gateway.proxy.routes import InferenceRoute
 from cortex.http.request import Headers
 from cortex.http.upstream.faults import MalformedResponse, ResponseTooLarge
-from cortex.wire import error_encoding
 from cortex.wire.dialects.openai_chat.upstream_error import foreign_error
 from cortex.wire.error_encoding import from_code
 from cortex.wire.errors import CortexError
@@ -36,7 +35,7 @@ from cortex.wire.requests import GenerateRequest
 from cortex.wire.response import total_usage
 
 MAX_STREAM_BYTES = 64 * 1024 * 1024
-"""The most that is held of a stream while it is translated: some dialects repeat all of it in the last event."""
+"""Limit of the text held of a translated stream, because some dialects repeat all of it in the last event."""
 _EVENT_BYTES = 16
 _CALL_BYTES = 256
 _LOGPROB_BYTES = 64
@@ -54,7 +53,7 @@ class ChatTranslation:
         model: str,
         show: Callable[[CortexError], CortexError] = lambda error: error,
     ) -> None:
-        """`show` makes what the client may see of an error inside a stream."""
+        """`show` redacts an error inside a stream for the client."""
         self._show = show
         self._route = route
         self._request = request
@@ -62,10 +61,10 @@ class ChatTranslation:
         self._model = model
         self._created = int(time.time())
         self._response = ForeignResponse(is_stream=request.stream)
-        self._encoder = route.codec.Encoder(request, id=id, created=self._created, model=model)
+        self._encoder = route.codec.new_encoder(request, id=id, created=self._created, model=model)
         self._finishes: list[Finish] = []
         self._num_held_bytes = 0
-        """An estimate of what decoder and encoder keep of a stream until its end."""
+        """Estimated bytes that decoder and encoder keep of a stream until its end."""
         self.gateway_s = 0.0
         """How long the request was held back here."""
         self._began_at = time.monotonic()
@@ -82,11 +81,11 @@ class ChatTranslation:
         """The head for the client: our status for the node's, and our content type."""
         self._response.head(status, headers)
         if status >= 400:
-            return error_encoding.status(foreign_error(status, b""), self._route.family), _JSON
+            return self._route.family.status(foreign_error(status, b"")), _JSON
         notes = our_headers.notes(self._request)
         extra = tuple((name.encode(), value.encode()) for name, value in notes.items())
         if self._request.stream:
-            content_type = (b"content-type", self._route.codec.CONTENT_TYPE.encode())
+            content_type = (b"content-type", self._route.codec.content_type.encode())
             return 200, (content_type, _NOT_CACHED, *extra)
         return 200, (*_JSON, *extra)
 
@@ -100,7 +99,7 @@ class ChatTranslation:
     def finish(self) -> bytes:
         """The end of the response. Raises `MalformedResponse` when the node's was not complete."""
         if (error := self._response.error) is not None:
-            return msgspec.json.encode(error_encoding.envelope(error, self._route.family))
+            return msgspec.json.encode(self._route.family.envelope(error))
         try:
             events = self._response.finish()
             if self._request.stream:
@@ -112,8 +111,7 @@ class ChatTranslation:
             raise MalformedResponse(problem.message) from problem
 
     def _timed(self, events: list[AnyEvent]) -> list[AnyEvent]:
-        """`events` with the durations that were measured here, and those that the server reported. A whole response
-        counts as decoded."""
+        """`events` with measured durations and those that the server reported. A whole response counts as decoded."""
         if not events:
             return events
         now = time.monotonic()
@@ -145,7 +143,7 @@ class ChatTranslation:
 
 
 def _held_bytes(event: AnyEvent) -> int:
-    """About what a dialect may keep of an event until the end of the response."""
+    """Estimated bytes that a dialect may keep of an event until the end of the response."""
     match event:
         case TextDelta(text=text) | ReasoningDelta(text=text) | ToolCallDelta(arguments=text):
             return _EVENT_BYTES + len(text)

@@ -98,7 +98,7 @@ class StoredResponses:
         return json_response({"id": id, "object": "response", "deleted": True})
 
     async def _input_items(self, request: Request, client: str, key_id: str, id: str) -> Response:
-        """All items of the conversation that the response was made from."""
+        """All input items of the conversation behind the response."""
         chain = await self._store.read_chain(key_id, id) or [await self._read(key_id, id)]
         return await item_page(self._parser, request, client, [stored.texts for stored in chain])
 

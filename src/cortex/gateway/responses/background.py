@@ -1,8 +1,8 @@
 """Responses in the background: the client gets an id at once, and polls, follows or cancels the response with it.
 
-The gateway that got the request runs it and shows in the database that it is alive, so that any gateway on the same
-database can report it, cancel it, or recognise that it was lost. A run is one request to a node like any other, with a
-client that cannot disconnect.
+The gateway that got the request runs it and renews it in the database, so that any gateway on the same database can
+report it, cancel it, or detect that it was lost. A run is a normal request to a node, with a client that cannot
+disconnect.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from cortex.gateway.responses.response_object import ended_body, head_of, withou
 from cortex.gateway.responses.store import ResponseStore
 from cortex.gateway.responses.tables import NewResponse, StoredResponse
 from cortex.http.request import Request
-from cortex.http.server import deferred_end as held_end
 from cortex.http.server.detached import DetachedExchange
 from cortex.http.server.spool import no_room
 from cortex.system.tasks import SupervisedTask, Supervisor
@@ -33,15 +32,15 @@ log = logging.getLogger(__name__)
 
 RENEW_S = 2.0
 LOST_AFTER_S = 60.0
-"""A run that was not renewed for this long has ended with its gateway."""
+"""A run that was not renewed for this long has died with its gateway."""
 LINGER_S = 60.0
 """How long a run stays in memory after its end, for clients that follow it late."""
 MAX_UNWRITTEN_S = 3600.0
-"""How long a run stays in memory after its end while its end cannot be written."""
+"""How long a completed run stays in memory while its end cannot be written."""
 
 
 def current_body(stored: StoredResponse, now_s: float) -> bytes:
-    """The response object to show: that of a run whose gateway is gone has failed."""
+    """The response object to show. A run whose gateway is gone has failed."""
     is_alive = stored.renewed_s is not None and now_s - stored.renewed_s < LOST_AFTER_S
     if stored.is_finished or is_alive:
         return stored.body.encode()
@@ -57,9 +56,9 @@ class BackgroundRuns:
         self._store = store
         self._tasks = tasks
         self._runs: dict[str, BackgroundRun] = {}
-        """Those that run, and those that ended within `LINGER_S`."""
+        """Active runs, and those that ended within `LINGER_S`."""
         self._num_starting = 0
-        """Requests that have a place among the runs and are not one yet."""
+        """Requests that have reserved a place among the runs."""
         self._writing: set[asyncio.Task[None]] = set()
         self._renewing: SupervisedTask | None = None
 
@@ -146,7 +145,7 @@ class BackgroundRuns:
                 kept.id, key_id, kept.previous_response_id, "queued", stored_input, queued, kept.conversation_id
             )
         )
-        streams, max_bytes = received.envelope.facts.stream, self._store.max_entry_bytes
+        streams, max_bytes = received.envelope.summary.stream, self._store.max_entry_bytes
         run = BackgroundRun(kept, key_id, queued, self._ended, streams=streams, max_bytes=max_bytes)
         run.exchange = DetachedExchange(_without_body(received.exchange.request), run)
         self._runs[kept.id] = run
@@ -177,7 +176,7 @@ class BackgroundRuns:
         task.add_done_callback(self._writing.discard)
         # Where this gateway alone continues the response, the next request is behind its end in the store anyway.
         is_awaited = self._store.database.is_shared or run.kept.conversation_id is not None
-        loop.call_later(held_end.MAX_HELD_S if is_awaited else 0, run.settle)
+        loop.call_later(self._inference.services.limits.max_held_s if is_awaited else 0, run.settle)
 
     async def _write_end(self, run: BackgroundRun) -> None:
         try:
@@ -221,5 +220,5 @@ class BackgroundRuns:
 
 
 def _without_body(request: Request) -> Request:
-    """`request` as a run keeps it: its body is sent from another copy, and is as large as the client likes."""
+    """`request` without its body, which may be large and is sent from another copy."""
     return Request(request.method, request.path, request.query, request.headers, b"", request.client)

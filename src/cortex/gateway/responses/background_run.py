@@ -25,7 +25,7 @@ from cortex.wire.dialects.openai_responses.kept import KeptResponse
 MAX_EVENT_BYTES = 64 * 1024 * 1024
 """Events of one run that are kept for followers."""
 MAX_ERROR_BYTES = 1024 * 1024
-"""What is kept of the body of an error."""
+"""Bytes kept of an error body."""
 
 
 class _ErrorBody(msgspec.Struct, frozen=True):
@@ -66,12 +66,11 @@ class BackgroundRun:
         self.rejection: tuple[int, bytes] | None = None
         """Status and body of a response that is not a stream: the request was rejected."""
         self.is_announced = False
-        """The client knows its id."""
+        """The client has received its id."""
         self.is_written = False
         """Its end is in the database."""
         self.settled = asyncio.Event()
-        """Its end was written, could not be, or was waited for long enough: clients may see it, who may go on at
-        another gateway."""
+        """Its end was written, or cannot be in time: clients may now see it, and may continue at another gateway."""
         self.num_body_bytes = 0
         """The bytes of its request body; they count as buffered until the run ends."""
         self.streams = streams
@@ -132,7 +131,7 @@ class BackgroundRun:
             follower.pump()
 
     async def shown_body(self) -> bytes:
-        """The response object now; of a response that has ended, once that is settled."""
+        """The response object now. The end is shown only once it is settled."""
         if self.ended_at is not None:
             await self.settled.wait()
         return self.body

@@ -22,11 +22,11 @@ _BATCH = 200
 
 
 class BoundedTable:
-    """A table with the columns `id`, `key_id`, `expires_s` and `num_bytes`. Only reads it: other rows may have to be
-    deleted with one. Every method runs inside the caller's transaction."""
+    """A table with the columns `id`, `key_id`, `expires_s` and `num_bytes`. Read-only, because rows elsewhere may have
+    to be deleted too. Every method runs inside the caller's transaction."""
 
     def __init__(self, name: str, *, age: str) -> None:
-        """`age`: the column that is smallest in the rows to delete first."""
+        """`age`: the column by which rows are deleted, smallest first."""
         self._expired = f"SELECT id FROM {name} WHERE expires_s <= ? LIMIT ?"
         self._total = f"SELECT COALESCE(SUM(num_bytes), 0) FROM {name}"
         self._largest_key = f"SELECT key_id FROM {name} GROUP BY key_id ORDER BY SUM(num_bytes) DESC, key_id LIMIT 1"
@@ -89,7 +89,7 @@ _DROP = "DELETE FROM conversation WHERE id = ?"
 _TABLE = BoundedTable("conversation", age="expires_s")
 
 MIN_BYTES = 512
-"""What an empty conversation counts as, so that many of them are bounded too."""
+"""Counted bytes of an empty conversation, so that their number is bounded too."""
 _WITH_STATUS = (b'"message"', b'"function_call"', b'"function_call_output"')
 
 _fields = msgspec.json.Decoder(dict[str, Raw])
@@ -115,7 +115,7 @@ class ConversationRow(NamedTuple):
 
 
 class Owner(NamedTuple):
-    """Whose conversation, and when it is used."""
+    """The owner of a conversation, and the time of its use."""
 
     key_id: str
     now_s: float

@@ -1,8 +1,8 @@
 """Captures a response while it is relayed, and stores it when it has ended.
 
-Of a stream only the last event is captured: it has the whole response object. So keeping a stream costs no work for
-each event. A response without its end is not stored: of a client that disconnected, or of a node that failed. Where
-another gateway may get the next request, the client gets the end of the response once it is stored.
+Of a stream only the last event is captured, which has the whole response object, so keeping a stream costs no work per
+event. A response without its end (the client disconnected or the node failed) is not stored. If another gateway may get
+the next request, the client gets the end of the response only once it is stored.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StreamCapture:
 
     def __init__(self, max_bytes: int) -> None:
         self.captured: bytes | None = None
-        """The payload of that event; None before there is one, and when it is longer than the limit."""
+        """The payload of that event; None before it arrives, and if it exceeds the limit."""
         self._events = WholeEvents(max_bytes)
 
     @property
@@ -54,7 +54,7 @@ class BodyCapture:
 
     def __init__(self, max_bytes: int) -> None:
         self.captured: bytearray | None = bytearray()
-        """None when it is longer than the limit."""
+        """None if it exceeds the limit."""
         self._max_bytes = max_bytes
 
     @property
@@ -87,15 +87,15 @@ class StoringKeeper:
         input: Raw | bytes,
         *,
         stream: bool,
-        held_end: DeferredEnd | None = None,
+        deferred_end: DeferredEnd | None = None,
     ) -> None:
-        """`input` is that of the client's request; bytes if its references are resolved and its items have ids. The
-        client gets the end of the response, the `held_end`, after the response has been stored."""
+        """`input` is the input of the client's request; bytes if its references are resolved and its items have ids.
+        The client gets the end of the response, `deferred_end`, after the response is stored."""
         self.kept = kept
         self._store = store
         self._key_id = key_id
         self._input = input
-        self._held_end = held_end
+        self._held_end = deferred_end
         self._capture = (StreamCapture if stream else BodyCapture)(store.max_entry_bytes)
 
     @property
@@ -128,7 +128,7 @@ class StoringKeeper:
 
 
 class NotStored:
-    """In place of a keeper for a response that the client wants to be stored and that is not: a header says why."""
+    """The keeper of a response that cannot be stored although the client wants it: a header says why."""
 
     __slots__ = ("headers",)
 
@@ -143,7 +143,7 @@ class NotStored:
 
 
 def _nothing() -> None:
-    """Nothing waits for the store."""
+    """Nothing to store."""
 
 
 def _built(kept: KeptResponse, key_id: str, input: Raw | bytes, capture: StreamCapture | BodyCapture) -> NewResponse:

@@ -1,4 +1,4 @@
-"""A response object of the Responses API as JSON: what is read of it, and how it is changed when it ends early."""
+"""A response object of the Responses API as JSON: the fields that are read, and the changes when it ends early."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WholeEvents:
         self._max_bytes = max_bytes
         self._unfinished = bytearray()
         self._is_dropping = False
-        """The end of the unfinished event belongs to one that is dropped."""
+        """The unfinished event is too long and is dropped."""
         self.num_dropped = 0
 
     def push(self, data: bytes) -> bytes:
@@ -51,7 +51,7 @@ _LAST_EVENT = re.compile(rb"(?:\A|\n)event: response\.(?:completed|incomplete|fa
 
 
 class ResponseSummary(msgspec.Struct, frozen=True):
-    """What is read of a response object."""
+    """The fields that are read from a response object."""
 
     id: str
     status: str
@@ -88,7 +88,7 @@ def last_event(events: bytes) -> bytes | None:
 
 
 def ended_body(body: bytes | str, status: str, *, code: str | None = None, message: str = "") -> bytes:
-    """A response object that ended as `status` without an end of its own."""
+    """A response object that ended with `status`, without a last event."""
     error = None if code is None else {"code": code, "message": message}
     return msgspec.json.encode(
         _fields.decode(body) | {"status": Raw(msgspec.json.encode(status)), "error": Raw(msgspec.json.encode(error))}
@@ -96,7 +96,7 @@ def ended_body(body: bytes | str, status: str, *, code: str | None = None, messa
 
 
 def build_last_event(body: bytes, number: int) -> bytes:
-    """The event that ends a stream, for a response that ended without one."""
+    """The last event of a stream, for a response that ended without one."""
     status = head_of(body).status
     kind = f"response.{status if status in ('completed', 'incomplete') else 'failed'}"
     payload = {"type": kind, "sequence_number": number, "response": Raw(body)}

@@ -51,7 +51,7 @@ class ResponsesService:
         await self._background.close(grace_s)
 
     async def close(self) -> None:
-        """Nothing may be sent to a node any more. What is left is written before the database closes."""
+        """Call when nothing is sent to nodes any more. The rest is written before the database closes."""
         await self.stateful.close()
         await self.stored.close()
         await self.conversations.close()

@@ -1,7 +1,7 @@
 """The Responses API over WebSockets: each `response.create` of a connection becomes a request like any other.
 
-So keys, limits, routing and accounting are those of `POST /v1/responses`. The connection remembers its latest
-responses, so that a client can continue them although they are not stored.
+Keys, limits, routing and accounting are those of `POST /v1/responses`. The connection remembers its latest responses,
+so that its client can continue them even if they are not stored.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from cortex.wire.errors import CortexError, RateLimitExceeded
 log = logging.getLogger(__name__)
 
 MAX_EVENTS = 64
-"""Events of one client that wait, or whose responses run."""
+"""Events of one client that wait or are being served."""
 MAX_RUNNING = 16
 """Responses of one connection at a time."""
 MAX_REMEMBERED = 8
 MAX_REMEMBERED_BYTES = 16 << 20
-"""Of conversations that one connection remembers."""
+"""Bytes of conversations that one connection remembers."""
 MAX_REMEMBERED_BYTES_PER_CLIENT = 64 << 20
 MAX_REMEMBERED_BYTES_IN_ALL = 512 << 20
 _MAX_EVENT_BYTES = 64 << 20
@@ -63,10 +63,10 @@ class ResponseSockets:
         self._stateful = stateful
         self._limits = limits
         self._shares = ClientShares(MAX_REMEMBERED_BYTES_IN_ALL, MAX_REMEMBERED_BYTES_PER_CLIENT)
-        """What all connections remember, by key or address."""
+        """Bytes that all connections remember, by key or address."""
 
     def open(self, exchange: Exchange) -> None:
-        """Switch a connection whose client was authenticated. Raises the CortexError of a handshake that is wrong."""
+        """Upgrade a connection whose client was authenticated. Raises the CortexError of an invalid handshake."""
         services, request = self._services, exchange.request
         key = services.admission.authenticate(request)
         socket = WebSocket(self._limits, services.buffered)
@@ -77,7 +77,7 @@ class ResponseSockets:
 
 
 class ResponseSocket:
-    """One connection. Requests of a lane run one after the other, those of different lanes at the same time."""
+    """One connection. Requests of one lane run in turn, those of different lanes concurrently."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class ResponseSocket:
         client: str,
         remembered: RememberedResponses,
     ) -> None:
-        """`request`: the handshake, whose key counts for every response. `client`: see `client_of`."""
+        """`request`: the handshake, whose key applies to every response. `client`: see `client_of`."""
         self.socket = socket
         self.services = services
         self.remembered = remembered
@@ -107,7 +107,7 @@ class ResponseSocket:
         """Messages, in their order."""
         self._is_reading = False
         self._lanes: dict[str | None, deque[ClientEvent]] = {}
-        """What waits behind the running response of a lane."""
+        """Events that wait for the running response of their lane."""
         self._running: dict[str | None, _Run] = {}
         self._is_closed = False
 
@@ -173,7 +173,7 @@ class ResponseSocket:
         self.socket.send(socket_events.error_message(error))
 
     async def _read(self) -> None:
-        """Reads messages one after the other: large ones in another process."""
+        """Read messages in order, large ones in another process."""
         try:
             while self._unread:
                 text = self._unread[0]
@@ -288,15 +288,15 @@ class _Run:
 
 
 class RememberedResponses:
-    """The latest responses of a connection with their conversations. Older ones are forgotten, and what is beyond the
-    share of its client."""
+    """The latest responses of a connection with their conversations. Older ones, and those beyond its client's share,
+    are dropped."""
 
     def __init__(self, shares: ClientShares, client: str) -> None:
         self._shares = shares
         self._client = client
         self._chains: dict[str, tuple[StoredTexts, ...]] = {}
         self._num_bytes = 0
-        """As the shares have it."""
+        """The client, as in the shares."""
 
     def chain(self, response_id: str) -> Sequence[StoredTexts] | None:
         """The response and those that it continues, oldest first."""
@@ -328,6 +328,6 @@ class RememberedResponses:
         self._num_bytes = num_bytes
 
     def _counted(self) -> int:
-        """Bytes of all texts, which chains share."""
+        """Bytes of all texts; chains share texts, which count once."""
         texts = {id(text): text for chain in self._chains.values() for text in chain}.values()
         return sum(len(text.input) + len(text.body) for text in texts)

@@ -1,7 +1,7 @@
-"""Requests of the Responses API: those that refer to stored responses are completed, and responses are kept.
+"""Requests of the Responses API: resolves references to stored responses, and keeps responses.
 
-A node gets the whole conversation and knows nothing of stored responses. A request without state goes the way of all
-others.
+A node gets the whole conversation and knows nothing of stored responses. A request without state is served like any
+other.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Turn(Protocol):
         """The response and those that it continues, oldest first; None if the connection has forgotten it."""
 
     def begins(self, earlier: Sequence[StoredTexts], input: Raw | bytes) -> None:
-        """The request is sent now. It continues `earlier`, and its own `input` is a string or an array of items."""
+        """The request is being sent. It continues `earlier`; its own `input` is a string or an array of items."""
 
 
 class StatefulInference:
@@ -89,28 +89,28 @@ class StatefulInference:
         self._inference.receive(exchange, route, partial(self._serve, turn=turn))
 
     def _serve(self, received: ReceivedRequest, turn: Turn | None) -> None:
-        facts = received.envelope.facts
-        is_continued = facts.previous_response_id is not None or facts.conversation_id is not None
-        if is_continued or items.REFERENCE in received.body or facts.background:
-            task = self._tasks.start(self._begin_with_state(received, facts, turn))
+        summary = received.envelope.summary
+        is_continued = summary.previous_response_id is not None or summary.conversation_id is not None
+        if is_continued or items.REFERENCE in received.body or summary.background:
+            task = self._tasks.start(self._begin_with_state(received, summary, turn))
             received.exchange.on_disconnect(task.cancel)
         else:
             if turn is not None:
                 turn.begins((), received.envelope.input)
-            self._inference.serve(received, self._keeper(received, facts, received.envelope.input))
+            self._inference.serve(received, self._keeper(received, summary, received.envelope.input))
 
     async def close(self) -> None:
         """Reject what still waits for the database."""
         await self._tasks.cancel()
 
-    async def _begin_with_state(self, received: ReceivedRequest, facts: RequestSummary, turn: Turn | None) -> None:
+    async def _begin_with_state(self, received: ReceivedRequest, summary: RequestSummary, turn: Turn | None) -> None:
         try:
-            in_background = facts.background and _makes_response(received)
-            if in_background and facts.store is False:
+            in_background = summary.background and _makes_response(received)
+            if in_background and summary.store is False:
                 raise InvalidValue("background: it needs a stored response; leave `store` out.", param="background")
-            needs_id = in_background or turn is not None or self._is_stored(received, facts)
+            needs_id = in_background or turn is not None or self._is_stored(received, summary)
             id = new_response_id() if needs_id else None
-            referred = await self._referred(received, facts, turn)
+            referred = await self._referred(received, summary, turn)
             completion = Completion(
                 received.route.generates, in_background, id, self._inference.services.config.max_body_mb
             )
@@ -119,7 +119,7 @@ class StatefulInference:
             )
             if turn is not None:
                 turn.begins(referred.earlier, completed.stored_input or ABSENT)
-            await self._begin_completed(received, facts, id, completed)
+            await self._begin_completed(received, summary, id, completed)
         except asyncio.CancelledError:
             received.span.end({}, error="client_disconnected")
             raise
@@ -130,55 +130,58 @@ class StatefulInference:
             self._inference.reject(received, CortexError("Internal error of the gateway; its log has the details."))
 
     async def _begin_completed(
-        self, received: ReceivedRequest, facts: RequestSummary, id: str | None, completed: Completed
+        self, received: ReceivedRequest, summary: RequestSummary, id: str | None, completed: Completed
     ) -> None:
         read, stored_input = completed
         whole = msgspec.structs.replace(received, body=read.body, envelope=read.envelope)
-        if id is None or stored_input is None or not (facts.background and _makes_response(received)):
-            self._inference.serve(whole, self._keeper(received, facts, stored_input or ABSENT, id))
+        if id is None or stored_input is None or not (summary.background and _makes_response(received)):
+            self._inference.serve(whole, self._keeper(received, summary, stored_input or ABSENT, id))
             return
-        kept = KeptResponse(id, facts.previous_response_id, background=True, conversation_id=facts.conversation_id)
+        kept = KeptResponse(id, summary.previous_response_id, background=True, conversation_id=summary.conversation_id)
         await self._background.begin(received, whole, kept=kept, key_id=_key_id(received), stored_input=stored_input)
 
-    def _is_stored(self, received: ReceivedRequest, facts: RequestSummary) -> bool:
+    def _is_stored(self, received: ReceivedRequest, summary: RequestSummary) -> bool:
         """Whether the client and the operator want the response to be stored."""
-        is_wanted = facts.store is not False or facts.conversation_id is not None
+        is_wanted = summary.store is not False or summary.conversation_id is not None
         return _makes_response(received) and is_wanted and self._store.section.store
 
     def _keeper(
-        self, received: ReceivedRequest, facts: RequestSummary, input: Raw | bytes, id: str | None = None
+        self, received: ReceivedRequest, summary: RequestSummary, input: Raw | bytes, id: str | None = None
     ) -> ResponseKeeper | None:
-        """What keeps the response, as `id` if there is one already; None when the client or the operator does not want
-        it to be stored."""
+        """The keeper of the response, as `id` if it has one already; None if the client or the operator does not want
+        it stored."""
         section = self._store.section
-        is_retrievable = facts.store is not False
-        if not _makes_response(received) or not (is_retrievable or facts.conversation_id is not None):
+        is_retrievable = summary.store is not False
+        if not _makes_response(received) or not (is_retrievable or summary.conversation_id is not None):
             return None
         if not section.store:
-            return NotStored("this gateway stores no responses (responses.store)") if facts.store else None
+            return NotStored("this gateway stores no responses (responses.store)") if summary.store else None
         if self._store.database.is_failing:
             return NotStored("the database of stored responses is not available")
         if memoryview(input).nbytes > self._store.max_entry_bytes:
             return NotStored(f"the input is larger than {section.max_entry_mb} MB (responses.max_entry_mb)")
         kept = KeptResponse(
             id or new_response_id(),
-            facts.previous_response_id,
-            conversation_id=facts.conversation_id,
+            summary.previous_response_id,
+            conversation_id=summary.conversation_id,
             store=is_retrievable,
         )
-        held_end = None
-        if self._store.database.is_shared or facts.conversation_id is not None:
-            held_end = DeferredEnd.of(received.exchange, self._store.max_entry_bytes)
-        return StoringKeeper(self._store, kept, _key_id(received), input, stream=facts.stream, held_end=held_end)
+        deferred_end = None
+        if self._store.database.is_shared or summary.conversation_id is not None:
+            max_held_s = self._inference.services.limits.max_held_s
+            deferred_end = DeferredEnd.of(received.exchange, self._store.max_entry_bytes, max_held_s)
+        return StoringKeeper(
+            self._store, kept, _key_id(received), input, stream=summary.stream, deferred_end=deferred_end
+        )
 
-    async def _referred(self, received: ReceivedRequest, facts: RequestSummary, turn: Turn | None) -> _Referred:
-        """Everything that a request refers to. Raises the CortexError of what is not stored."""
+    async def _referred(self, received: ReceivedRequest, summary: RequestSummary, turn: Turn | None) -> _Referred:
+        """Everything that a request refers to. Raises the CortexError for a missing response or item."""
         references = References(False, ())
         if items.REFERENCE in received.body:
             references = await self._inference.services.parser.find_references(
                 received.body, received.client, generates=received.route.generates
             )
-        previous_id, conversation_id = facts.previous_response_id, facts.conversation_id
+        previous_id, conversation_id = summary.previous_response_id, summary.conversation_id
         remembered = turn.remembered(previous_id) if turn is not None and previous_id is not None else None
         if remembered is not None:
             previous_id = None
@@ -186,7 +189,7 @@ class StatefulInference:
             "input": references.are_any,
             "previous_response_id": previous_id is not None,
             "conversation": conversation_id is not None,
-            "background": facts.background,
+            "background": summary.background,
         }
         if not self._store.section.store and any(stateful.values()):
             param = next(name for name, is_used in stateful.items() if is_used)

@@ -1,8 +1,8 @@
 """Stored responses on the event loop: reads and writes run on one thread, in order.
 
-Because of that order a request finds the response that was saved before it, although `save` does not wait. Where
-gateways share the database, clients get the end of a response after it was written. While the database is unavailable,
-responses are served as always and not stored. That is logged once and counted.
+Because of that order a request finds a response saved before it, although `save` does not wait. If gateways share the
+database, clients get the end of a response after it was written. While the database is unavailable, responses are
+served as always and not stored. That is logged once and counted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ T = TypeVar("T")
 
 PURGE_S = 30.0
 MAX_UNWRITTEN_BYTES = 64 * 1024 * 1024
-"""Responses that wait to be written; more are not stored, so that a slow database does not fill the memory."""
+"""Responses that may wait to be written; further ones are not stored, so that a slow database does not fill the
+memory."""
 
 
 class ResponseStore:
@@ -44,7 +45,7 @@ class ResponseStore:
         count: Callable[[str], None],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`count` counts what became of each response: "stored", "too_large" or "failed"."""
+        """`count` counts the outcome of each response: "stored", "too_large" or "failed"."""
         self.section = section
         """Replaced by a reload."""
         self.database = database.use(tables.SCHEMA)
@@ -58,11 +59,11 @@ class ResponseStore:
         self._purging: SupervisedTask | None = None
 
     def start(self) -> None:
-        """Start to delete what has expired."""
+        """Start deleting expired responses regularly."""
         self._purging = self._tasks.start("purge of stored responses", self._purge_regularly)
 
     async def close(self) -> None:
-        """Stop to delete what has expired. What is left is written before the database closes. Idempotent."""
+        """Stop deleting. Waiting responses are written before the database closes. Idempotent."""
         if self._purging is not None:
             self._purging.cancel()
             await self._purging.ended()
@@ -73,8 +74,8 @@ class ResponseStore:
         return self.section.max_entry_mb * 1024 * 1024
 
     def save(self, build: Callable[[], NewResponse], num_bytes: int, then: Callable[[], None] = lambda: None) -> None:
-        """Store the response that `build` makes, soon, and call `then`, also if it could not be stored. `num_bytes` is
-        about its size.
+        """Store the response that `build` makes soon, then call `then`, even if storing failed. `num_bytes` is its
+        approximate size.
 
         `build` runs on the thread. It raises msgspec.DecodeError when a node's response is not one, and InvalidValue
         when the input cannot be stored.
@@ -138,8 +139,8 @@ class ResponseStore:
             pass  # in steps, so that reads and writes of requests come between
 
     async def run(self, work: Callable[[Execute], T]) -> T:
-        """Do `work` in one transaction, after what was saved before. Raises `DatabaseUnavailable`, and InvalidValue
-        for a value that the database cannot hold."""
+        """Do `work` in one transaction, after earlier saves. Raises `DatabaseUnavailable`, and InvalidValue for a value
+        that the database cannot store."""
         try:
             return await self.database.do(work)
         except RejectedValue as error:
@@ -156,7 +157,7 @@ class ResponseStore:
         return unwritten
 
     def _write(self) -> tuple[int, list[Callable[[], None]]]:
-        """Write what waits; on the thread. Returns how many were written, and what to call."""
+        """Write waiting responses; runs on the thread. Returns how many were written, and the callbacks."""
         unwritten = self._take_unwritten()
         responses = [response for build, _ in unwritten if (response := _built(build)) is not None]
         responses.sort(key=lambda response: response.conversation_id or "")  # all gateways lock rows in this order

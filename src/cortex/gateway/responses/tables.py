@@ -1,8 +1,8 @@
 """The tables of stored responses, and the statements on them, which SQLite and PostgreSQL both run.
 
 `response` has one row for each response, with the input of its own request and the response object, both as JSON.
-`background_run` has when the gateway that runs a background response last showed that it is alive. Every function
-runs inside the caller's transaction. A row is visible only to the key that made it.
+`background_run` has when a background response was last renewed by its gateway. Every function runs inside the caller's
+transaction. A row is visible only to the key that made it.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _DROP = "DELETE FROM response WHERE id = ?"
 _TABLE = BoundedTable("response", age="created_s")
 
 _EXTEND_SHARE = 0.1
-"""A chain's time is extended only when that adds this share of the retention, so that long chains are not rewritten
+"""A chain's expiry is extended only by at least this fraction of the retention, so that long chains are not rewritten
 for every response."""
 
 
@@ -97,13 +97,13 @@ class NewResponse(NamedTuple):
     body: bytes
     """The response object."""
     conversation_id: str | None = None
-    """The conversation that its items are added to once it has ended."""
+    """The conversation to which its items are added once it has ended."""
     is_retrievable: bool = True
-    """False: it is only added to its conversation."""
+    """If False, it is only added to its conversation."""
 
     @property
     def items(self) -> list[Raw]:
-        """What it adds to its conversation."""
+        """The items that it adds to its conversation."""
         texts = StoredTexts(self.id, self.input, self.body)
         return [*items.inputs(texts), *items.outputs(texts)]
 
@@ -115,7 +115,7 @@ class StoredResponse(NamedTuple):
     previous_id: str | None
     status: str
     renewed_s: int | None
-    """When the gateway that runs it in the background was last alive; None when none runs it."""
+    """When its background run was last renewed; None without a run."""
     input: str
     body: str
 
@@ -129,7 +129,7 @@ class StoredResponse(NamedTuple):
 
 
 def add(execute: Execute, response: NewResponse, now_s: float, retention_s: float) -> None:
-    """Store `response`, and keep the responses that it continues for as long as it."""
+    """Store `response`, and keep the responses that it continues at least as long."""
     expires_s = int(now_s + retention_s)
     num_bytes = len(response.input) + len(response.body)
     id, key_id, previous_id, status, input, body, conversation_id, is_retrievable = response
@@ -170,12 +170,12 @@ def read(execute: Execute, key_id: str, id: str, now_s: float) -> StoredResponse
 
 
 def read_chain(execute: Execute, key_id: str, id: str, now_s: float) -> list[StoredResponse]:
-    """The response with this id and those that it continues, oldest first, as far back as they exist."""
+    """The response with this id and those that it continues, oldest first, as far as they exist."""
     return [_stored(row) for row in execute(_READ_CHAIN, _chain_values(key_id, id, now_s))]
 
 
 def delete(execute: Execute, key_id: str, id: str, now_s: float) -> bool:
-    """Delete a response; False if there is none with this id. A gateway that runs it finds out when it renews it."""
+    """Delete a response; False if there is none with this id. A gateway that runs it notices at the next renewal."""
     found = execute(_DELETE, (id, key_id, int(now_s)))
     if found:
         _end_run(execute, id)
@@ -194,7 +194,7 @@ def total_bytes(execute: Execute) -> int:
 def purge(execute: Execute, now_s: float, max_bytes: int) -> int:
     """Delete some of what has expired, or else some of what exceeds `max_bytes`; returns how many were deleted.
 
-    Of too many bytes, those of the key with the most bytes are deleted, oldest first.
+    Beyond the size limit, the oldest responses of the key with the most bytes are deleted.
     """
     doomed = _TABLE.rows_to_delete(execute, now_s, max_bytes)
     for id in doomed:

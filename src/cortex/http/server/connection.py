@@ -310,6 +310,8 @@ class ClientConnection(asyncio.Protocol):
             self._switched.retire()
         elif self._exchange is None and not self._parser.ready and not self._closing:
             self._close()
+            if not self.transport.get_write_buffer_size():  # TLS waits for a client that may never look at an idle one
+                self._deadline = self._loop.time() + self._limits.linger_s
 
     def abort(self) -> None:
         """Close at once."""

@@ -7,20 +7,18 @@ import asyncio
 from cortex.http.request import Headers
 from cortex.http.server.exchange import Exchange, ExchangeConnection, ResponseTransport, SwitchedConnection
 
-MAX_HELD_S = 5.0
-"""No client waits longer than this for something that does not happen."""
-
 
 class DeferredEnd:
     """Stands between an exchange and its connection. Used on the loop's thread.
 
     Everything passes until `hold`. What the exchange writes from then on, its end included, is kept until `release`,
-    which may come more than once. After `MAX_HELD_S`, and beyond `max_bytes`, everything is released by itself.
+    which may come more than once. After `max_held_s`, and beyond `max_bytes`, everything is released by itself.
     """
 
-    def __init__(self, connection: ExchangeConnection, max_bytes: int) -> None:
+    def __init__(self, connection: ExchangeConnection, max_bytes: int, max_held_s: float) -> None:
         self._connection = connection
         self._max_bytes = max_bytes
+        self._max_held_s = max_held_s
         self._held: list[bytes] = []
         self._num_held_bytes = 0
         self._is_holding = False
@@ -30,9 +28,9 @@ class DeferredEnd:
         """How the exchange ended while it was held; None: it has not."""
 
     @classmethod
-    def of(cls, exchange: Exchange, max_bytes: int) -> DeferredEnd:
+    def of(cls, exchange: Exchange, max_bytes: int, max_held_s: float) -> DeferredEnd:
         """For the response of `exchange`, which has not begun."""
-        held = cls(exchange.connection, max_bytes)
+        held = cls(exchange.connection, max_bytes, max_held_s)
         exchange.connection = held
         return held
 
@@ -40,7 +38,7 @@ class DeferredEnd:
         """Keep what is written from now on. Idempotent."""
         if not self._is_released and not self._is_holding:
             self._is_holding = True
-            self._timer = asyncio.get_running_loop().call_later(MAX_HELD_S, self.release)
+            self._timer = asyncio.get_running_loop().call_later(self._max_held_s, self.release)
 
     def release(self) -> None:
         """Send what was kept. Nothing is held from now on."""

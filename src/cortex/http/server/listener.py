@@ -59,9 +59,9 @@ _PROGRAM = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for e
 
 
 def hold_arrivals(listening: socket.socket) -> None:
-    """From now on nobody connects to this socket, and what has connected can be accepted. A client that tries sends its
-    packet again after a second: to a successor on the same address, if there is one then. Without effect where the
-    platform has no filters. The socket must not be another process's too."""
+    """Drop new connection attempts on this socket; connections made before can still be accepted. A dropped client
+    resends its packet after a second, to a successor on the same address if there is one. No effect if the platform has
+    no filters. The socket must not be shared with another process."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             program = struct.pack("HP", len(_INSTRUCTIONS), ctypes.addressof(_PROGRAM))

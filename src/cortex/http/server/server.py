@@ -27,9 +27,6 @@ log = logging.getLogger(__name__)
 _throttled_log = ThrottledLog(log)
 
 _DRAIN_CHECK_S = 0.02
-_HANDSHAKE_S = 0.02
-"""How long clients that are connecting have for it. Others that try meanwhile may have to try again after a second."""
-_LAST_REQUEST_S = 0.5
 
 
 class Server:
@@ -105,16 +102,16 @@ class Server:
 
     async def stop_accepting(self, grace_s: float = 0.0) -> None:
         """Stop accepting, and wait a moment for requests that are on their way: to close a connection under them would
-        look like a fault. Responses tell clients to connect anew."""
+        look like a fault. Responses tell clients to reconnect."""
         for listener in self._listeners:
             listener.hold()
         if self._listeners and grace_s:
-            await asyncio.sleep(_HANDSHAKE_S)
+            await asyncio.sleep(self.limits.handshake_s)
         for listener in self._listeners:
             listener.close()
         self._listeners.clear()
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + min(grace_s, _LAST_REQUEST_S)
+        deadline = loop.time() + min(grace_s, self.limits.last_request_s)
         while loop.time() < deadline and any(connection.is_idle for connection in self.connections):
             for connection in self.connections:
                 connection.announce_end()

@@ -23,10 +23,6 @@ from cortex.http.server.websocket_frames import (
 from cortex.wire.errors import InvalidValue
 
 _GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
-PING_S = 30.0
-"""How long a connection is silent before its client is asked whether it is there."""
-MAX_IDLE_S = 3600.0
-"""How long a client may send no message while nothing runs for it."""
 
 
 def is_handshake(request: Request) -> bool:
@@ -134,9 +130,9 @@ class WebSocket(SwitchedConnection):
         elif self._pinged_at is not None:
             if now - self._pinged_at > limits.stall_s:
                 self.transport.abort()
-        elif now - self._asked_at > MAX_IDLE_S and self.is_idle:
+        elif now - self._asked_at > limits.unused_s and self.is_idle:
             self.close(CloseCode.GOING_AWAY, "no request for a long time; connect again")
-        elif now - self._heard_at > PING_S and not self.is_full:
+        elif now - self._heard_at > limits.ping_s and not self.is_full:
             self._pinged_at = now
             self.transport.write(encode(Opcode.PING, b""))
 

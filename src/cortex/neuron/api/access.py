@@ -1,4 +1,4 @@
-"""Who may use a node: callers with one of its keys, and no web page of another site."""
+"""Access to a node: for callers with one of its keys, and not for web pages of other sites."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from cortex.http.cross_site import CrossSiteCheck
 from cortex.http.request import Request
 from cortex.neuron.config import NeuronConfig, check_key
 from cortex.settings import SettingsError
+from cortex.wire.dialects.registry import DIALECTS, FAMILIES
 from cortex.wire.errors import CortexError, InvalidAPIKey
 from cortex.wire.fields.body import check_content_type
 from cortex.wire.node.kv_blocks import PATH as KV_PATH
@@ -20,15 +21,19 @@ from cortex.wire.node.neighbours import is_valid_ticket, key_hash
 from cortex.wire.opaque.routes import is_opaque
 
 OPEN_PATH = b"/health"
-"""Needs no key. Without one its response has only the status."""
-_INFERENCE_PATHS = (b"/v1/", b"/tokenize", b"/detokenize", b"/apply-template", b"/infill")
-_OLLAMA_PATHS = b"/api/"
+"""Needs no key; without one the response has only the status."""
+_UNDECLARED_PATHS = tuple(each.prefix.encode() for each in FAMILIES if each.prefix and not each.declares_bodies)
+"""Paths of clients that omit Content-Type."""
+_INFERENCE_PATHS = (
+    *(b"/v1/", b"/tokenize", b"/detokenize", b"/apply-template"),
+    *(dialect.path.encode() for dialect in DIALECTS.values() if dialect.family.declares_bodies),
+)
 _HASHED_CHARACTERS = 1024
 """The cost of a check must not depend on what an unauthenticated client sends."""
 
 
 class NodeKeys:
-    """The keys in force, as hashes. Once there were keys, an empty set rejects every caller."""
+    """The keys in force, as hashes. If there were keys before, an empty set rejects every caller."""
 
     def __init__(self, keys: Iterable[str] = ()) -> None:
         self.required = False
@@ -47,7 +52,7 @@ class NodeKeys:
         return any(matches)
 
     def admits_ticket(self, text: str, path: str) -> bool:
-        """Whether `text` is a ticket of a gateway for what is at `path`: files of a repository, or KV blocks."""
+        """Whether `text` is a gateway's ticket for `path`: files of a repository, or KV blocks."""
         if path == KV_PATH:
             scope = SCOPE
         elif path.startswith(SHARED_FILES):
@@ -93,15 +98,15 @@ class NodeAccess:
             self._check_caller(request)
 
     def check_form(self, request: Request) -> None:
-        """Raises the CortexError that rejects what a web page of another site may have sent to a route that exists."""
+        """Raises the CortexError for a request to an existing route that another site's web page may have sent."""
         content_type, origin = request.text(b"content-type"), request.text(b"origin")
         if is_opaque(request.path.decode("latin-1")):  # a form needs no permission of the browser, and GET may load
             self._cross_site.check_origin(origin, request.text(b"host"), request.text(b"sec-fetch-site"))
             return
         if request.method in (b"GET", b"HEAD"):
             return
-        if request.path.startswith(_OLLAMA_PATHS) and origin is None:
-            return  # Ollama's clients do not declare their bodies, and web pages always send their origin
+        if request.path.startswith(_UNDECLARED_PATHS) and origin is None:
+            return  # web pages always send their origin
         if request.path.startswith(_INFERENCE_PATHS):
             check_content_type(content_type, required=origin is not None)
         else:

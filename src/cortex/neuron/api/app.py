@@ -40,14 +40,11 @@ from cortex.telemetry.spans import Tracer
 from cortex.telemetry.tracing import NoTracer
 from cortex.wire.dialects.ollama.models import BLOBS_PREFIX
 from cortex.wire.dialects.registry import ROUTES
-from cortex.wire.errors import Family
-from cortex.wire.node import headers as our_headers
 from cortex.wire.opaque.routes import is_opaque
 
 log = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = b"x-request-id"
-_ANTHROPIC_REQUEST_ID = our_headers.ANTHROPIC_REQUEST_ID.encode()
 _REQUEST_ID = re.compile(rb"[\w.:/+=-]{1,128}", re.ASCII)
 
 
@@ -67,7 +64,7 @@ class NodeApi:
         scheme: str = "http",
         share_mb_per_s: int | None = None,
     ) -> None:
-        """Without `access`, every local program may use it. `scheme` is that of the URLs that clients use."""
+        """Without `access`, every local program may use it. `scheme`: of the URLs that clients use."""
         self._access = access or NodeAccess(NodeKeys())
         self._metrics = Metrics(backend)
         self._parser = BodyParser()
@@ -145,8 +142,8 @@ class NodeApi:
         given = request.header(REQUEST_ID_HEADER) or b""
         id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
         exchange.added_headers = ((REQUEST_ID_HEADER, id),)
-        if family is Family.ANTHROPIC:
-            exchange.added_headers = (*exchange.added_headers, (_ANTHROPIC_REQUEST_ID, id))
+        if family.id_header is not None:
+            exchange.added_headers = (*exchange.added_headers, (family.id_header, id))
         request_id.set(id.decode())
         stream_failure.set("")
         began_s = time.monotonic()

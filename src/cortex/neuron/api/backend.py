@@ -1,4 +1,5 @@
-"""What the HTTP API needs of a node. `neuron.node.node.Node` is the real one; tests use others to inject faults."""
+"""The interface of a node for the HTTP API. `neuron.node.node.Node` implements it; tests use others to inject
+faults."""
 
 from __future__ import annotations
 
@@ -90,7 +91,7 @@ class TextBackend(Protocol):
 
 
 class Backend(Protocol):
-    """Reads never wait for a device. All errors are CortexErrors. Cancelling a call ends what it has started, except a
+    """Reads never wait for a device. All errors are CortexErrors. Cancelling a call cancels its work, except for a
     load."""
 
     @property
@@ -119,7 +120,7 @@ class Backend(Protocol):
     def task_restarts(self) -> Mapping[str, int]: ...
     async def load(self, request: LoadRequest, *, wait: bool) -> ModelStatus: ...
     async def prepare_member(self, request: PrepareMember) -> PreparedMember: ...
-    async def survey(self, request: LoadRequest) -> ModelStatus: ...
+    async def inspect(self, request: LoadRequest) -> ModelStatus: ...
     async def unload(self, request: UnloadRequest) -> ModelStatus: ...
     def forget_size(self, model_id: str) -> ModelStatus: ...
     async def recycle(self, device: int) -> bool: ...
@@ -128,8 +129,8 @@ class Backend(Protocol):
     def generate(self, model_id: str, request: EngineRequest) -> GenerationStream: ...
 
     async def fetch_kv(self, model_id: str, request: EngineRequest, source: Neighbour) -> None:
-        """Fetches KV of the prompt from a node that has computed it, where that is worth it. Raises nothing."""
+        """Fetches KV of the prompt from a node that has computed it, if that is worthwhile. Never raises."""
 
     def upstream(self, model_id: str) -> Upstream | None:
-        """The server that takes the model's requests as text. `generate`, with an empty prompt, is then a slot in it,
-        which the first output grants."""
+        """The server that takes the model's requests as text. `generate` with an empty prompt then reserves a slot in
+        it, which the first output grants."""

@@ -1,4 +1,4 @@
-"""The bodies of orders, and what the headers of a request say about its body."""
+"""The bodies of orders, and the headers that describe a request."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def tenant_of(request: Request) -> bytes:
 
 
 def class_of(request: Request, asked: RequestClass | None = None) -> RequestClass:
-    """The class that a gateway names; `asked` is what counts of a client without one. Raises InvalidValue."""
+    """The class that a gateway names; `asked` for other clients. Raises InvalidValue."""
     if request.header(_PRINCIPAL) is None:
         return served_class(asked)
     value = (request.header(_CLASS) or b"default").decode("latin-1")
@@ -47,12 +47,12 @@ def class_of(request: Request, asked: RequestClass | None = None) -> RequestClas
 
 
 def kv_source_of(request: Request) -> Neighbour | None:
-    """The node that has computed more of the prompt, as a gateway says; None for other clients."""
+    """The node that has computed more of the prompt, named by a gateway; None for other clients."""
     return kv_blocks.read_source(request.header(_KV_SOURCE))
 
 
 def token_limit_of(request: Request) -> int | None:
-    """The most tokens that a gateway allows a request to use; None without a limit. Raises InvalidValue."""
+    """A gateway's token limit for the request; None without a limit. Raises InvalidValue."""
     value = request.header(_TOKEN_LIMIT)
     if value is None:
         return None
@@ -63,7 +63,7 @@ def token_limit_of(request: Request) -> int | None:
 
 
 def access_of(request: Request) -> Access:
-    """What a request may send to a server. The parser has read it already, so that known fields can be counted."""
+    """Which fields a request may send to a server. Already parsed, so that known fields can be counted."""
     is_known_only = request.header(_FIELDS) is not None or request.header(_TOKEN_LIMIT) is not None
     return "known" if is_known_only else "any"
 
@@ -75,12 +75,12 @@ def gateway_s_of(request: Request) -> float:
 
 
 def client_of(request: Request) -> str:
-    """Who shares what all clients share: the principal, or the address of a client without one."""
+    """The unit of fairness between clients: the principal, or the address of a client without one."""
     return principal_of(request) or request.client
 
 
 def strips_billing(request: Request, setting: bool) -> bool:
-    """Whether this node removes the billing line from a body: a gateway has its own setting for its clients."""
+    """Whether this node removes the billing line from a body; gateways do that for their own clients."""
     return setting and request.header(_PRINCIPAL) is None
 
 

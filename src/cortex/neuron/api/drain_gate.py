@@ -1,4 +1,4 @@
-"""Admits HTTP requests while the node serves. Once closed, it rejects new requests and those that still wait."""
+"""Admits HTTP requests while the node serves. Once closed, it rejects new and waiting requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DrainGate:
         self._waiting: set[asyncio.Task[Any]] = set()
         """Tasks within `wait_for`."""
         self._interrupted: frozenset[asyncio.Task[Any]] = frozenset()
-        """Those of them that `close` has cancelled."""
+        """Tasks among them that `close` has cancelled."""
         self._empty = asyncio.Event()
         self._empty.set()
         self._num_requests = 0

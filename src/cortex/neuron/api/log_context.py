@@ -1,4 +1,4 @@
-"""What log lines say about the request of the current task."""
+"""Log fields of the current task's request."""
 
 from __future__ import annotations
 

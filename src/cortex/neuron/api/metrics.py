@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from cortex.neuron.api.backend import Backend
 from cortex.telemetry.spans import MODEL, OPERATION, operation_name
+from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import CortexError
 from cortex.wire.events import AnyEvent, Finish, Usage
 from cortex.wire.node.protocol import DeviceHealth, HostHealth, ModelState, ModelStatus
@@ -30,12 +31,12 @@ class TokenTimes(Collector):
         self._name, self._documentation = name, documentation
         self._bounds = tuple(bounds)
         self._counts: dict[str, list[int]] = {}
-        """By model: the number of values up to each bound and above the one before, then of those above all."""
+        """By model: the number of values in each bucket, the last of which is above all bounds."""
         self._sums: dict[str, list[float]] = {}
         registry.register(self)
 
     def of(self, model: str) -> Observe:
-        """What counts the times of a model's outputs."""
+        """The counter for the times of a model's outputs."""
         bounds = self._bounds
         counts = self._counts.setdefault(model, [0] * (len(bounds) + 1))
         total = self._sums.setdefault(model, [0.0])
@@ -104,9 +105,10 @@ class Metrics:
         return generate_latest(self._registry)
 
     @contextmanager
-    def watch(self, dialect: str) -> Iterator[RequestWatch]:
-        """Counts one request, however it ends."""
-        watch = RequestWatch(self, operation_name(dialect))
+    def watch(self, kind: str) -> Iterator[RequestWatch]:
+        """Counts one request, however it ends. `kind`: its dialect, or what it needs where that is no text."""
+        codec = DIALECTS.get(kind)
+        watch = RequestWatch(self, operation_name(kind) if codec is None else codec.operation)
         outcome = "ok"
         try:
             yield watch
@@ -125,7 +127,7 @@ class Metrics:
             raise
         finally:
             outcome = "error" if watch.error_code else outcome
-            self.requests.labels(watch.model, dialect, outcome).inc()
+            self.requests.labels(watch.model, kind, outcome).inc()
             error_type = watch.error_code or ("" if outcome == "ok" else outcome)
             self.duration.labels(watch.model, watch.operation, error_type).observe(time.monotonic() - watch.began_s)
 
@@ -143,7 +145,7 @@ class RequestWatch:
         self.error_code: str | None = None
         """The error that ended it, if any."""
         self.finishes: list[Finish] = []
-        """The ends of the choices that have ended."""
+        """The finish reasons of completed choices."""
         self._metrics = metrics
         self._last_s = self.began_s
         self._inter_token: Observe | None = None
@@ -252,7 +254,7 @@ def _of_models(models: Iterable[ModelStatus]) -> Iterator[Metric]:
     sizes = {model.id: model.measured_bytes for model in models if model.state is not ModelState.ASLEEP}
     yield _gauge("model_bytes", "Device memory that a loaded model takes.", "model", sizes)
     replicas = {model.id: model.replicas for model in models if sizes.get(model.id) is not None}
-    yield _gauge("model_replicas", "How often a model is in memory, extra replicas included.", "model", replicas)
+    yield _gauge("model_replicas", "Copies of a model in memory, extra replicas included.", "model", replicas)
     in_host = {model.id: model.host_bytes for model in models if model.host_bytes}
     loaded = {model.id for model in models if model.state is ModelState.READY}
     sleeping = {model_id: num_bytes for model_id, num_bytes in in_host.items() if model_id not in loaded}
@@ -280,7 +282,7 @@ def _of_devices(devices: Iterable[DeviceHealth]) -> Iterator[Metric]:
     temperature = {index: device.temperature_c for index, device in by_index.items()}
     yield _gauge("device_temperature_celsius", "Temperature of the device.", "device", temperature)
     watts = {index: device.watts for index, device in by_index.items()}
-    yield _gauge("device_watts", "What the device draws, where that can be read.", "device", watts)
+    yield _gauge("device_watts", "Power draw of the device, where it can be read.", "device", watts)
 
 
 def _of_host(host: HostHealth | None) -> Iterator[Metric]:
@@ -292,7 +294,7 @@ def _of_host(host: HostHealth | None) -> Iterator[Metric]:
 
 
 def _fallbacks(devices: Iterable[DeviceHealth]) -> Metric:
-    what = "1 for what a library of the engine does not have any more, and the node does without."
+    what = "1 for each feature that the installed libraries lack and the node runs without."
     family = GaugeMetricFamily("neuron_fallbacks", what, labels=["device", "name"])
     for device in devices:
         for fallback in device.fallbacks:

@@ -13,7 +13,8 @@ from cortex.http.server.server import Response
 from cortex.neuron.text.errors import TextModelError
 from cortex.wire import error_encoding
 from cortex.wire.dialects.registry import family
-from cortex.wire.errors import CortexError, Family, LoadFailed
+from cortex.wire.error_encoding import Family
+from cortex.wire.errors import CortexError, LoadFailed
 
 log = logging.getLogger(__name__)
 
@@ -27,15 +28,15 @@ def json(value: Any, *, status: int = 200) -> Response:
 
 
 def family_of(request: Request) -> Family:
-    """The dialect family of the request's path."""
-    return family(path_of(request), is_anthropic=request.header(b"anthropic-version") is not None)
+    """The family of the client of a request."""
+    return family(path_of(request), request.header)
 
 
 def error(problem: CortexError, shape: Family) -> Response:
     """`problem` in the shape of a dialect family."""
     headers = [(name.encode(), value.encode()) for name, value in error_encoding.headers(problem).items()]
-    body = msgspec.json.encode(error_encoding.envelope(problem, shape))
-    return Response(error_encoding.status(problem, shape), (*JSON, *headers), body)
+    body = msgspec.json.encode(shape.envelope(problem))
+    return Response(shape.status(problem), (*JSON, *headers), body)
 
 
 def rejection(problem: CortexError, path: bytes) -> Response:

@@ -33,7 +33,7 @@ from cortex.wire.words import duration, plural
 log = logging.getLogger(__name__)
 
 _BUFFERED_BYTES = 1 << 30
-"""Request bodies in memory, of all connections together, at least."""
+"""Minimum limit for request bodies in memory, of all connections together."""
 _FLUSH_S = 2.0
 """How long responses that the node has ended may take to reach their clients."""
 
@@ -57,15 +57,15 @@ def bind(address: Listen) -> list[socket.socket]:
 
 
 class Front:
-    """What decides who may talk to the node: its keys and its certificate, both renewed while it runs, as is what else
-    of its configuration can be."""
+    """The node's keys and certificate, both reloaded while it runs, together with the other reloadable settings."""
 
     def __init__(self, config: NeuronConfig, path: Path | None, *, insecure: bool) -> None:
         """`path` is the file of `config`, where relative paths start. Raises SettingsError when keys or certificate
         cannot be used, and when others could use the node without a key, unless `insecure` permits that."""
         self._config = config
         self.use: Callable[[NeuronConfig], Awaitable[tuple[str, ...]]] | None = None
-        """Uses the rest of a changed configuration; returns the keys that need a restart. Set once there is a node."""
+        """Applies the rest of a changed configuration; returns the keys that need a restart. Set once there is a
+        node."""
         self._path = path
         self._directory = path.parent if path is not None else Path.cwd()
         self._stamps = self._read_stamps()  # before the keys: a file that changes while they are read is read again
@@ -86,10 +86,10 @@ class Front:
             )
         log.warning("anybody who can reach %s may load and use models: there is no key (--insecure)", config.address)
 
-    async def watch(self) -> None:
-        """Use changed files, for ever. What cannot be used is logged, and what was in force stays."""
+    async def watch(self, check_s: float = CHECK_FILES_S) -> None:
+        """Apply changed files until cancelled. A file that cannot be used is logged, and the old one stays in force."""
         while True:
-            await asyncio.sleep(CHECK_FILES_S)
+            await asyncio.sleep(check_s)
             if self.certificate is not None:
                 self.certificate.reload_if_changed()
             found = self._read_stamps()

@@ -38,7 +38,7 @@ class EventStream:
         content_type: str = sse.CONTENT_TYPE,
         source: EventSource | None = None,
     ) -> None:
-        """`source`: what the events come from, if it calls `send`."""
+        """`source`: the producer of events, if it calls `send`."""
         self._exchange = exchange
         self._source = source
         self._ticker = ticker
@@ -46,7 +46,7 @@ class EventStream:
         self._keepalive_s = keepalive_s
         self._headers = (*stream_headers(content_type), *headers)
         self._has_written = False
-        """Since the last tick; a flag is cheaper to set for each event than the time."""
+        """Whether something was written since the last tick; cheaper per event than reading the clock."""
         self._written_at = ticker.loop.time()
         self._ready: asyncio.Future[None] | None = None
         """Set by a writer that waits until the client has read more."""

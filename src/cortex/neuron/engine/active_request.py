@@ -1,4 +1,4 @@
-"""A running request: its tokens so far, where it ends, and its outputs."""
+"""A running request: its tokens so far, its stop conditions, and its outputs."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class ActiveRequest:
 
     request: EngineRequest
     tokens: list[int]
-    """The prompt's tokens and the drawn ones that the host knows."""
+    """The tokens of the prompt, and the drawn ones that the host knows."""
     sequence: Sequence
-    """Its place in the scheduler, which owns it; only read here."""
+    """Its place in the scheduler, which owns it; read-only here."""
     constraint: Constraint | None = None
-    """The grammar that its output must conform to; None: no constraint."""
+    """The grammar that its output must conform to; None without a constraint."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Those of the prompt from its second token on, as far as steps were read; only if the request asks for them."""
+    """Log-probabilities of the prompt from its second token on, as far as steps were read; only if requested."""
     has_reported: bool = False
-    """Whether its first output was made."""
+    """Whether its first output was produced."""
     is_finished: bool = False
 
     def until_end(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
-        """The next tokens, up to the one that ends the request, and the reason for the end; None if it goes on. The
-        grammar advances over them, so ask about each token once."""
+        """The next tokens, up to the one that ends the request, and the finish reason; None if it continues. Advances
+        the grammar, so call it once per token."""
         request, constraint = self.request, self.constraint
         num_drawn = len(self.tokens) - len(request.prompt)
         for index, token in enumerate(tokens, start=1):
@@ -56,7 +56,7 @@ class ActiveRequest:
         logprobs: tuple[TokenLogprobs, ...],
         checked: CheckedDraft,
     ) -> StepOutput:
-        """The output for the tokens that one row drew. The first output also has what is reported once."""
+        """The output for the tokens that one row drew. The first output also has the facts that are reported once."""
         if finish in ("error", "rejected") and self.constraint is not None:
             return StepOutput(self.request.id, finish=finish, error=self.constraint.failure)
         num_cached: int | None = None
@@ -89,8 +89,8 @@ def draws_of(request: EngineRequest, row: RowPlan) -> list[Draw]:
 
 
 def packed_tokens(name: str, tokens: Ordered[int], vocab: int) -> array[int]:
-    """A copy of the token ids, in 32 bits. An array is checked in a quarter of the time that `min` and `max` take,
-    which matters for prompts of many thousands. Raises RequestError for ids that are not from 0 to `vocab` - 1."""
+    """A copy of the token ids, in 32 bits. Checking an array takes a quarter of the time of `min` and `max`, which
+    matters for long prompts. Raises RequestError for ids that are not from 0 to `vocab` - 1."""
     try:
         packed = array("I", tokens)
         if not packed or np.frombuffer(packed, np.uint32).max() < vocab:
@@ -101,5 +101,5 @@ def packed_tokens(name: str, tokens: Ordered[int], vocab: int) -> array[int]:
 
 
 def _trimmed(logprobs: TokenLogprobs, count: int) -> TokenLogprobs:
-    """With at most `count` alternatives: another request of the batch may have asked for more."""
+    """Cut to `count` alternatives, because another request of the batch may have asked for more."""
     return TokenLogprobs(logprobs.logprob, logprobs.top_ids[:count], logprobs.top_logprobs[:count])

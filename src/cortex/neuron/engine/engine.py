@@ -49,18 +49,18 @@ LEAST_PROMPT_TOKENS = 32
 RESERVED_TOKENS = 512
 """Responses up to this length do not preempt each other."""
 ASSUMED_LIMITS = {"cuda": DeviceLimits(1e12, 1e14), "cpu": DeviceLimits(2e10, 2e11)}
-"""Until steps were measured."""
+"""Assumed until steps are measured."""
 STEP_SIZES = {
     "cuda": SIZES,
     "cpu": (*range(1, MAX_NATIVE_ROWS + 1), *(size for size in SIZES if size > MAX_NATIVE_ROWS)),
 }
-"""Numbers of tokens: decode steps up to the same one take about as long. On a CPU steps are not padded."""
+"""Token counts: decode steps up to the same count take about equally long. On a CPU steps are not padded."""
 STEP_GROWTH = {"cuda": 0.015, "cpu": 0.15}
-"""What a token more adds to the time of a decode step, until it is measured."""
+"""Assumed cost of one extra token per decode step, until measured."""
 
 
 class RequestLoop(Protocol):
-    """Runs the requests of a model that is awake: `StepLoop`, or that of a model that pools texts."""
+    """Runs the requests of a model that is awake: `StepLoop`, or `PoolingLoop` for texts."""
 
     @property
     def counters(self) -> Counters: ...
@@ -94,10 +94,10 @@ class Engine:
         reserved_tokens: int = RESERVED_TOKENS,
     ) -> None:
         """`overlaps`: see `StepLoop`; `moves_weights`: see `ModelSleep`. By default, a GPU does both. `width_rule`: how
-        many draft tokens are checked; None: as many as make the model fastest. `new_drafter`: where they come from.
+        many draft tokens are checked; None for the fastest number. `new_drafter`: the source of drafts.
         `reserved_tokens`: see `SchedulerLimits`."""
         self.shares_device = False
-        """Other models computed on the device just now, so steps should be short. Set by the worker."""
+        """Whether other models have just used the device, so that steps should be short. Set by the worker."""
         self._width_rule = width_rule or self._fastest_widths
         self._new_drafter = new_drafter
         device = loaded.body.parameters.device
@@ -124,7 +124,7 @@ class Engine:
         self._fingerprint: bytes | None = None
         self._asleep: ModelSleep | None = None
         self._loop: RequestLoop | None = self._new_loop()
-        """None while the model is asleep."""
+        """None while the model sleeps."""
         self.info = EngineInfo(
             family=str(loaded.body.architecture.raw["model_type"]),
             dtype=str(loaded.dtype).removeprefix("torch."),
@@ -165,8 +165,8 @@ class Engine:
         self._loaded.compiled(progress, cancelled)
 
     def warm_up(self) -> None:
-        """Captures the smallest graphs and runs one short prompt through them: what the first response needs, and no
-        more. A wake compares the response with that before the sleep, so both go through graphs."""
+        """Captures the smallest graphs and runs one short prompt through them, which is what the first response needs.
+        A wake compares responses before and after, so both use graphs."""
         loop = self._awake()
         loop.prepare_first()
         loop.self_test()
@@ -224,8 +224,8 @@ class Engine:
         return None
 
     def _blocks(self) -> list[BlockTensors]:
-        """The pages of each KV group, then the slots of states if the model has them; without memory where none of the
-        layers here have any."""
+        """The pages of each KV group, then the slots of states if the model has them; without memory for groups of no
+        layer here."""
         memory = self._loaded.memory
         blocks = [BlockTensors(tensors) for tensors in memory.blocks]
         if self.model.architecture.is_recurrent and len(blocks) == len(memory.num_pages):
@@ -249,7 +249,7 @@ class Engine:
         return self._fingerprint
 
     def _named(self, own: bytes) -> bytes:
-        """The name of blocks of this model; `own`: that of what is loaded here."""
+        """The name of this model's blocks; `own`: the name of the part loaded here."""
         return own
 
     def _fastest_widths(self, runner: Runner) -> WidthRule:
@@ -284,8 +284,8 @@ class Engine:
     # -- requests --------------------------------------------------------------------------------------------------
 
     def compile(self, grammar: str, tenant: bytes) -> None:
-        """Makes the `submit` of a request of this tenant with this grammar fast. Any thread may call it, so that a
-        large grammar does not delay steps. Raises RequestError for a grammar that does not compile."""
+        """Compiles a grammar ahead of the `submit` of this tenant's request. Callable on any thread, so that a large
+        grammar does not delay steps. Raises RequestError for a grammar that does not compile."""
         self._constraints.compile(grammar, tenant)
 
     def submit(self, request: EngineRequest) -> None:
@@ -310,7 +310,7 @@ class Engine:
         return self._awake().isolate()
 
     def prepare(self) -> bool:
-        """Builds one more thing that later steps may use, while there are none; false if nothing is left."""
+        """While idle, builds one more thing that later steps may use; false if nothing is left."""
         return self._loop is not None and self._loop.prepare()
 
     # -- sleep -----------------------------------------------------------------------------------------------------
@@ -366,8 +366,7 @@ class Engine:
             self._loaded.team.holds_places = are_held
 
     def keep_pages(self, host: DeviceHostMemory | None) -> DeviceHostMemory | None:
-        """Keeps pages and states in this host memory when the device has no room for them, or in a new one, and returns
-        it."""
+        """Keeps pages and states that do not fit the device in this host memory, or in a new one, and returns it."""
         if isinstance(self._loop, StepLoop):
             host = self._host_memory = host or DeviceHostMemory.on(self._device)
             host.open_disk(Path(self._spec.kv_disk_dir), self._spec.kv_disk_bytes, self._device)
@@ -383,7 +382,8 @@ class Engine:
         return True
 
     def save_pages(self) -> None:
-        """Copies to host memory what is not there yet, before the model sleeps or is closed. It must have no work."""
+        """Copies pages and states that are not in host memory yet, before the model sleeps or is closed. It must have
+        no work."""
         if isinstance(self._loop, StepLoop):
             self._loop.save_pages()
 
@@ -393,11 +393,11 @@ class Engine:
 
     @property
     def tier(self) -> HostTier | None:
-        """What is kept of the model beyond its device; None while it is asleep, and for one that keeps nothing."""
+        """The model's pages outside of device memory; None while it sleeps, or if it keeps none."""
         return self._loop.host if isinstance(self._loop, StepLoop) else None
 
     def forget_pages(self, is_chosen: Callable[[Digest], bool]) -> None:
-        """Forgets what is cached on the device of these prefixes. Requests that run keep theirs."""
+        """Drops the device's cached pages of these prefixes. Running requests keep theirs."""
         forget_tokens()
         if isinstance(self._loop, StepLoop):
             self._loop.forget(is_chosen)

@@ -1,4 +1,4 @@
-"""What an engine raises. The device worker maps these onto the wire's error tree."""
+"""Errors of an engine. The device worker maps these onto the wire's error tree."""
 
 
 class EngineError(Exception):
@@ -13,7 +13,7 @@ class UnsupportedError(LoadError):
     """No retry helps: the engine does not run this model, or not with these options."""
 
 
-class NoRoomError(LoadError):
+class InsufficientMemory(LoadError):
     """The model does not fit into the memory that is free now; it may fit after other models are unloaded."""
 
 

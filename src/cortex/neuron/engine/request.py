@@ -12,11 +12,11 @@ from typing import Any, Literal, NamedTuple
 
 from cortex.neuron.engine.errors import RequestError
 from cortex.neuron.engine.roofline.step_work import StepWork
-from cortex.neuron.vision.picture import Picture
+from cortex.neuron.pictures.picture import Picture
 from cortex.system.fair_turns import DEFAULT
 
 FinishReason = Literal["stop", "length", "cancelled", "error", "rejected"]
-"""`rejected`: the request contradicts itself, which only its output shows."""
+"""`rejected`: the request contradicts itself, which shows only in its output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +36,16 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
-    """The seed of the noise: the same seed draws the same tokens from the same logits. Logits follow the rest of the
-    batch in their last bits, unless the model is loaded as `deterministic`."""
+    """The seed of the noise: the same seed draws the same tokens from the same logits. The last bits of logits depend
+    on the rest of the batch unless the model is `deterministic`."""
     top_logprobs: int | None = None
     """None: no logprobs. 0: of the drawn token only. N: also of the N top tokens."""
     allowed_token_ids: tuple[int, ...] = ()
-    """The only tokens that may be drawn; empty: all."""
+    """The only tokens that may be drawn; empty for all."""
 
     def check(self) -> None:
-        """Raises RequestError for a value outside the range in which single precision gives finite values. Integers
-        need no upper bound: they are cut to the vocabulary and the context."""
+        """Raises RequestError for a value with which single precision may overflow. Integers need no upper bound,
+        because they are cut to the vocabulary and the context."""
         for name, (low, high) in _COMPUTABLE.items():
             _check_range(name, getattr(self, name), low, high)
         for token, bias in self.logit_bias:
@@ -72,7 +72,7 @@ def _check_range(name: str, value: float, low: float, high: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PooledTexts:
-    """Texts of which a model makes a vector or a score each, in batches with those of other requests."""
+    """Texts to turn into a vector or a score each, in batches with those of other requests."""
 
     ids: bytes
     """The token ids of all texts, one text after another, as 32-bit integers."""
@@ -81,12 +81,12 @@ class PooledTexts:
     first_segments: tuple[int, ...] = ()
     """The tokens of the first of two segments, for each text; empty: every text is one segment."""
     dimensions: int | None = None
-    """The first elements of each vector, as many as this; None: all."""
+    """Length to which each vector is cut; None for all elements."""
     normalize: bool = False
-    """At length one, after vectors are cut."""
+    """Whether vectors are normalised to length one, after they are cut."""
     num_queries: int = 0
-    """The first texts are queries: one for each of the others, or one for all. The result is then no vectors but the
-    cosine of each other text with its query."""
+    """Number of queries at the start of the texts: one for each of the others, or one for all. The result is then the
+    cosine of each other text with its query, instead of vectors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,35 +95,35 @@ class EngineRequest:
 
     id: str
     prompt: Sequence[int]
-    """A tuple. In a worker an array, as it was received, which can be neither hashed nor sent on."""
+    """A tuple; in a worker the received array, which can be neither hashed nor forwarded."""
     max_tokens: int
     sampling: SamplingParams = SamplingParams()
     stop_token_ids: tuple[int, ...] = ()
-    """EOS ids and those of the client; the stop token is counted, but not returned as text."""
+    """EOS ids and the client's; the stop token is counted but not returned as text."""
     min_tokens: int = 0
     grammar: str | None = None
     """A grammar in the form `text.grammar` compiles, constraining the output; None: free."""
     principal: str = ""
-    """Whose share of the slots it uses (`node/admission.py`) and of the prefill
-    (`engine/scheduling/budget.py`); empty: anonymous."""
+    """The unit of fairness for slots (`node/admission.py`) and prefill (`engine/scheduling/budget.py`); empty if
+    anonymous."""
     level: int = DEFAULT
     """Of its class (`system/fair_turns.py`): those of lower levels wait, and are preempted first."""
     tenant: bytes = b""
-    """With which other requests it shares what is kept of prompts: those of the same tenant. A digest; empty: with all
-    that have none."""
+    """Requests of the same tenant share cached prefixes. A digest; empty: shared with all others that have none."""
     checkpoint_at: tuple[int, ...] = ()
     """Prompt positions (turn ends) where a model with recurrent layers should save its state for later turns."""
     prompt_logprobs: int | None = None
-    """None: not of the prompt. 0: of each prompt token after the first. N: also of the N top tokens at its position."""
+    """Log-probabilities of the prompt. None: none. 0: of each prompt token after the first. N: also of the N top tokens
+    at its position."""
     prediction: tuple[int, ...] = ()
     """The expected output. Where it is right, several tokens are checked in one step."""
     speculates: bool = True
-    """Whether draft tokens may be checked for it, as far as the model does so. The output is the same."""
+    """Whether draft tokens may be checked for it, if the model supports that. The output is the same."""
     uses_prefix_cache: bool = True
-    """If not, it reuses no prefix. Nothing of it stays in the prefix cache or goes to host memory, where it would
-    displace other prefixes."""
+    """If false, it reuses no prefix, and its pages are not kept in the prefix cache or host memory, where they would
+    displace others."""
     pictures: tuple[Picture, ...] = ()
-    """In the order of their positions in the prompt, which has a token at each of them."""
+    """In the order of their positions in the prompt, which has a token for each position."""
     texts: PooledTexts | None = None
     """For an embedding or rerank model, which continues no sequence: `prompt` is empty then."""
 
@@ -142,8 +142,8 @@ class TokenLogprobs:
 class StepOutput(NamedTuple):
     """The output of one step for one request. The last output of a request has `finish`.
 
-    A named tuple: one is made, sent to the daemon and read there for every token, which takes a fifth of what it would
-    with a frozen dataclass.
+    A named tuple, because one is made, sent to the daemon and read there for every token: it takes a fifth of the time
+    of a frozen dataclass.
     """
 
     request_id: str
@@ -162,7 +162,7 @@ class StepOutput(NamedTuple):
     num_predicted: int = 0
     """Those of `tokens` that the request's prediction has at the same place, drafted or not."""
     vectors: bytes = b""
-    """What a request for texts gets: their vectors or scores in order, as little-endian float32."""
+    """The result of a request for texts: their vectors or scores in order, as little-endian float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ class RankSpec:
     """0 is the leader: it plans the steps, draws the tokens and serves the requests."""
     size: int
     directory: str
-    """Private to this load: the ranks find each other through files in it."""
+    """A directory private to this load, through whose files the ranks find each other."""
     backend: Literal["nccl", "sockets"] = "sockets"
     device_locks: tuple[str, ...] = ()
     """A file for each device of the group, in the same order for all models. The leader locks them for each step."""
@@ -195,48 +195,48 @@ class StageSpec:
 
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
-    """What to load and how. `path` is local: a directory with safetensors, or one GGUF file."""
+    """A load's files and options. `path` is local: a directory with safetensors, or one GGUF file."""
 
     path: str
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     quant: str | None = None
-    """How dense matrices are quantised as they are loaded (a spelling that `recipe_of` knows); None: they are not."""
+    """How dense matrices are quantised at load (a spelling that `recipe_of` knows); None: not at all."""
     context_tokens: int | None = None
     wanted_tokens: int = 0
-    """The context that captured steps leave room for. 0: they come first."""
+    """The context for which captured steps leave room; 0: graphs take precedence."""
     kv_dtype: Literal["auto", "fp8"] = "auto"
-    """The dtype in which keys and values are kept; `auto`: the one that the model computes in."""
+    """The dtype of keys and values; `auto`: that of the model's arithmetic."""
     deterministic: bool = False
     """Whether the tokens of a request are independent of the batch (batch-invariant arithmetic), which is slower."""
     speculation: Literal["off", "lookup", "mtp", "draft"] = "lookup"
-    """Where draft tokens come from, which a step checks in addition to drawing one; `off`: there are none. `mtp`: also
-    from the model's own head for further tokens; `draft`: also from the model at `draft_path`."""
+    """The source of draft tokens, which steps check in addition to drawing one. `off`: none. `mtp`: also the model's
+    own prediction head; `draft`: also the model at `draft_path`."""
     draft_path: str = ""
-    """Where a smaller model with the same tokenizer is; empty: there is none."""
+    """The path of a smaller model with the same tokenizer; empty without one."""
     vision: Literal["device", "cpu", "off"] = "device"
-    """Where the vision tower is, if the model has one; `off`: it is not loaded, and the model reads text only."""
+    """The place of the vision tower, if the model has one; `off`: not loaded, and the model reads text only."""
     max_num_seqs: int = 256
     prefill_chunk_tokens: int | None = None
     """Most tokens of prefill in one step; None: the default of the device."""
     step_ms: float = 50.0
     """Expected time that prompts may extend a step to while others wait for it."""
     memory_bytes: int | None = None
-    """Limit for weights and KV together; None: all that is free on the device, less a reserve."""
+    """Limit for weights and KV together; None: all free memory of the device, less a reserve."""
     min_free_bytes: int = 0
     """Always left free on the device."""
     model_id: str = ""
-    """Under which pages in host memory are reported; empty: they are not."""
+    """The id under which pages in host memory are reported; empty: not reported."""
     rank: RankSpec | None = None
     """The rank to load of a model that is divided among several devices; None: the whole model."""
     kv_host_bytes: int = 0
-    """Host memory for pages of the models of the device that are not on it; 0: they are lost."""
+    """Host memory for pages that leave the device, for all its models; 0: none are kept."""
     host_weight_bytes: int = 0
-    """The most host memory that weights may take which the device has no room for; 0: all are on the device."""
+    """Limit of host memory for weights that do not fit the device; 0: all weights are on the device."""
     kv_disk_dir: str = ""
     kv_disk_bytes: int = 0
-    """The folder for pages that leave host memory, and how much of its disk they may use; 0: they are lost."""
+    """The folder for pages that leave host memory, and the disk space that they may use; 0: none are kept."""
     num_host_shares: int = 1
-    """On a CPU: how many devices divide the memory of the host equally."""
+    """On a CPU: the number of devices that share the host's memory equally."""
     stages: tuple[StageSpec, ...] = ()
     """The layers of each rank, if the model is divided by layers. Empty: the ranks divide every layer."""
 
@@ -266,7 +266,7 @@ class EngineInfo:
     """Longest sequence that this engine accepts: the model's own limit, or less if its pages hold less."""
     vocab_size: int
     weight_bytes: int
-    """With the tables of positions."""
+    """Includes the position tables."""
     kv_bytes: int
     """Memory of sequences: KV pages, and recurrent states if the model has them."""
     page_tokens: int
@@ -276,22 +276,22 @@ class EngineInfo:
     vector_width: int = 0
     """The length of a text's vector, 1 for a score; 0 for a model that generates text."""
     work: StepWork | None = None
-    """What its steps read and compute; None: it is not known."""
+    """What its steps read and compute; None if unknown."""
     host_weight_bytes: int = 0
     """Weights in host memory, which `weight_bytes` does not count."""
     host_locked_bytes: int = 0
     """The part of host memory for weights that is page-locked."""
     kv_name: str = ""
-    """What names its blocks on disk, in hex; empty: they are not there."""
+    """The name of its blocks on disk, in hex; empty if none are written."""
 
     @property
     def kv_tokens(self) -> int | None:
-        """Tokens that fit in the KV pages; None: it has none, or a server has them."""
+        """Tokens that fit in the KV pages; None if it has none, or if a server has them."""
         return self.num_pages * self.page_tokens if self.kv_bytes else None
 
     @property
     def token_bytes(self) -> float:
-        """KV of a token; 0: it has none."""
+        """KV bytes per token; 0 without KV."""
         return self.kv_bytes / self.kv_tokens if self.kv_tokens else 0.0
 
 
@@ -302,9 +302,9 @@ class KeptPages:
     num_bytes: int
     """In host memory."""
     num_tokens: int = 0
-    """Tokens whose pages these are; 0: the model has states only."""
+    """Tokens in these pages; 0 if the model has only states."""
     tokens_per_s: float | None = None
-    """How fast they come to the device on average; None: that is not known."""
+    """Average rate at which they return to the device; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,9 +319,9 @@ class Counters:
     fetched_tokens: int = 0
     """Prompt tokens whose pages were in host memory; they count as cached too."""
     drafted_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Draft tokens that were checked, by where they came from."""
+    """Draft tokens that were checked, by source."""
     accepted_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Those of them that were drawn."""
+    """Those of them that were accepted."""
 
     def plus(self, more: Counters) -> Counters:
         return Counters(
@@ -356,7 +356,7 @@ class EngineStats(Counters):
     graph_s: float = 0.0
     """The time that the captures took."""
     prompt_token_s: float = 0.0
-    """Expected seconds for a token of a prompt, without attention; 0: not known."""
+    """Expected seconds per prompt token, without attention; 0 if unknown."""
     failed_kernel_passes: int = 0
     """1 if the kernels of the model could not be compiled ahead: each is compiled when it is first used."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cortex.formats.units import gib
-from cortex.neuron.engine.errors import DamagedError, NoRoomError
+from cortex.neuron.engine.errors import DamagedError, InsufficientMemory
 from cortex.neuron.engine.loading.loading import LoadedModel
 from cortex.neuron.engine.memory.device import device_memory
 from cortex.neuron.engine.memory.host_weights import HostWeights
@@ -55,7 +55,7 @@ class ModelSleep:
             self._weights.release()
 
     def check_room(self, spec: LoadSpec, device: torch.device) -> None:
-        """Raises NoRoomError if the awake model would leave too little of the device for activations.
+        """Raises InsufficientMemory if the awake model would leave too little of the device for activations.
 
         The libraries already hold their part of the reserve that a load keeps free, so half of it must be free.
         """
@@ -63,7 +63,7 @@ class ModelSleep:
         need = self._loaded.memory.num_bytes + self.moved_bytes
         have = memory.free_bytes - spec.min_free_bytes - memory.reserve_bytes // 2
         if need > have:
-            raise NoRoomError(
+            raise InsufficientMemory(
                 f"the model needs {gib(need)} on {device} to wake up, "
                 f"but {gib(max(have, 0))} can be used; unload something"
             )

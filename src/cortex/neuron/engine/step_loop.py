@@ -25,7 +25,7 @@ from cortex.neuron.engine.speculation.speculation import Speculation
 from cortex.neuron.engine.speculation.width_rule import StepTime
 
 PRICED_TOKENS = 1024
-"""The length of a prompt for which the time per token is reported."""
+"""The prompt length for which the time per token is reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class _InFlight:
 class StepLoop:
     """Owns the requests of one engine from their submission to their last output. Belongs to the engine thread.
 
-    Only this loop writes what a request is: its `ActiveRequest`. The scheduler writes where it lies, its `Sequence`;
-    the speculation, what is drafted for it.
+    Each fact has one writer: this loop writes a request's content (`ActiveRequest`), the scheduler its place
+    (`Sequence`), and the speculation its drafts.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class StepLoop:
         self._counters = counters
         self._overlaps = overlaps
         self.host: HostTier | None = None
-        """Where pages are when the device has no room for them; None: nowhere."""
+        """Pages outside of the device; None if they are not kept."""
         self._active: dict[str, ActiveRequest] = {}
         """By the id of the request, whether or not it has been admitted."""
         self._constrained: set[str] = set()
-        """Requests with a grammar: a step that draws for one is planned when all tokens before it are read."""
+        """Requests with a grammar: a step that draws for one is planned only when all earlier tokens are read."""
         self._in_flight: deque[_InFlight] = deque()
         self._read_at: float | None = None
         """When the latest step was read, if the device has been busy since."""
@@ -82,9 +82,9 @@ class StepLoop:
         self._failed: tuple[ActiveRequest, ...] = ()
         """The requests of the step that raised last."""
         self._is_reading = False
-        """Whether the step before the one that is launched is being read."""
+        """Whether the previous step is being read while another is launched."""
         self._suspects: deque[ActiveRequest] = deque()
-        """Requests that are computed one at a time, the first of them next."""
+        """Requests to compute one at a time, in order."""
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ class StepLoop:
         return has_built or (self.host is not None and self.host.copy_while_idle())
 
     def keep_pages(self, new_tier: Callable[[Scheduler], HostTier]) -> None:
-        """Copies pages to host memory from now on."""
+        """Enables copies of pages to host memory."""
         self.host = new_tier(self._scheduler)
         self._scheduler.use_offloaded(self.host)
 
@@ -174,17 +174,17 @@ class StepLoop:
             self.host.collect(wait=True)
 
     def forget(self, is_chosen: Callable[[Digest], bool]) -> None:
-        """Forgets what is cached on the device of these prefixes. Requests that run keep theirs."""
+        """Drops the device's cached pages of these prefixes. Running requests keep theirs."""
         self.end_copies()
         self._scheduler.forget(is_chosen)
 
     def save_pages(self) -> None:
-        """Copies to host memory what is not there yet. There must be no work."""
+        """Copies pages that are not in host memory yet. There must be no work."""
         if self.host is not None:
             self.host.save()
 
     def prepare_first(self) -> None:
-        """Builds what a short prompt and its response use."""
+        """Builds what a short prompt and its response need."""
         self._runner.prepare_first()
 
     def self_test(self) -> tuple[int, ...]:
@@ -245,7 +245,7 @@ class StepLoop:
         return scheduler.plan()
 
     def _with_proposals(self, plan: StepPlan) -> StepPlan:
-        """The plan, and how many draft tokens are computed with it."""
+        """The plan with its number of draft tokens to compute."""
         if not self._speculation.proposes:
             return plan
         planned = {row.row: row for row in plan.rows if row.decodes}
@@ -285,8 +285,8 @@ class StepLoop:
         self._counters = self._counters.plus(Counters(steps=1, prompt_tokens=num_prompt_tokens))
 
     def _mask(self, drawing: Ordered[tuple[ActiveRequest, RowPlan]]) -> GrammarMask | None:
-        """The tokens that the rows of a step may draw. Called while the device computes the step: what the step before
-        drew is read first, and the device does not wait unless its own part is shorter."""
+        """The tokens that the rows of a step may draw. Called while the device computes the step: reads the previous
+        step's tokens first, so the device waits only if it finishes earlier."""
         self._is_reading = True
         self._collect_all()
         self._is_reading = False

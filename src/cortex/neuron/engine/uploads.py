@@ -22,8 +22,8 @@ _pinned = partial(torch.empty, dtype=torch.uint8, pin_memory=True)
 
 
 def upload(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:
-    """The arrays on the device, in one copy: each copy takes the host as long as many kilobytes do. It does not wait
-    for the device. On a CPU the tensors share the arrays' memory where these are contiguous."""
+    """The arrays on the device, in one copy, because each copy has a high fixed cost on the host. Does not wait for the
+    device. On a CPU the tensors share the memory of contiguous arrays."""
     if device.type == "cpu":
         return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
     memory, views = packed(arrays, _pinned)
@@ -36,7 +36,7 @@ def host_memory_for(memory: Tensor) -> Tensor:
 
 
 def fill(memory: Tensor, array: NDArray[Any]) -> None:
-    """Copies an array to memory on the device. It does not wait."""
+    """Copies an array to memory on the device without waiting."""
     host = host_memory_for(memory)
     host.numpy()[:] = array
     memory.copy_(host, non_blocking=True)
@@ -45,7 +45,7 @@ def fill(memory: Tensor, array: NDArray[Any]) -> None:
 def packed(
     arrays: Sequence[NDArray[Any]], new_memory: Callable[[int], Tensor]
 ) -> tuple[Tensor, Callable[[Tensor], list[Tensor]]]:
-    """The arrays one after the other in new memory of bytes, and what finds them in a copy of it."""
+    """The arrays, concatenated in new memory, and a function that finds them in a copy of it."""
     starts, size = [], 0
     for array in arrays:
         starts.append(size)

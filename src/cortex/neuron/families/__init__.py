@@ -1,1 +1,1 @@
-"""What each model family calls things, a descriptor for each: everything else asks `registry`. Data only."""
+"""The names of each model family, as one descriptor each. Other packages read them through `registry`. Data only."""

@@ -1,4 +1,4 @@
-"""The descriptor of a model family: whatever its published files and its models' output name in their own way."""
+"""The descriptor of a model family: the names in its published files and in its models' output."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any, Final, Literal
 from cortex.neuron.families.gguf import GGUFArchitecture
 from cortex.neuron.families.splits import Split
 from cortex.neuron.families.tool_calls import HERMES_JSON, ToolSyntax
-from cortex.neuron.vision.spec import PictureDefaults
+from cortex.neuron.pictures.spec import PictureDefaults
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarkers:
-    """What a model writes before and after its reasoning."""
+    """The markers that a model writes around its reasoning."""
 
     open: str
     close: str
     """Empty if the syntax of its calls has messages for reasoning."""
     follow: str = "\n\n"
-    """What the model writes between its reasoning and its response."""
+    """Text between reasoning and response."""
     response_tags: tuple[str, str] | None = None
     """Tags around the response (`text/output/reasoning.py`)."""
 
@@ -33,20 +33,20 @@ OTHER_MARKERS: Final = (
     ReasoningMarkers("<reasoning>", "</reasoning>"),
     ReasoningMarkers("<thought>", "</thought>"),
 )
-"""Those of no family here."""
+"""Markers of no family here."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """Model types that differ in nothing but their sizes and options."""
+    """Model types that differ only in sizes and options."""
 
     model_types: tuple[str, ...]
     """`model_type` of `config.json`. Architectures of GGUF files have the first."""
     models: str = ""
     """The published models, for the documentation."""
     tensor_names: Mapping[str, str] = field(default_factory=dict)
-    """Parts of the names of published tensors → what layers call them. A part without a dot in front is a prefix. Where
-    two apply at one place, the first does."""
+    """Parts of published tensor names → the layers' names. A part without a leading dot is a prefix. If two match at
+    one place, the first applies."""
     tensor_prefix: str = ""
     """A pattern of the prefix of all names in models with a head, which `tensor_names` do not have."""
     experts: Literal["by_name", "interleaved", "by_columns"] = "by_name"
@@ -55,10 +55,10 @@ class ModelFamily:
     """Whether pairs of adjacent dimensions rotate. Here the two halves of the rotated dimensions are pairs."""
     head_dim: int | None = None
     rotated_fraction: float = 1.0
-    """What configs leave out."""
+    """Defaults of options that configs leave out."""
     tool_syntaxes: tuple[ToolSyntax, ...] = (HERMES_JSON,)
-    """What its models write, for the documentation and its tests: the chat template of a model decides. Models without
-    a syntax of their own get Hermes JSON described."""
+    """The syntaxes of its published models, for the documentation and tests; the chat template of a model decides.
+    Models without one get Hermes JSON in their prompt."""
     reasoning: ReasoningMarkers | None = None
     pretokenizers: Mapping[str, Split] = field(default_factory=dict)
     """By `tokenizer.ggml.pre` of GGUF files."""
@@ -74,7 +74,7 @@ class ModelFamily:
     """Options that a language model gets in GGUF files with a tower."""
     is_encoder: bool = False
     pooling: Literal["", "mean", "last"] = ""
-    """How texts become vectors where the files do not say; empty: models generate text."""
+    """The pooling if files do not define one; empty if models generate text."""
     score_head: Literal["score", "pooler", "classifier", "normed"] = "score"
     """The layers of a rerank model's head."""
     may_rerank: bool = False

@@ -1,4 +1,4 @@
-"""How a family is stored in GGUF files, and what several families share of it."""
+"""How a family is stored in GGUF files, and shared parts of several families."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class GGUFArchitecture:
     """Tensors of a layer that Llama lacks or calls otherwise, by the hub's names."""
     is_mixture: bool = False
     mixer: Literal["attention", "gated_delta", "short_convolution", "mamba"] = "attention"
-    """What most layers have instead of attention."""
+    """The mixer that most layers have instead of attention."""
     rotates_part: bool = False
     """Whether a part of each head rotates."""
     is_interleaved: bool = False
@@ -54,7 +54,7 @@ class GGUFArchitecture:
     heads_by_layer: bool = False
     """Whether layers may have different numbers of heads."""
     sizes_by_layer: bool = False
-    """Whether layers differ in their sizes, and `options` says how; the config has those of the first."""
+    """Whether layers differ in size, as described by `options`; the config has the sizes of the first."""
     norms: Literal["plain", "plus_one", "plus_one_but_last"] = "plain"
     """Whether converters add one to the weights of norms."""
     last_norm: str = "output_norm"
@@ -94,7 +94,7 @@ def num_dense(keys: GGUFKeys) -> int:
 
 
 def check_scoring(keys: GGUFKeys, known: int) -> None:
-    """Rejects a router that turns scores into weights in another way than the family's."""
+    """Rejects a router whose scoring function differs from the family's."""
     if keys.has("expert_gating_func") and keys.count("expert_gating_func") != known:
         raise keys.unsupported("expert_gating_func", f"of this family only {known} is supported")
 

@@ -20,7 +20,7 @@ class CallFrame:
     before: str
     after: str
     closing: str
-    """Empty if the end of the call says enough."""
+    """Empty if the end of the call suffices."""
     is_control: bool = False
     """Whether the markers are control tokens, which are never text."""
     section: tuple[str, ...] = ()
@@ -51,7 +51,7 @@ class TagForm:
     """What follows the name of a parameter, up to its value; white space may be between."""
     parameter_close: str
     quote: str = ""
-    """What the model was trained to write around names."""
+    """The text that the model was trained to write around names."""
     value_break: str = ""
     """A line break next to the value that is layout."""
     token: str = ""
@@ -67,10 +67,10 @@ class TagForm:
 
 @dataclass(frozen=True, slots=True)
 class NamedForm:
-    """What is written between the opening of a call and its JSON arguments."""
+    """The text between the opening of a call and its JSON arguments."""
 
     head: re.Pattern[str]
-    """All that may precede the arguments, with the group `name`."""
+    """A pattern of everything that may precede the arguments, with the group `name`."""
     before: tuple[str, ...] = ()
     """What the model was trained to write before the name, and after it."""
     between: tuple[str, ...] = ()

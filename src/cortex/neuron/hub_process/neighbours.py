@@ -1,7 +1,7 @@
-"""Files from other nodes of the fleet, in place of the hub. Whoever sends them, the caller checks their digests.
+"""Files from other nodes of the fleet instead of the hub. The caller checks all digests.
 
-A transfer goes on where the last one stopped, with the next node. A node that fails is asked no more while there is the
-hub, and one that has sent wrong bytes never again.
+A transfer continues where the last one stopped, with the next node. A node that fails is not used again while the hub
+is reachable, and one that sent wrong bytes never again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BUFFER_BYTES: Final = 1 << 20
 
 
 class NeighbourFailed(Exception):
-    """A neighbour has not sent what it was asked for."""
+    """A neighbour has not sent the requested data."""
 
 
 class Neighbours:
@@ -89,8 +89,8 @@ class Neighbours:
         raise failure
 
     def distrust_senders(self, file: RemoteFile) -> bool:
-        """The file that came is not the listed one. Whether neighbours have sent parts of it: they are asked no
-        more."""
+        """The received file does not match the listing. Returns whether neighbours sent parts of it, which are not used
+        again."""
         with self._lock:
             senders = self._senders.pop(file.digest, set())
             self._untrusted |= senders
@@ -99,7 +99,7 @@ class Neighbours:
         return bool(senders)
 
     def _in_turn(self, failed: set[str]) -> list[Neighbour]:
-        """Those to ask; each file begins with another one, so that all of them send."""
+        """The neighbours to ask; each file begins with another one, to spread the load."""
         with self._lock:
             self._num_begun += 1
             usable = [each for each in self._all if each.name not in failed | self._untrusted]

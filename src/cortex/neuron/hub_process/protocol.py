@@ -1,4 +1,4 @@
-"""What the daemon and its hub process send each other."""
+"""The messages between the daemon and its hub process."""
 
 from __future__ import annotations
 

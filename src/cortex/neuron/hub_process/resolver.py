@@ -1,4 +1,4 @@
-"""Resolves a model name to files on disk, downloads them if necessary, and says what a repository offers."""
+"""Resolves a model name to files on disk, downloads them if necessary, and lists what a repository offers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _OF_THE_HUB: Final = ("HF_", "HUGGING_FACE_")
 
 
 class HubProcess:
-    """A context manager: the process ends with the block, at once. Belongs to one thread, which it makes wait."""
+    """A context manager: leaving the block ends the process at once. Belongs to one thread, which waits for calls."""
 
     def __init__(self, environment: Mapping[str, str], cancelled: Callable[[], bool]) -> None:
         """`environment` has the variables of the hub's tools: HF_TOKEN, HF_ENDPOINT, … Raises HubError for a token that
@@ -160,8 +160,8 @@ def resolve(
 def _listing(
     hub: HubProcess, cache: RepositoryCache, source: HubSource, objection: Objection, sources: FileSources
 ) -> tuple[Listing, FileSources] | Path:
-    """What the model consists of, and where it comes from; or the complete model in the cache, if the hub does not say.
-    Raises CheckpointError."""
+    """The model's files and their sources, or the complete model in the cache if the hub is unavailable. Raises
+    CheckpointError."""
     reason = HubError(
         f"no node that has {source.repository} can be reached; pull it from the hub, or start such a node"
     )

@@ -35,7 +35,7 @@ class PrefillRow:
 
 @dataclass(frozen=True, slots=True)
 class PictureVectors:
-    """What stands at the positions of pictures in place of the embeddings of their tokens."""
+    """The vectors that replace token embeddings at the positions of pictures."""
 
     index: Tensor
     """[vectors] int64: the tokens of the step, ascending"""
@@ -139,7 +139,7 @@ class Batch:
 
     @property
     def kept(self) -> dict[Hashable, Any]:
-        """What a layer leaves for later ones of the same pass, by the layer. Each pass writes it before it reads it."""
+        """Values that a layer leaves for later ones of the same pass, by layer. Each pass writes before it reads."""
         return self._kept
 
 

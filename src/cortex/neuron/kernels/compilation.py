@@ -1,8 +1,8 @@
 """Compiles kernels before they are launched: several at a time, and for a card that need not be there.
 
 A pass over tensors on the `meta` device computes nothing. Within `collected`, each launch of such a pass is a kernel to
-compile: for the card that `device_facts.pretend` names, in a pool of threads, which write Triton's cache. Its compiler
-holds the interpreter lock for a part of the time only, and the assembler is a process.
+compile: for the card that `device_properties.pretend` names, in a pool of threads, which write Triton's cache. Its
+compiler holds the interpreter lock for a part of the time only, and the assembler is a process.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cortex.neuron.kernels.device_facts import facts_of
+from cortex.neuron.kernels.device_properties import properties_of
 from cortex.neuron.private_api.triton import COLLECTED_LAUNCHES, Kernel, triton, use_recorded_key
 
 tl: Any = None
@@ -45,13 +45,13 @@ def _compiled(function: Any = None, **options: Any) -> Any:
     return Kernel(function, **options) if function is not None else partial(Kernel, **options)
 
 
-def _decorator() -> Callable[..., Any]:
+def _decorator(*, interpreted: bool) -> Callable[..., Any]:
     if not TRITON:
         return _identity
-    return _compiled if COLLECTED_LAUNCHES.is_usable and not INTERPRETED else triton.jit
+    return _compiled if COLLECTED_LAUNCHES.is_usable and not interpreted else triton.jit
 
 
-jit: Callable[..., Any] = _decorator()
+jit: Callable[..., Any] = _decorator(interpreted=INTERPRETED)
 
 
 def constant(value: Any) -> Any:
@@ -68,7 +68,7 @@ def has_kernels(x: Tensor) -> bool:
 @cache
 def overlaps(device: torch.device) -> bool:
     """Whether kernels on this device can start before their predecessor ends."""
-    return facts_of(device).capability >= (9, 0)
+    return properties_of(device).capability >= (9, 0)
 
 
 def launch_options(device: torch.device) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def launch_options(device: torch.device) -> dict[str, Any]:
 @cache
 def num_processors(device: torch.device) -> int:
     """The number of streaming multiprocessors of a GPU."""
-    return facts_of(device).num_processors
+    return properties_of(device).num_processors
 
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""What a matrix is to the layers, however its weights are stored.
+"""The interface of a matrix for layers, independent of the storage of its weights.
 
 Each storage is a folder with one or more subclasses of `StoredMatrix`: `dense`, `quantised` (integer codes with scales
 of groups), `float8`, and `cpu` (quantised for CPUs). `storages.py` makes one from its layout.
@@ -47,7 +47,7 @@ class Epilogue(NamedTuple):
     """One of `ACTIVATIONS`. The result has half as many columns; there is no residual."""
 
     def columns(self, columns: slice) -> Epilogue:
-        """What concerns some of the outputs. Not with an activation."""
+        """The part for some of the outputs. Not with an activation."""
         bias = None if self.bias is None else self.bias[columns]
         return Epilogue(bias, None if self.residual is None else self.residual[:, columns])
 
@@ -70,7 +70,7 @@ class Matrix(ABC):
     @property
     @abstractmethod
     def tensors(self) -> tuple[Tensor, ...]:
-        """What holds the weights."""
+        """The tensors of the weights."""
 
     @property
     def num_bytes(self) -> int:

@@ -19,6 +19,6 @@ BUFFER_BYTES: Final = HEADER_BYTES + 2 * MAX_BYTES
 
 
 def buffer_bytes(num_ranks: int, device_kind: str) -> int:
-    """What each rank of a model whose layers are divided allocates, if the devices can access each other's memory."""
+    """The bytes that each rank of a tensor-parallel model allocates if devices can access each other's memory."""
     has_buffer = device_kind == "cuda" and 1 < num_ranks <= MAX_RANKS
     return BUFFER_BYTES if has_buffer else 0

@@ -12,7 +12,7 @@ from functools import cache
 
 import torch
 
-from cortex.neuron.kernels.device_facts import CPU, facts_of
+from cortex.neuron.kernels.device_properties import CPU, properties_of
 
 SLACK_BYTES = 2 << 10
 """Reserved for what a program keeps besides its tiles: page ids, partial sums."""
@@ -38,8 +38,8 @@ SMALLEST = SharedMemory(CPU.shared_bytes, copies=1)
 @cache
 def shared_memory(device: torch.device) -> SharedMemory:
     """The shared memory of `device`. On a CPU, where kernels are interpreted, it is SMALLEST."""
-    facts = facts_of(device)
-    return SharedMemory(facts.shared_bytes, copies=2 if facts.capability[0] in (9, 10) else 1)
+    properties = properties_of(device)
+    return SharedMemory(properties.shared_bytes, copies=2 if properties.capability[0] in (9, 10) else 1)
 
 
 def loop_over_columns(columns: int, stages: int, column_bytes: int, shared: SharedMemory) -> tuple[int, int]:

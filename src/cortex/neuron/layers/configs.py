@@ -12,7 +12,7 @@ from typing import Any, Literal
 from cortex.neuron.kernels.moe.rule import DEFAULT_RULE, RouterRule
 
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "gelu", "relu"]
-"""The functions of a feed-forward block. Gates of decoders know the first three, and encoders all but the third."""
+"""The activations of feed-forward blocks. Gates of decoders support the first three, and encoders all but the third."""
 KVOrigin = Literal["projected", "keys"] | int
 """Where a layer's keys and values come from: a projection each, one projection for both, or an earlier layer of the
 model, which has this index."""
@@ -63,7 +63,7 @@ class RopeConfig:
     settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """The settings of the scaling rule, under the names that checkpoints use."""
     trained_tokens: int = 0
-    """Positions that the config names for the model: the fallback of yarn, the longest context of longrope."""
+    """The number of positions in the model's config: the fallback of yarn, the longest context of longrope."""
     sections: tuple[int, ...] = ()
     """In models whose positions have three axes in pictures (time, row, column): how many pairs turn by each. Those of
     the second and third axis lie among the first ones, every third pair."""
@@ -125,7 +125,7 @@ class QueryGrowth:
 
 @dataclass(frozen=True, slots=True)
 class GateConfig:
-    """What the output of attention is multiplied by, projected from the layer's input."""
+    """A gate that multiplies the output of attention, projected from the layer's input."""
 
     name: str | None = None
     """The projection in the checkpoint; None: the q projection also produces the gate, head by head."""
@@ -284,7 +284,7 @@ class MLPConfig:
     gated: bool = True
     """Without a gate, the block of a decoder is down(relu(up(x))²), and that of an encoder down(activation(up(x)))."""
     is_hosted: bool = False
-    """Its matrices lie in host memory."""
+    """Whether its matrices are in host memory."""
 
     def input_rows(self, prefix: str) -> dict[str, int]:
         """The input projections of the checkpoint (without `.weight`) → their number of rows, in order."""
@@ -321,7 +321,7 @@ class MoEConfig:
     shard: Shard = WHOLE
     """Whole experts are divided among the ranks; every rank routes over all of them."""
     hosted: int = 0
-    """Routed experts that lie in host memory, the last ones at first."""
+    """Number of routed experts in host memory, initially the last ones."""
 
     @property
     def held(self) -> range:
@@ -372,8 +372,7 @@ class PerLayerInputsConfig:
 
 @dataclass(frozen=True, slots=True)
 class PerLayerInputConfig:
-    """What a layer does with its own input: adds norm(projection(activation(gate(x)) · input)) to the residual
-    stream."""
+    """The use of a layer's own input: adds norm(projection(activation(gate(x)) · input)) to the residual stream."""
 
     hidden: int
     size: int

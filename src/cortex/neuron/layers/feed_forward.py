@@ -44,7 +44,7 @@ class MLP:
 
 
 class HostedMLP:
-    """An `MLP` whose matrices lie in host memory."""
+    """An `MLP` whose matrices are in host memory."""
 
     def __init__(self, parameters: Parameters, config: MLPConfig, prefix: str) -> None:
         assert parameters.host is not None
@@ -120,7 +120,7 @@ class PerLayerInputs:
 
 
 class PerLayerInput:
-    """What one layer does with its input. Small, and whole on every rank of a divided model."""
+    """Applies one layer's own input. Small, and whole on every rank of a divided model."""
 
     def __init__(self, parameters: Parameters, config: PerLayerInputConfig, prefix: str) -> None:
         self._gate = Linear(parameters, config.hidden, {f"{prefix}.per_layer_input_gate": config.size})

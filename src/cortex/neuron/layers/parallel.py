@@ -1,4 +1,4 @@
-"""What the layers of a divided model ask of the other ranks.
+"""The operations between ranks that the layers of a divided model need.
 
 A model that is divided among several devices has the same layers on each, with a share of the heads, of the inner width
 and of the experts. Every layer ends with one sum over all ranks; embedding and head are divided by token. Layers know

@@ -77,9 +77,9 @@ class Parameters:
         group: ParallelGroup = SINGLE_RANK,
         host: HostTeam | None = None,
     ) -> None:
-        """`packing`: in which layouts tensors of the checkpoint are kept quantised, by name; others are dense.
-        `group`: the ranks that the model is divided among. The layers get the sizes of this rank's share.
-        `host`: what computes weights in host memory; None: there are none."""
+        """`packing`: in which layouts tensors of the checkpoint are kept quantised, by name; others are dense. `group`:
+        the ranks that the model is divided among. The layers get the sizes of this rank's share. `host`: computes
+        weights in host memory; None without any."""
         self.host = host
         self.device = device
         self.group = group

@@ -1,4 +1,4 @@
-"""What a model is made of, read from its config: the layers, their sizes and their options.
+"""The structure of a model, read from its config: layers, sizes and options.
 
 Imports no torch. The decoder is built from it, and its size is computed from it, so that both follow from one
 description.
@@ -39,13 +39,13 @@ from cortex.neuron.models.layer import (
 from cortex.neuron.models.pooling.config import PoolingConfig
 from cortex.neuron.models.towers.config import TowerConfig
 from cortex.neuron.models.towers.families import read_tower
-from cortex.neuron.vision.picture import PictureRules
+from cortex.neuron.pictures.picture import PictureRules
 from cortex.neuron.weights.sharded import TensorSlice
 
 
 @dataclass(frozen=True, slots=True)
 class EndsConfig:
-    """What is outside the layers: the embedding, the last norm and the head."""
+    """The parts outside of the layers: embedding, last norm and head."""
 
     norm: NormConfig
     """Its scale is that of the logits."""
@@ -75,7 +75,7 @@ class Architecture(ABC):
     """
 
     backend: ClassVar[str] = "native"
-    """What runs its models: the layers here, or another library's."""
+    """The backend of its models: the layers here, or another library's."""
     has_stages: ClassVar[bool] = True
     """Whether it can be divided by layers."""
     prefix: ClassVar[str] = "model"
@@ -87,16 +87,16 @@ class Architecture(ABC):
     implemented: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Options of the family's configs → their values that are implemented. The constructor rejects others."""
     notes: tuple[str, ...] = ()
-    """What a user should know about every model of this family."""
+    """Notes for users about every model of this family."""
 
     shard: Shard = WHOLE
     """The part of each layer that `layers` describes: that of one rank, or the whole layer."""
     tower: TowerConfig | None = None
-    """What makes vectors of pictures; None: the model reads text only."""
+    """The vision tower; None if the model reads text only."""
     stage: range | None = None
     """Which layers of the model `layers` are, where the model is divided by layers; None: all of them."""
     head: PredictionConfig | None = None
-    """What predicts further tokens, if the model is loaded with it: see `with_head`."""
+    """The prediction head, if the model is loaded with it: see `with_head`."""
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
         self.raw = {**self.defaults, **raw}
@@ -107,7 +107,7 @@ class Architecture(ABC):
                     f"supported: {', '.join(map(repr, known))}"
                 )
         self.pooling = PoolingConfig.read(self.raw)
-        """What makes a vector or a score of a text; None for a model that generates text."""
+        """The pooling to a vector or a score; None for a model that generates text."""
         self.config = self.read_config()
         if self.pooling is not None:
             self.config = self._without_head(self.config, self.pooling)
@@ -146,7 +146,7 @@ class Architecture(ABC):
         )
 
     def sharded(self, shard: Shard) -> Architecture:
-        """What one rank has of this model: `config` describes the whole model, `layers` this rank's share.
+        """One rank's share of this model: `config` describes the whole model, `layers` the share.
 
         Raises UnsupportedModel if the model cannot be divided in this way.
         """
@@ -158,7 +158,7 @@ class Architecture(ABC):
         return part
 
     def staged(self, stage: range) -> Architecture:
-        """What the rank with these layers has of this whole model: `config` describes the whole model.
+        """The stage with these layers of this whole model, which `config` describes.
 
         The first stage also has embedding, last norm and head: so only hidden states travel between stages, which are
         far smaller than logits, and a head that shares the memory of the embedding still does.
@@ -255,8 +255,8 @@ class Architecture(ABC):
         return 0
 
     def check_layer_count(self, names: Iterable[str]) -> None:
-        """Raises UnsupportedModel for tensors of layers that the config does not count: without them the model would
-        respond, and wrongly. A layer without tensors is noticed when its tensors are read."""
+        """Raises UnsupportedModel for tensors of layers beyond the config's count, without which the model would
+        respond wrongly. A layer without tensors is noticed when tensors are read."""
         layer = re.compile(re.escape(f"{self.prefix}.layers.") + r"(\d{1,9})\.")
         num_layers = max((int(match[1]) + 1 for name in names if (match := layer.match(name))), default=0)
         if num_layers > self.config.num_layers + self.num_unread_layers:

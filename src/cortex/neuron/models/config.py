@@ -10,7 +10,7 @@ from cortex.neuron.layers.configs import SCALINGS, Activation, MoEConfig, RopeCo
 
 
 class UnsupportedModel(Exception):
-    """The checkpoint is of a family, or uses an option, that this engine does not run."""
+    """The checkpoint's family, or an option of it, is not supported by this engine."""
 
 
 ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -48,7 +48,7 @@ class DecoderConfig:
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> DecoderConfig:
-        """Raises UnsupportedModel for a field that is missing, is invalid, or asks for what is not built."""
+        """Raises UnsupportedModel for a field that is missing, invalid or not supported."""
         heads = count_in(config, "num_attention_heads")
         kv_heads = count_in(config, "num_key_value_heads", heads)
         if heads % kv_heads:

@@ -106,7 +106,7 @@ class Decoder:
     norm: RMSNorm
     head: Head
     prediction: PredictionHead | None = None
-    """What predicts further tokens; None: the model has no such head, or is loaded without it."""
+    """The prediction head; None if the model has none or is loaded without it."""
 
     tower: Tower | None = None
     """On the rank that has it."""
@@ -218,7 +218,7 @@ class Decoder:
 
     @property
     def stage_width(self) -> int:
-        """Columns of what this stage gets from the one before it."""
+        """Number of columns that this stage gets from the previous one."""
         inputs, stage = self.architecture.ends.per_layer_inputs, self.architecture.stage
         if inputs is None or stage is None:
             return self.config.hidden

@@ -1,4 +1,4 @@
-"""Which weights go to host memory when the device is too small for all of them, and how fast the model is then.
+"""Chooses the weights that go to host memory if the device is too small, and estimates the resulting speed.
 
 Routed experts go first: a token reads few of them, so the CPU computes them where they lie, and prompts stream them
 over the bus. Feed-forward blocks of layers without experts are the last resort: every token reads them. Attention stays
@@ -23,7 +23,7 @@ NUM_BUFFERS = 2
 PROMPT_TOKENS = 2048
 """Length of the prompt whose speed is estimated."""
 NO_EXPERTS = (
-    'its layers have no routed experts; with host_weights = "auto" their feed-forward blocks may lie in host memory, '
+    'its layers have no routed experts; with host_weights = "auto" their feed-forward blocks may be in host memory, '
     "which is slow"
 )
 NOTHING_MOVABLE = "none of its weights can be in host memory"
@@ -33,7 +33,7 @@ MIN_ON_DEVICE = 1
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """The bytes of one layer, and what of it can move to host memory: routed experts, or its feed-forward block."""
+    """The bytes of one layer, and its movable part: routed experts, or its feed-forward block."""
 
     dense_bytes: int
     """All but the routed experts."""
@@ -161,7 +161,7 @@ def divide(
     if lacking > 0 and not any(moved):
         return NOTHING_MOVABLE if moves_blocks else NO_EXPERTS
     if lacking > 0:
-        return f"even with all weights in host memory that can be there, {gib(lacking)} are lacking on the device"
+        return f"the device lacks {gib(lacking)}, even with all weights in host memory that can be there"
     division = _division(layers, other_bytes, moved, rates or Rates())
     if division.host_bytes > host_bytes:
         return f"it needs {gib(division.host_bytes)} of host memory, and {gib(host_bytes)} are allowed for weights"

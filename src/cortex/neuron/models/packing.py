@@ -1,5 +1,5 @@
-"""In which layout a device keeps each matrix of a checkpoint. Pure, and imports no torch: the engine asks it at load,
-and the node's forecast before."""
+"""Chooses the layout of each matrix of a checkpoint on a device. Pure, and imports no torch: used by the engine at
+load, and before by the node's forecast."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STORED_LAYOUTS: Final = {**GGML_LAYOUTS, **PUBLISHED_LAYOUTS}
 
 @dataclass(frozen=True, slots=True)
 class MatrixDevice:
-    """What of a device decides in which layouts it keeps matrices."""
+    """The properties of a device that decide the layouts of matrices."""
 
     kind: str
     """`cuda` or `cpu`."""

@@ -1,4 +1,4 @@
-"""What drafts tokens on the device: the head of a model, or a smaller model with the same vocabulary."""
+"""Drafts tokens on the device, with a head of the model or with a smaller model of the same vocabulary."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class PredictionHead:
     """A layer of its model, with pages of its own in the model's first KV group. See `Proposer`.
 
     The KV of a position depends on the token after it. So where a prefix of whole pages is shared, that of the last
-    position of the prefix may stem from another continuation. It changes how often drafts are right, and nothing else.
+    position of the prefix may stem from another continuation. This only affects the acceptance rate of drafts.
     """
 
     starts_from_hidden = True

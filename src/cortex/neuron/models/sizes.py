@@ -1,7 +1,7 @@
-"""What a model takes in bytes, computed from its architecture before anything is allocated.
+"""The sizes of a model in bytes, computed from its architecture before anything is allocated.
 
-Imports no torch: the engine plans a load with it, and a node's preflight predicts the load. The tests hold it against
-what the layers allocate.
+Imports no torch: the engine plans a load with it, and a node's preflight predicts the load. Tests compare the results
+with the layers' allocations.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FLOAT32_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class WeightStorage:
-    """In which form a load keeps a model's weights on its device."""
+    """The form of a model's weights on its device."""
 
     item_bytes: int
     """The size of one element in the dtype that the model computes in."""
@@ -52,16 +52,16 @@ class WeightStorage:
     """Patches of pictures that a vision tower computes at once; 0: the tower is not on this device."""
 
     def matrix_bytes(self, rows: int, columns: int) -> int:
-        """What one dense matrix takes."""
+        """The size of a dense matrix."""
         return rows * columns * self.item_bytes
 
     def linear_bytes(self, inputs: int, outputs: Mapping[str, int]) -> int:
-        """What one matrix takes whose rows come from several tensors (checkpoint prefix → rows)."""
+        """The size of a matrix whose rows come from several tensors (checkpoint prefix → rows)."""
         packed = self.packed_bytes(inputs, outputs)
         return self.matrix_bytes(sum(outputs.values()), inputs) if packed is None else packed
 
     def packed_bytes(self, inputs: int, outputs: Mapping[str, int]) -> int | None:
-        """What these rows take where all of them stay quantised; None where one is dense, because then all are."""
+        """The size of these rows if all of them stay quantised; None if one is dense, because then all are."""
         layouts = {prefix: self.packing.get(f"{prefix}.weight") for prefix in outputs}
         if None in layouts.values():
             return None
@@ -194,7 +194,7 @@ def _layer_bytes(name: str, layer: LayerConfig, hidden: int, storage: WeightStor
 
 
 def _per_layer_inputs_bytes(config: PerLayerInputsConfig, architecture: Architecture, storage: WeightStorage) -> int:
-    """What makes the inputs of all layers."""
+    """The parameters that make the inputs of all layers."""
     prefix, vocab = architecture.prefix, len(architecture.shard.part(config.vocab))
     total = storage.linear_bytes(config.width, {f"{prefix}.embed_tokens_per_layer": vocab})
     total += storage.linear_bytes(config.hidden, {f"{prefix}.per_layer_model_projection": config.width})
@@ -202,7 +202,7 @@ def _per_layer_inputs_bytes(config: PerLayerInputsConfig, architecture: Architec
 
 
 def _per_layer_input_bytes(config: PerLayerInputConfig, storage: WeightStorage, prefix: str) -> int:
-    """What one layer does with its input."""
+    """The parameters that apply one layer's own input."""
     total = storage.linear_bytes(config.hidden, {f"{prefix}.per_layer_input_gate": config.size})
     total += storage.linear_bytes(config.size, {f"{prefix}.per_layer_projection": config.hidden})
     return total + _norm_bytes(config.norm, config.hidden, storage)

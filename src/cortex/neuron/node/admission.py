@@ -1,10 +1,10 @@
 """Decides which requests a loaded model runs, queues or rejects. No I/O; one per loaded model.
 
-Only here are the slots of a model shared fairly: the engine runs what it is sent by class and order of arrival. So a
-request is sent only when the engine has a slot and KV cache for it, or can take them from a request of a lower class. A
-free slot goes to the highest class; within one, to the principal that has used the fewest tokens, among equals to the
-one that holds the fewest slots. Anonymous requests come last. The queue is bounded; a full queue displaces a request of
-a lower class, or that of the principal with the largest share of it, or rejects the new one.
+Fairness between principals is enforced only here: the engine runs requests by class and order of arrival. So a request
+is sent only when the engine has a slot and KV cache for it, or can take them from a request of a lower class. A free
+slot goes to the highest class; within a class, to the principal that has used the fewest tokens, and among equals to
+the one that holds the fewest slots. Anonymous requests come last. The queue is bounded; a full queue displaces a
+request of a lower class, or that of the principal with the largest share of it, or rejects the new one.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ class QueuedRequest:
     start: Callable[[], None]
     """Called when the request gets its slot."""
     reject: Callable[[float], None]
-    """Called when the request is displaced from the queue, with the seconds after which to retry."""
+    """Called when the request is displaced from the queue, with the retry delay in seconds."""
     level: int = DEFAULT
     """Of its class: see `fair_turns`."""
     prompt_tokens: int = 0
-    """What its principal is charged for at the start."""
+    """Tokens charged to its principal at the start."""
     has_slot: bool = field(default=False, init=False)
     has_output: bool = field(default=False, init=False)
     entered_s: float = field(default=0.0, init=False)
     number: int = field(default=0, init=False)
     """Its place in the order of arrival."""
     served_level: int = field(default=DEFAULT, init=False)
-    """Its level when it got its slot: higher than `level` if it waited for long."""
+    """Its level when it got its slot; higher than `level` after a long wait."""
 
     @property
     def owner(self) -> Owner:
@@ -71,7 +71,7 @@ class Admission:
     """Belongs to one loop. Times are passed in."""
 
     def __init__(self, slots: int, max_queue: int, *, preempted_slots: int = 0) -> None:
-        """`preempted_slots`: requests beyond the slots that may start, because each preempts one of a lower class."""
+        """`preempted_slots`: additional requests that may start, each of which preempts one of a lower class."""
         self.slots = slots
         """Requests that may run at once."""
         self.preempted_slots = preempted_slots
@@ -83,17 +83,17 @@ class Admission:
         self._running_at = [0] * (PRIORITY + 1)
         """Requests that run, by level."""
         self._cache_at = [0] * (PRIORITY + 1)
-        """The KV cache that these need to start."""
+        """The KV cache, in tokens, that these need to start."""
         self.waiting_at = [0] * (PRIORITY + 1)
         """Requests that wait, by level."""
         self._used: list[VirtualTime[str]] = [VirtualTime() for _ in range(PRIORITY + 1)]
-        """The tokens of principals at each level: what one has used of idle time does not count for other work."""
+        """Tokens used by principals at each level: usage at the idle level does not count against other work."""
         self._queues: dict[Owner, dict[QueuedRequest, None]] = {}
-        """The waiting requests of each principal and level, in order of arrival. A decision looks at the first of each:
-        its cost does not grow with the requests that wait."""
+        """The waiting requests of each principal and level, in order of arrival. A decision looks only at the first of
+        each, so its cost is independent of the queue's length."""
         self._free_cache_tokens = math.inf
         self._pending_cache_tokens = 0
-        """Needed by requests that have a slot but no output yet: the engine's report may not include them."""
+        """KV cache of requests with a slot but no output yet, which the engine's report may not include."""
         self._finished_s: deque[float] = deque(maxlen=1024)
         self._named_seen_s = -math.inf
 
@@ -162,7 +162,8 @@ class Admission:
         return queued
 
     def retry_after_s(self, now_s: float) -> float:
-        """When a new request should find a place: the queue's length over the recent rate of finished requests."""
+        """Seconds until a new request should find a place: the queue's length over the recent rate of finished
+        requests."""
         recent = [at_s for at_s in self._finished_s if now_s - at_s <= _RATE_WINDOW_S]
         since_s = now_s
         if len(recent) < 2:
@@ -209,8 +210,7 @@ class Admission:
         queued.start()
 
     def _has_room_for(self, queued: QueuedRequest) -> bool:
-        """Whether its cache fits next to what the engine holds and need not give up for it. A request alone always
-        starts."""
+        """Whether its cache fits into what the engine has free or can preempt. A request alone always starts."""
         preempted = sum(self._cache_at[: queued.level]) if self.preempted_slots else 0
         needed = self._pending_cache_tokens + queued.cache_tokens
         return self.running == 0 or needed <= self._free_cache_tokens + preempted

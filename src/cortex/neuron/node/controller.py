@@ -21,7 +21,7 @@ from cortex.neuron.node import lifecycle_events as events
 from cortex.neuron.node.instance import Instance, ModelCallbacks
 from cortex.neuron.node.library import KnownModel
 from cortex.neuron.node.lifecycle import Lifecycle, transition
-from cortex.neuron.node.loading.device_allocator import RoomElsewhere
+from cortex.neuron.node.loading.device_allocator import MemoryElsewhere
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.progress import LoadProgressTracker
 from cortex.neuron.node.memory.ceilings import ModelHolding
@@ -72,22 +72,22 @@ class ModelController:
         """On the loop's clock."""
         self._drain_timeout: asyncio.Timeout | None = None
         self.leaving: ModelHolding | None = None
-        """What the model holds of its devices while it is being unloaded."""
+        """Device memory that the model holds while it is being unloaded."""
         self.falls_asleep = False
-        """Whether the unload in progress is to end in sleep."""
+        """Whether the unload in progress should end in sleep."""
         self._ready_waiters: Waiters = set()
         self._asleep_waiters: Waiters = set()
         self._gone_waiters: Waiters = set()
         self._progress_published_s = 0.0
         self.load_s: float | None = None
-        """How long the latest load or wake took, without its download and what it waited for."""
+        """Duration of the latest load or wake, without download and waiting."""
         self._load_began_s = 0.0
 
     # For callers
 
     def set_options(self, model: KnownModel) -> None:
-        """The options hold for the next load, if none is in progress or ordered. A sleeping model wakes where it is,
-        unless `model` excludes its device: then it is unloaded first."""
+        """Set the options of the next load, unless one is in progress or ordered. A sleeping model wakes where it is
+        unless `model` excludes its device; then it is unloaded first."""
         held = set() if self.instance is None else set(self.instance.host.device_indices)
         if model.devices and not held <= set(model.devices):
             self.unload_sleeping()
@@ -95,8 +95,8 @@ class ModelController:
             self.model = model
 
     def want_ready(self, model: KnownModel) -> None:
-        """Starts to load `model`. A load in progress or done is joined, whatever its options: the node has
-        rejected another quantisation before."""
+        """Starts to load `model`. Joins a load in progress or done, whatever its options, because the node has already
+        rejected another quantisation."""
         self.set_options(model)
         self._post(events.EnsureReady())
 
@@ -117,8 +117,8 @@ class ModelController:
         await self._wait(self._asleep_waiters, events.EnsureAsleep(drain_s))
 
     def unload_sleeping(self) -> bool:
-        """Starts to unload a model that is asleep; one that is being put to sleep is unloaded instead. False: it is in
-        neither state, or is wanted again."""
+        """Starts to unload a model that is asleep or falling asleep. False if it is in neither state, or wanted
+        again."""
         if self.life.state is ModelState.ASLEEP:
             self._post(events.EnsureGone())
         elif self._is_leaving:
@@ -263,7 +263,7 @@ class ModelController:
             # It is kept with the state of the model. The frames that led to it hold the files that were read.
             failed.__cause__ = failed.__context__ = None
             error = failed.with_traceback(None)
-            has_room_elsewhere = isinstance(failed, RoomElsewhere)
+            has_room_elsewhere = isinstance(failed, MemoryElsewhere)
         except (WorkerLost, Damaged) as lost:
             self.instance = None
             error, worker_lost = LoadFailed(about(self.model_id, lost)), True

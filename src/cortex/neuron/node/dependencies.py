@@ -12,11 +12,11 @@ from cortex.neuron.node.bench.workload import Workload
 from cortex.neuron.node.devices import ReadDevices
 from cortex.neuron.node.harness.command.host import ServerTimes
 from cortex.neuron.node.harness.harness import Harness
+from cortex.neuron.node.inspection_process.client import Inspector
+from cortex.neuron.node.inspection_process.preflight import objection
 from cortex.neuron.node.library import Fetch
 from cortex.neuron.node.loading.context_allocator import ContextRules
 from cortex.neuron.node.memory.kv_exchange import ExchangeRules
-from cortex.neuron.node.survey_process.client import Surveys
-from cortex.neuron.node.survey_process.preflight import objection
 from cortex.neuron.node.text.work import TextSource
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.discovery import Inventory, discover, read_devices
@@ -46,26 +46,28 @@ def fetch(
 
 @dataclass(frozen=True, slots=True)
 class NodeDependencies:
-    """What a node is made with. Tests replace single parts, to inject faults."""
+    """The dependencies of a node. Tests replace single parts to inject faults."""
 
     make_workers: Callable[[], WorkerFactory] = WorkerFactory
     discover: Callable[[], Inventory] = discover
     read_devices: ReadDevices = read_devices
     read_host: Callable[[], HostMemory] = read_host_memory
     fetch: Fetch = fetch
-    surveys: Callable[[], Surveys] | None = None
-    """None: a process with limits."""
+    inspector: Callable[[], Inspector] | None = None
+    """None for a process with limits."""
     open_text: Callable[[Path, str | None], TextSource] | None = None
-    """None: a tokenizer process for each model."""
+    """None for a tokenizer process per model."""
     policy: BackoffPolicy = field(default_factory=BackoffPolicy)
     timeouts: WorkerTimeouts | None = None
     first_retry_s: float = 5.0
     scan_s: float = 30.0
-    """How often the files of models are looked at."""
+    """Interval of scans of model files."""
     context_rules: ContextRules = field(default_factory=ContextRules)
     exchange_rules: ExchangeRules = field(default_factory=ExchangeRules)
     server_times: ServerTimes = field(default_factory=ServerTimes)
     workload: Workload = field(default_factory=Workload)
-    """Of measurements."""
+    """The limits of measurements."""
+    bench_folder: Path | None = None
+    """Folder of the results of measurements; None for the user's cache."""
     harnesses: tuple[Harness, ...] = ()
     """In addition to the built-in engine."""

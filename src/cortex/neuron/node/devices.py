@@ -49,23 +49,23 @@ class NodeDevices:
         *,
         boosts: bool = True,
     ) -> None:
-        """`worker_factory`: closed with the devices. `reserve`: what loads leave free on a device. `kv_host_mb`: as
-        `limits.kv_host_mb`. `boosts`: an idle GPU with a model keeps a high clock."""
+        """`worker_factory` is closed with the devices. `reserve`: memory that loads leave free on a device.
+        `kv_host_mb`: as `limits.kv_host_mb`. `boosts`: an idle GPU with a model keeps a high clock."""
         self.all = inventory.devices
         self.extras = ExtraReplicas(inventory.devices, ceilings)
         self._readings = dict(inventory.readings)
         self._read_devices = read_devices
         self._package_power = PackagePower()
         self.watts: dict[int, float] = {}
-        """What each device draws, where that can be read: the CPU by its packages."""
+        """Power draw of each device, if readable; that of the CPU by its packages."""
         self.total_watts: float | None = None
-        """What devices and packages draw together, as far as that can be read."""
+        """Total power draw of devices and packages that can be read."""
         self._reserve = reserve
         self._ceilings = ceilings
         self._worker_factory = worker_factory
         self._locks: dict[int, int] = {}
-        """Device index → a file in memory. Workers open it by its path in this process: nothing is left of one that is
-        killed."""
+        """Device index → an in-memory file. Workers open it by its path in this process, so a killed worker leaves
+        nothing behind."""
         self.supervisors = {
             device.index: WorkerSupervisor(
                 DeviceAddress.of(device, inventory.num_host_shares, boosts=boosts),
@@ -112,14 +112,14 @@ class NodeDevices:
         return self._read_devices(self.all), self._package_power.read()
 
     async def warm(self) -> None:
-        """Imports the engine, so that the first load need not wait for it."""
+        """Imports the engine ahead of the first load."""
         try:
             await self._worker_factory.warm()
         except OSError as error:
             log.warning("the engine cannot be imported ahead of the first load: %s", os_error_in_words(error))
 
     async def close(self) -> None:
-        """Ends all workers, whatever is in them."""
+        """Ends all workers, whatever they run."""
         await asyncio.gather(*(supervisor.close() for supervisor in self.supervisors.values()))
         await self._worker_factory.close()
         while self._locks:
@@ -146,13 +146,13 @@ class NodeDevices:
 
 
 def _backend_of(devices: Sequence[Device]) -> Backend:
-    """What the ranks of a model on these devices exchange their messages with."""
+    """The communication backend for the ranks of a model on these devices."""
     return "nccl" if all(device.kind == "cuda" for device in devices) else "sockets"
 
 
 def inventory_of(config: NeuronConfig, look: Callable[[], Inventory] = discover) -> Inventory:
-    """The devices that a node with this configuration uses. AMD's cards are of use to servers only: they take the place
-    of the CPU where the node has one, configured or on the PATH, or where nothing else could run. Blocks."""
+    """The devices that a node with this configuration uses. Only servers can use AMD's cards: they replace the CPU if
+    the node has a server, configured or on the PATH, or if nothing else could run. Blocks."""
     inventory = look()
     if usable(config.commands) or missing_packages():
         inventory = with_amd_cards(inventory)

@@ -36,7 +36,7 @@ class Generation:
     def __init__(self, request_id: str, on_cancel: Callable[[], None]) -> None:
         self.request_id = request_id
         self.energy_j = 0.0
-        """What it drew, once it has ended."""
+        """Its energy, once it has ended."""
         self.queued_s = 0.0
         """How long it waited for its slot."""
         self._on_cancel = on_cancel
@@ -48,12 +48,12 @@ class Generation:
         self._ended = False
 
     def follow(self, receive: Receive, fail: Fail) -> None:
-        """Call `receive` with what there is and what comes, and `fail` if the request fails."""
+        """Call `receive` with kept and future outputs, and `fail` if the request fails."""
         self._receive, self._fail = receive, fail
         self._deliver()
 
     def pause(self) -> None:
-        """Deliver nothing until `resume`, which delivers everything since as one batch."""
+        """Hold outputs until `resume`, which delivers them as one batch."""
         self._is_paused = True
 
     def resume(self) -> None:

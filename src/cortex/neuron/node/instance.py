@@ -42,8 +42,8 @@ from cortex.wire.words import duration, plural
 class Throughput:
     """Completion tokens per second over the latest seconds in which the model generated.
 
-    It counts as the request log does: without the first token of a request, and without the time before it. The rate of
-    one request equals the logged one; that of several is their sum.
+    Counts like the request log, without a request's first token and the time before it. The rate of one request equals
+    its logged rate; rates of several add up.
     """
 
     def __init__(self, window_s: float = 5.0) -> None:
@@ -87,7 +87,8 @@ class Throughput:
 log = logging.getLogger(__name__)
 
 _CACHE_TOKENS_AHEAD = 512
-"""KV cache that a request needs beyond its prompt before it starts. The engine keeps as much ahead of each sequence."""
+"""KV cache that a request needs beyond its prompt before it starts; the engine reserves this much ahead of each
+sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ class ModelCallbacks:
     """Stage, bytes done, total bytes."""
     on_files_ready: Callable[[], None]
     on_wait: Callable[[str | None], None]
-    """What the load waits for; None: nothing."""
+    """What the load waits for; None if nothing."""
     on_lost: Callable[[str], None]
     """The worker is gone, with the reason."""
     on_produced: Callable[[], None]
@@ -131,7 +132,7 @@ class Instance:
         self.files: tuple[Path, FileStamps] = (Path(), ())
         """The path that it was loaded from, and the stamps of its files."""
         self.files_changed = False
-        """Whether the files differ now."""
+        """Whether the files have changed since."""
         self.lost_reason: str | None = None
         """Why the worker that held the model is gone."""
         self._max_prompt_tokens = limits.max_prompt_tokens
@@ -149,7 +150,7 @@ class Instance:
         self._stats = EngineStats()
         self._throughput = Throughput()
         self.fetched_tokens_per_s: float | None = None
-        """Rate of KV from other nodes; None: none has arrived yet."""
+        """Rate of KV from other nodes; None until some has arrived."""
         self._num_generating = 0
         """Requests that have their first token."""
         self._idle_since_s = time.monotonic()
@@ -255,7 +256,7 @@ class Instance:
         return self._admission.running
 
     def draws(self, watts: float) -> None:
-        """From now on, its running requests draw this much together."""
+        """The total power draw of its running requests from now on."""
         self._energy.advance(time.monotonic(), self._admission.running)
         self._energy.draws(watts)
 
@@ -327,7 +328,7 @@ class Instance:
         self._throughput.sample(now_s, num_tokens, is_generating=self._num_generating > 0)
 
     def _fail_alone(self, output: StepOutput) -> None:
-        """Ends a request whose consumer raised: the other requests of the step get their outputs."""
+        """Ends only the request whose consumer raised; the others of the step get their outputs."""
         if output.finish is None:
             self.host.cancel(output.request_id)
         self._end_with_error(
@@ -335,7 +336,7 @@ class Instance:
         )
 
     def _note_first(self, running: _Running, output: StepOutput) -> int:
-        """Notes the first token of a request that had none. Returns the number of tokens, 0 or 1, that count for no
+        """Records the first token of a request that had none. Returns the number of tokens, 0 or 1, to exclude from the
         rate."""
         running.has_token = bool(output.tokens)
         self._num_generating += running.has_token

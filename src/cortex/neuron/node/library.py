@@ -1,4 +1,4 @@
-"""The models that this node knows, and where their files are.
+"""The models that this node knows, and the locations of their files.
 
 These are the models of `neuron.toml`, every model in the hub cache and in the folders of `model_dirs`, and those that
 load requests have named since the start. A model's source is a hub id, a directory or a GGUF file.
@@ -33,7 +33,7 @@ from cortex.wire.words import os_error_in_words
 
 MAX_DEPTH = 4
 MAX_FOUND = 1000
-"""Models of one folder. More are left out: such a folder is not one of models."""
+"""Maximum number of models per folder. A folder with more is probably not a model folder; the rest is ignored."""
 SETTLE_S = 5.0
 """Files that changed within this time may still be copied."""
 _PART = re.compile(r"-(\d{5})-of-\d{5}$")
@@ -42,7 +42,7 @@ _NOT_MODELS = ("mmproj", "imatrix")
 
 def scan_folders(folders: Sequence[Path]) -> dict[str, Path]:
     """The models in `folders` by id: the path of the GGUF file without its suffix, or of the checkpoint's directory,
-    relative to the folder. Of two with one id the first counts. Blocks; reads directories only."""
+    relative to the folder. Of two with the same id the first counts. Blocks; reads directories only."""
     found: dict[str, Path] = {}
     for folder in folders:
         for path in _models_in(folder.expanduser()):
@@ -98,8 +98,8 @@ _MODEL_SUFFIXES = (".safetensors", ".gguf", ".json", ".jinja", ".model")
 
 
 def file_stamps(path: Path) -> FileStamps:
-    """Those of the model at `path`: a directory, or a GGUF file with the further parts of a split model. Empty where
-    they cannot be read. Blocks; opens no file."""
+    """The stamps of the model at `path`: a directory, or a GGUF file with the further parts of a split model. Empty if
+    unreadable. Blocks; opens no file."""
     stamps = []
     try:
         for file in sorted(path.iterdir() if path.is_dir() else path.parent.glob("*.gguf")):
@@ -116,8 +116,8 @@ _SAMPLED_BYTES = 64 << 10
 
 
 def files_digest(path: Path) -> str:
-    """Equal for the same files of a model on different hosts: of their names, their sizes, and the digest by which the
-    hub's cache names each, or else bytes from its middle. Blocks. Raises LoadFailed."""
+    """A digest that is equal for the same files on different hosts, from their names, sizes and the digests in the
+    hub's cache, or else bytes from the middle of each. Blocks. Raises LoadFailed."""
     found = hashlib.sha256()
     folder = path if path.is_dir() else path.parent
     try:
@@ -135,9 +135,9 @@ def files_digest(path: Path) -> str:
 
 _CACHE_PREFIX = "models--"
 _NOWHERE = Path()
-"""Inside no root: roots are absolute."""
+"""Inside no root, because roots are absolute."""
 MAX_ADOPTED = 1000
-"""Ids that load requests may add. They are kept until the end of the daemon."""
+"""Maximum number of ids that load requests may add. They are kept until the daemon ends."""
 
 
 class KnownModel(PlacedOptions, frozen=True, kw_only=True):
@@ -147,17 +147,19 @@ class KnownModel(PlacedOptions, frozen=True, kw_only=True):
     source: str
     harness: str = ENGINE
     memory_bytes: int | None = None
-    """The most that one replica may take."""
+    """Memory limit of one replica."""
     min_context_tokens: int | None = None
-    """With less, a load is rejected. None: this node decides what it gets, and what is unloaded for it."""
+    """Minimum context: with less, a load is rejected. None: this node decides the context, and what is unloaded for
+    it."""
     host_split: HostSplit | None = None
-    """What this load leaves to host memory, as the node has decided; None: nothing."""
+    """Weights of this load in host memory, as the node has decided; None for none."""
     replicas: int = 1
     max_replicas: int = 1
-    """With those that are added while requests wait; no more than `replicas`: none are."""
+    """Maximum number of replicas, including those added while requests wait; at most `replicas` means none are
+    added."""
 
     member: GroupMember | None = None
-    """Its place in the group that runs it on several nodes; None: this node runs it alone."""
+    """Its place in the group that runs it on several nodes; None if this node runs it alone."""
 
     @property
     def num_members(self) -> int:
@@ -188,7 +190,7 @@ Fetch = Callable[[str, Path, str | None, Callable[[int, int], None], Callable[[]
 
 
 def _with_own_quant(model: KnownModel) -> KnownModel:
-    """The model with the quantisation that its source names, as in `owner/name:q4`, unless it has one of its own."""
+    """The model with the quantisation in its source, as in `owner/name:q4`, unless it sets one."""
     if model.quant is not None:
         return model
     try:
@@ -201,7 +203,7 @@ def _with_own_quant(model: KnownModel) -> KnownModel:
 
 
 def _requested(known: KnownModel, request: LoadRequest) -> KnownModel:
-    """The model with the options of a load request, and its own where the request has none."""
+    """The model with the options of a load request, and its own for the rest."""
     # A gateway may name fewer devices than the model is configured to take here.
     has_enough = len(request.devices) >= known.num_devices
     # It divides a model among the devices that it names, but does not know of replicas. Stages are preferred to
@@ -231,7 +233,7 @@ class Library:
         self._models: dict[str, KnownModel] = {}
         self._configured: frozenset[str] = frozenset()
         self._roots: tuple[Path, ...] = ()
-        """Where the paths of load requests must be. The operator's own sources are among them."""
+        """Roots that paths of load requests must be in, including the operator's own sources."""
         self.folders: tuple[Path, ...] = ()
         self.use(config)
         self._in_folders: frozenset[str] = frozenset()
@@ -239,10 +241,10 @@ class Library:
         self._adopted: set[str] = set()
         """Models that load requests have named."""
         self._neighbours: dict[str, tuple[Neighbour, ...]] = {}
-        """By repository: the nodes that the latest order for it has named."""
+        """By repository: the nodes named in its latest order."""
 
     def use(self, config: NeuronConfig) -> list[str]:
-        """Take the models and folders of another configuration. Returns the ids that are no longer configured."""
+        """Use the models and folders of another configuration. Returns the ids that are no longer configured."""
         configured = {model.id: _with_own_quant(model) for model in _configured(config)}
         gone = sorted(self._configured - configured.keys())
         self._models |= configured
@@ -265,7 +267,7 @@ class Library:
         raise ModelNotFound(f"this node knows no model {shorten(model_id)!r}; {hint}", param="model")
 
     def draft_of(self, model: KnownModel) -> KnownModel | None:
-        """The model that drafts tokens for `model`, by the id or the source of a model; None: none does."""
+        """The draft model of `model`, named by the id or source of a model; None without one."""
         name = draft_of(model.speculation)
         if name is None:
             return None
@@ -279,8 +281,8 @@ class Library:
         return model_id in self._configured
 
     def adopt(self, request: LoadRequest) -> KnownModel:
-        """The model with the options of a load request, and the configured ones where the request has none. A new id
-        is kept with its source; the other options hold for this load alone (but see `keep_options`, `remember_quant`).
+        """The model with the options of a load request, and configured ones for the rest. A new id is kept with its
+        source; other options apply to this load only (but see `keep_options`, `remember_quant`).
 
         Raises ModelNotFound for an id that is neither known, nor a hub id, nor an existing path. Raises
         SourceNotAllowed for a path outside the model roots, whether or not it exists, and LoadFailed for that of its
@@ -314,7 +316,7 @@ class Library:
         return _requested(known, request)
 
     def _with_own_source(self, request: LoadRequest) -> LoadRequest:
-        """The request with files, where its source is the name of a model that is known here."""
+        """The request with the files of a known model, if its source is that model's name."""
         base = self._models.get(request.source or "")
         if base is None:
             return request
@@ -326,8 +328,8 @@ class Library:
         return self._neighbours.get(repository_of(model.source) or "", ())
 
     def keep_options(self, request: LoadRequest) -> KnownModel:
-        """Keep the options of a request that was adopted, for the size of a model that only requests have named and for
-        later loads that name none. Options that were kept before and are not in the request are dropped."""
+        """Keep the options of an adopted request, for the size of a model known only from requests and for later loads
+        without options. Replaces options kept before."""
         request = self._with_own_source(request)
         before = self.find(request.model_id)
         source = request.source or before.source
@@ -338,8 +340,8 @@ class Library:
         return kept
 
     def remember_quant(self, model_id: str, quant: str | None) -> None:
-        """Take `quant` for later loads that name none, unless the model is configured: `owner/name` that was pulled as
-        Q4_K_M is loaded as that."""
+        """Use `quant` for later loads that name none, unless the model is configured: `owner/name` pulled as Q4_K_M is
+        loaded as that."""
         known = self._models.get(model_id)
         if known is not None and model_id not in self._configured:
             self._models[model_id] = replace(known, quant=quant)
@@ -352,7 +354,7 @@ class Library:
             self._adopted.discard(model_id)
 
     def found_in_folders(self, found: Mapping[str, Path]) -> list[str]:
-        """Adds models found in the folders of `model_dirs`. Returns the ids of those that are gone from there."""
+        """Adds models found in the folders of `model_dirs`. Returns the ids of those that are gone."""
         new = {model_id for model_id in found if model_id not in self._models}
         self._models.update({model_id: KnownModel(id=model_id, source=str(found[model_id])) for model_id in new})
         gone = sorted(self._in_folders - found.keys())

@@ -31,14 +31,14 @@ class Lifecycle:
     since_s: float = 0.0
     """When `state` began."""
     reason: str | None = None
-    """Why the model is failed or recovering, or cold although no caller asked for that."""
+    """Why the model is failed or recovering, or cold without a request."""
     error: CortexError | None = None
-    """What callers of a failed model get."""
+    """The error for callers of a failed model."""
     faults: FaultHistory = field(default_factory=FaultHistory)
 
     def reported_state(self, now_s: float) -> ModelState:
-        """`state`, but a failure ends after a while: only its reason is left, and the next request loads the model. One
-        that is unloaded to be loaded again is loading: what it holds is not given to others."""
+        """`state`, but a failure expires after a while: only its reason remains, and the next request loads the model.
+        A model that is unloaded to be reloaded counts as loading, so that its memory is not given to others."""
         if self.state is ModelState.UNLOADING and self.wanted == "ready":
             return ModelState.LOADING
         is_over = self.state is ModelState.FAILED and now_s - self.since_s >= FAILURE_S
@@ -52,7 +52,7 @@ _NOT_IN_MEMORY = frozenset({ModelState.COLD, ModelState.FAILED})
 
 
 def transition(life: Lifecycle, happened: events.Input, now_s: float, policy: BackoffPolicy) -> Transition:
-    """The lifecycle after `happened`, and what to do about it."""
+    """The lifecycle after `happened`, and the effects to carry out."""
     match happened:
         case events.EnsureReady():
             return _ensure_ready(life, now_s)
@@ -122,7 +122,7 @@ def _ensure_asleep(life: Lifecycle, wish: events.EnsureAsleep, now_s: float) -> 
 
 
 def _cancel_load(life: Lifecycle, now_s: float) -> Transition:
-    """A wake is short and cannot be cancelled: once it has ended the model is unloaded."""
+    """A wake is short and cannot be cancelled; the model is unloaded afterwards."""
     effects: tuple[events.Effect, ...] = (
         (_load_cancelled(),) if life.weights_in_host else (_load_cancelled(), events.StopLoad())
     )

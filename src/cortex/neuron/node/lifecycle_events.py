@@ -65,7 +65,7 @@ class ModelLost:
 
     reason: str
     restarts: bool = True
-    """Whether the model is loaded again before it is asked for."""
+    """Whether the model is reloaded without a request."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,8 +95,8 @@ class Models:
         return controller.model if controller is not None else known
 
     def free_another_quant(self, model_id: str, quant: str) -> None:
-        """Starts to unload the model if it sleeps in another quantisation than `quant`. Raises ModelInUse if it serves,
-        or soon will, in another one: joining would give the caller other weights than it asked for."""
+        """Starts to unload the model if it sleeps in a quantisation other than `quant`. Raises ModelInUse if it serves,
+        or soon will, in another one: joining would give the caller other weights than requested."""
         held, requested = self.status(model_id), self.options(model_id).quant
         # Until a load has read its files, the status describes those that were read before it.
         stored = held.quant if held.requested_quant == requested else None
@@ -125,17 +125,17 @@ class Models:
         return found
 
     def status(self, model_id: str) -> ModelStatus:
-        """Raises ModelNotFound. Returns the same object while nothing changes about a model that was never used: a node
-        may list hundreds, and every poll asks for all of them."""
+        """Raises ModelNotFound. Returns the same object for a never-used model until something changes, because a node
+        may list hundreds and every poll reads them all."""
         model = self.options(model_id)
-        survey, damage = self._loader.surveys.get(model_id), self._loader.damaged.get(model_id)
+        inspection, damage = self._loader.inspections.get(model_id), self._loader.damaged.get(model_id)
         controller = self._controllers.get(model_id)
         devices = None
         if controller is not None and controller.instance is not None:
             devices = controller.instance.host.device_indices
-        bench = self._bench_results.find(model, survey.facts.digest if survey is not None else None, devices)
-        sources = (model, survey, damage, self._files.sizes, bench)
-        estimate_basis = None if survey is None else self._loader.estimate_basis(model)
+        bench = self._bench_results.find(model, inspection.metadata.digest if inspection is not None else None, devices)
+        sources = (model, inspection, damage, self._files.sizes, bench)
+        estimate_basis = None if inspection is None else self._loader.estimate_basis(model)
         if controller is None and (known := self._unused.get(model_id)) is not None:
             is_same = known.estimate_basis == estimate_basis and all(map(operator.is_, known.sources, sources))
             if is_same:
@@ -143,8 +143,8 @@ class Models:
         status = describe_model(
             model,
             controller,
-            survey,
-            self._loader.estimate(model, survey.facts) if survey is not None else None,
+            inspection,
+            self._loader.estimate(model, inspection.metadata) if inspection is not None else None,
             self._texts.num_jobs(model_id),
             self._files.disk_bytes(model),
             self._max_prompt_tokens,
@@ -161,7 +161,9 @@ class Models:
 
     def served(self, model_id: str) -> ServedModel:
         """Raises ModelNotFound."""
-        return served_model(self.options(model_id), self._controllers.get(model_id), self._loader.surveys.get(model_id))
+        return served_model(
+            self.options(model_id), self._controllers.get(model_id), self._loader.inspections.get(model_id)
+        )
 
     def prompt_rules(self, model_id: str) -> PromptRules:
         """The bounds of the model's prompts. Raises ModelNotFound."""
@@ -192,8 +194,8 @@ class Models:
     def keep_bench(self, model_id: str, devices: Iterable[int], result: BenchResult) -> None:
         """Adds this result to the model's status, unless the model is on other hardware than `devices`, where it was
         measured. Raises ModelNotFound."""
-        survey = self._loader.surveys.get(model_id)
-        digest = survey.facts.digest if survey is not None else None
+        inspection = self._loader.inspections.get(model_id)
+        digest = inspection.metadata.digest if inspection is not None else None
         self._bench_results.keep(self.options(model_id), digest, devices, result)
 
     def instances(self) -> list[Instance]:
@@ -210,7 +212,7 @@ class Models:
         return controller is not None and controller.life.state not in (ModelState.COLD, ModelState.FAILED)
 
     def is_starting_or_ready(self, model_id: str) -> bool:
-        """Whether it serves, or will without another order."""
+        """Whether it serves, or will without a further order."""
         controller = self._controllers.get(model_id)
         starting = (ModelState.DOWNLOADING, ModelState.LOADING, ModelState.RECOVERING)
         return controller is not None and controller.life.state in (ModelState.READY, *starting)
@@ -224,8 +226,8 @@ class Models:
                 self._loader.forget(model_id)
 
     async def notice_changed_files(self) -> None:
-        """Reports, once each, models in memory whose files have changed since the load. They stay loaded: a load in the
-        middle of a copy would fail."""
+        """Reports each model in memory whose files have changed since the load, once. They stay loaded, because a load
+        in the middle of a copy would fail."""
         for model_id, controller in list(self._controllers.items()):
             if (instance := controller.instance) is None or instance.files_changed:
                 continue
@@ -257,8 +259,8 @@ class Models:
         return any(controller.life.state in changing for controller in self._controllers.values())
 
     def leaving(self, sleep_frees: bool) -> list[ModelHolding]:
-        """The models that are being unloaded, and what they hold until then. `sleep_frees`: models that fall asleep
-        free their devices, too."""
+        """The models that are being unloaded, and what they still hold. `sleep_frees`: models that fall asleep also
+        free their devices."""
         return [
             holding
             for controller in self._controllers.values()
@@ -293,7 +295,7 @@ class Models:
         ]
 
     async def close(self, reason: CortexError, drain_s: float) -> None:
-        """Ends queued requests at once, and running ones after `drain_s`. The workers must be ended next."""
+        """Ends queued requests at once and running ones after `drain_s`. End the workers next."""
         instances = [each.instance for each in self._controllers.values() if each.instance is not None]
         for instance in instances:
             instance.close_admission(reason)

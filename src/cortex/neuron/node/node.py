@@ -1,6 +1,6 @@
-"""The node: its devices, its models, and what the HTTP API asks of them. Lives on the daemon's loop.
+"""The node: its devices, its models, and the operations of the HTTP API. Lives on the daemon's loop.
 
-Reads (`discovery`, `health`, `models`, `model`) return what is known and never wait for a worker, a disk or a driver.
+Reads (`discovery`, `health`, `models`, `model`) return known state and never wait for a worker, a disk or a driver.
 Each model has one controller; the node finds it and passes requests on.
 """
 
@@ -30,6 +30,7 @@ from cortex.neuron.node.harness.command.harness import CommandHarness
 from cortex.neuron.node.harness.engine import EngineHarness
 from cortex.neuron.node.harness.forecast import Forecast
 from cortex.neuron.node.harness.harness import Harnesses, Upstream
+from cortex.neuron.node.inspection_process.client import InspectionProcess
 from cortex.neuron.node.library import KnownModel, Library, files_digest, scan_cache, scan_folders
 from cortex.neuron.node.loading.context_allocator import ContextAllocator
 from cortex.neuron.node.loading.device_allocator import DeviceAllocator
@@ -43,7 +44,6 @@ from cortex.neuron.node.models import Models
 from cortex.neuron.node.power import attribute
 from cortex.neuron.node.replicas.demand import ReplicaDemand, ReplicaRules
 from cortex.neuron.node.status import ServedModel, describe_node
-from cortex.neuron.node.survey_process.client import SurveyProcess
 from cortex.neuron.node.text.texts import Texts
 from cortex.neuron.picture_process.client import Pictures
 from cortex.neuron.servers.ready_made import usable as usable_servers
@@ -71,7 +71,7 @@ log = logging.getLogger(__name__)
 
 _CHANGING = (ModelState.DOWNLOADING, ModelState.LOADING, ModelState.UNLOADING, ModelState.RECOVERING)
 _SUSPEND_AFTER_S = 0.5
-"""So long after a gateway asked for it, which gets a response first."""
+"""Delay of the suspend command after the order, so that the response is sent first."""
 _SAMPLE_S = 1.0
 
 
@@ -79,7 +79,7 @@ _RELOADED = (
     *("keys", "key_file", "models", "default_models", "model_roots", "model_dirs", "harnesses", "drain_s"),
     *("log_level", "log_format"),
 )
-"""The keys of `neuron.toml` that are used without a restart; `default_models` for their options."""
+"""The keys of `neuron.toml` that a reload applies; of `default_models` only the options."""
 
 
 class Node:
@@ -90,7 +90,7 @@ class Node:
         timeouts = parts.timeouts or WorkerTimeouts(
             step_s=limits.step_timeout_s, load_s=limits.load_timeout_s, saves_kv=limits.kv_disk_mb > 0
         )
-        bench_results = BenchResults(inventory.devices, limits.max_num_seqs)
+        bench_results = BenchResults(inventory.devices, limits.max_num_seqs, parts.bench_folder)
         forecast = Forecast(config, bench_results.rates)
         ceilings = Ceilings.of(config)
         self.devices = NodeDevices(
@@ -106,9 +106,9 @@ class Node:
         self.kv = KvExchange(
             limits.kv_disk_folder, limits.kv_disk_mb << 20, self.devices.supervisors.values(), parts.exchange_rules
         )
-        self._surveys = (parts.surveys or partial(SurveyProcess.of, limits))()
+        self._inspector = (parts.inspector or partial(InspectionProcess.of, limits))()
         self._library = Library(config)
-        engine = self._engine = EngineHarness(config, self.devices, forecast, self._surveys, self._library, self.kv)
+        engine = self._engine = EngineHarness(config, self.devices, forecast, self._inspector, self._library, self.kv)
         self._ports = MemberPorts(config.cluster_address)
         self._read_devices = parts.read_devices
         self._server_times = parts.server_times
@@ -154,9 +154,9 @@ class Node:
             self._harnesses,
             room,
             fetch=parts.fetch,
-            surveys=self._surveys,
+            inspector=self._inspector,
             texts=self.texts,
-            make_room=lambda model, facts: self._context_room.make_room(model, facts),
+            make_room=lambda model, metadata: self._context_room.make_room(model, metadata),
             host=self.host,
         )
         self.files = ModelFiles(self._library, self._loader, self._models_in_memory)
@@ -201,7 +201,7 @@ class Node:
         self._scan_s = parts.scan_s
         self._regular: list[SupervisedTask] = []
         self._background: list[asyncio.Task[None]] = []
-        """Work that runs once."""
+        """Tasks that run once."""
         self._closing = False
 
     def _use_servers(self, config: NeuronConfig) -> None:
@@ -215,15 +215,15 @@ class Node:
                 self._harnesses.add(self._servers[name])
 
     def _harness_names(self, config: NeuronConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Those that can run a model, and those of them that can run a part of one."""
+        """The harnesses that can run a model, and those among them that can run a group member."""
         engine, entries = self._engine, usable_servers(config.commands).values()
         usable = [name for name in self._harnesses.names if engine.is_usable or name not in engine.names]
         groups = [entry.name for entry in entries if entry.group is not None and config.cluster_address is not None]
         return tuple(usable), tuple(groups)
 
     async def reconfigure(self, config: NeuronConfig) -> tuple[str, ...]:
-        """Use what can be changed while the node runs: models, their folders, servers and `drain_s`; what is loaded
-        stays as it is. Returns the changed keys that need a restart."""
+        """Apply the settings that can change while the node runs: models, their folders, servers and `drain_s`. Loaded
+        models stay as they are. Returns the changed keys that need a restart."""
         before = self._config
         lost = {entry.name for entry in before.harnesses} - {entry.name for entry in config.harnesses}
         others = [name for name in config.__struct_fields__ if name not in _RELOADED]
@@ -250,7 +250,7 @@ class Node:
         await node.scan_library()
         node._regular = [
             node._tasks.start("sample devices", node._keep_sampling),
-            node._tasks.start("survey models", node._keep_surveying),
+            node._tasks.start("inspect models", node._keep_inspecting),
             node._tasks.start("load default models", node._startup_models.run),
             node._tasks.start("replicas", node._replica_demand.run),
             node._tasks.start("contexts", node._context_room.run),
@@ -306,7 +306,7 @@ class Node:
         """Idempotent: joins a load in progress. With `wait`, returns when the model is ready or raises why not."""
         model = self._adopt(request)
         if request.wake_only and not self._models.is_in_memory(model.id):
-            raise LoadFailed(f"nothing of {model.id} is on this node any more; load it again")
+            raise LoadFailed(f"nothing of {model.id} is left on this node; load it again")
         if request.member is not None:
             await self._end_other_group(model)
         elif not (request.devices or request.harness or request.wake_only):  # no order of a gateway
@@ -322,14 +322,14 @@ class Node:
         return self.model(request.model_id)
 
     def _check_not_in_group(self, model_id: str) -> None:
-        """A request for a model that a group ran, and that is not ready, must not load it here alone. Raises
-        ModelNotFound: its gateway starts the group again."""
+        """Raises ModelNotFound for a model that a group ran and that is not ready: it must not be loaded here alone,
+        and its gateway restarts the group."""
         is_absent = self.model(model_id).state in (ModelState.COLD, ModelState.FAILED, ModelState.ASLEEP)
         if is_absent and self._models.options(model_id).member is not None:
             raise ModelNotFound(f"{shorten(model_id)} runs on several nodes, and its group has ended; try again")
 
     async def _end_other_group(self, model: KnownModel) -> None:
-        """Ends what is left here of an earlier start of the model, so that no load joins it."""
+        """Ends remains of an earlier start of the group, so that no load joins them."""
         controller = self._models.controller(model.id)
         if self._models.is_in_memory(model.id) and controller.model.member != model.member:
             await controller.ensure_gone(0.0)
@@ -356,10 +356,10 @@ class Node:
         digest = "" if path is None else await asyncio.to_thread(files_digest, path)
         return replace(prepared, lacks_files=path is None, files_digest=digest)
 
-    async def survey(self, request: LoadRequest) -> ModelStatus:
-        """Lists a model and reads its files, so that its size is known, or why it cannot be loaded. The options hold
-        for later loads. Does nothing to a model that the node has by itself, and reads no files of one in memory.
-        Raises what `load` raises of a request."""
+    async def inspect(self, request: LoadRequest) -> ModelStatus:
+        """Lists a model and reads its files, to learn its size or why it cannot be loaded. The options apply to later
+        loads. Leaves configured models unchanged and reads no files of one in memory. Raises what `load` raises of a
+        request."""
         model = self._adopt(request)
         if self._library.is_adopted(model.id):
             before = self._models.options(model.id)
@@ -368,7 +368,7 @@ class Node:
                 if kept != before:
                     self._models.set_options(kept)
                     self._loader.forget(model.id)
-                await self._loader.survey_listed(kept)
+                await self._loader.inspect_listed(kept)
         return self.model(model.id)
 
     def _adopt(self, request: LoadRequest) -> KnownModel:
@@ -407,7 +407,7 @@ class Node:
         return status
 
     def forget_size(self, model_id: str) -> ModelStatus:
-        """Estimates the model from now on as if it had never been loaded. Raises ModelNotFound or ModelUnsupported."""
+        """Discards measured sizes, so that the model is estimated again. Raises ModelNotFound or ModelUnsupported."""
         self._harnesses.of(self._models.options(model_id)).forget_size(model_id)
         return self.model(model_id)
 
@@ -420,7 +420,7 @@ class Node:
         return self._models.controller(model_id).serving_instance().generate(request)
 
     async def fetch_kv(self, model_id: str, request: EngineRequest, source: Neighbour) -> None:
-        """Fetches KV of the prompt from a node that has computed it, where that is expected to be faster."""
+        """Fetches KV of the prompt from a node that has computed it, if that is expected to be faster."""
         instance = self._models.controller(model_id).instance
         if instance is not None and instance.host.resident is not None:  # else its worker was lost just now
             info, started_s = instance.resident.info, time.monotonic()
@@ -429,14 +429,14 @@ class Node:
                 instance.fetched_tokens_per_s = num_bytes / info.token_bytes / (time.monotonic() - started_s)
 
     def upstream(self, model_id: str) -> Upstream | None:
-        """The server that takes the model's requests as text; None: `generate` takes them. Raises ModelNotFound or
+        """The server that takes the model's requests as text; None if `generate` takes them. Raises ModelNotFound or
         LoadFailed."""
         model = self._models.options(model_id)
         return self._harnesses.of(model).upstream(model)
 
     async def recycle(self, device: int) -> bool:
-        """Replaces an idle device's worker, which frees all of its memory. False while models are on it, other than
-        extra replicas: they are unloaded first."""
+        """Replaces an idle device's worker, which frees all of its memory, after unloading extra replicas. False while
+        other models are on it."""
         await self.devices.extras.give_back((device,), self._config.drain_s)
         return await self.devices.supervisors[device].recycle()
 
@@ -466,7 +466,7 @@ class Node:
             log.error("this host was not suspended: `%s` failed with status %d", command[0], status)
 
     def _work(self) -> str | None:
-        """What would be interrupted if the host were suspended now; None: nothing."""
+        """Work that a suspension would interrupt; None if there is none."""
         for status in self.models():
             if status.load.running or status.load.waiting:
                 return f"{status.id} has requests"
@@ -500,7 +500,7 @@ class Node:
         await self.texts.close()
         await self.pictures.close()
         await self.files.close()
-        await self._surveys.close()
+        await self._inspector.close()
         await self._models.closed()
         await asyncio.gather(*self._background, *(task.ended() for task in self._regular), return_exceptions=True)
         self._feed.close()
@@ -545,19 +545,19 @@ class Node:
             self._ceilings.watch()
             await self.host.watch()
             await self.texts.rest_idle(self._models.is_in_memory)
-            await asyncio.gather(self.pictures.rest_idle(), self._surveys.rest_idle())
+            await asyncio.gather(self.pictures.rest_idle(), self._inspector.rest_idle())
             await asyncio.sleep(_SAMPLE_S)
 
-    async def _keep_surveying(self) -> None:
+    async def _keep_inspecting(self) -> None:
         """Keeps the library up to date. A damaged model may take minutes."""
         while True:
-            await self._loader.survey_library(self._models.is_in_memory)
+            await self._loader.inspect_library(self._models.is_in_memory)
             await asyncio.sleep(self._scan_s)
             await self.scan_library()
             await self._models.notice_changed_files()
 
     async def scan_library(self) -> None:
-        """Lists the models whose files have come, and no longer those whose files are gone."""
+        """Updates the list of models after files were added or removed."""
         if self._engine.is_usable:  # nothing else runs models that no entry names
             self._library.discovered(await asyncio.to_thread(scan_cache, self._library.cache))
         found = await asyncio.to_thread(scan_folders, self._library.folders)

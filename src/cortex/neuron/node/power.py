@@ -1,4 +1,4 @@
-"""Power: what this host draws, divided among the requests that run."""
+"""Power: the draw of this host, attributed to running requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PackagePower:
         self._last: tuple[float, dict[Path, int]] | None = None
 
     def read(self, now_s: float | None = None) -> float | None:
-        """None before the second reading, and where nothing can be read."""
+        """None before the second reading, and if nothing can be read."""
         now_s = time.monotonic() if now_s is None else now_s
         counters = {}
         for package in self._root.glob("intel-rapl:*"):
@@ -48,11 +48,11 @@ class PowerUser(Protocol):
     def num_running(self) -> int: ...
 
     def draws(self, watts: float) -> None:
-        """Its running requests draw this much together from now on."""
+        """Sets the total draw of its running requests from now on."""
 
 
 def attribute(watts: Mapping[int, float], users: Iterable[PowerUser]) -> None:
-    """Divides the watts of each device among the requests that run on it. An idle device's watts belong to nobody."""
+    """Divides the power of each device among its running requests. An idle device's power is attributed to no one."""
     users = list(users)
     drawn = dict.fromkeys(range(len(users)), 0.0)
     for device, device_watts in watts.items():
@@ -65,12 +65,12 @@ def attribute(watts: Mapping[int, float], users: Iterable[PowerUser]) -> None:
 
 
 class EnergyMeter:
-    """Joules per request, when requests that run at once share their model's power equally. Times are passed in."""
+    """Joules per request, with a model's power shared equally by its concurrent requests. Times are passed in."""
 
     def __init__(self) -> None:
         self._watts = 0.0
         self._each = 0.0
-        """Joules of a request that had run since the start."""
+        """Joules of a hypothetical request running since the start."""
         self._at_s = 0.0
 
     def advance(self, now_s: float, num_running: int) -> float:

@@ -1,4 +1,4 @@
-"""What the API reports about the node, and about a model: from its configuration, its files and its controller."""
+"""Reports for the API about the node and its models, from configuration, files and controllers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from cortex.neuron.node.library import KnownModel
 from cortex.neuron.node.loading.loader import Estimate, Inspection
 from cortex.neuron.node.memory.host_budget import can_sleep
 from cortex.neuron.worker.discovery import Inventory
+from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import CortexError
 from cortex.wire.node.bench import BenchResult
 from cortex.wire.node.load_options import SamplingDefaults
@@ -35,13 +36,13 @@ class ServedModel:
     state: ModelState
     context_tokens: int | None
     sampling: SamplingDefaults
-    """The operator's values, then those of the model's files."""
+    """The operator's values, else those of the model's files."""
     pooling: PoolingConfig | None = None
-    """What an embedding or rerank model does with texts; None for a model that generates text, or is not known yet."""
+    """The pooling task of an embedding or rerank model; None if it generates text or is not known yet."""
     vector_width: int = 0
     """The length of a loaded embedding model's vectors."""
     is_read: bool = True
-    """Whether its files have been read, so that it is known what it does."""
+    """Whether its files have been read, so that its task is known."""
 
 
 _NOT_IN_MEMORY = (ModelState.COLD, ModelState.FAILED)
@@ -63,31 +64,32 @@ def describe_node(
         max_devices_per_model=len(inventory.devices),
         can_sleep=can_sleep(sleep_mb, inventory.devices),
         harnesses=harnesses,
+        dialects=tuple(DIALECTS),
         group_harnesses=group_harnesses,
     )
 
 
-def served_model(model: KnownModel, controller: ModelController | None, survey: Inspection | None) -> ServedModel:
+def served_model(model: KnownModel, controller: ModelController | None, inspection: Inspection | None) -> ServedModel:
     instance = controller.instance if controller is not None else None
     if instance is not None:
         context_tokens: int | None = instance.resident.info.context_tokens or None
     else:
-        limits = (survey.facts.context_tokens if survey is not None else None, model.context_tokens)
+        limits = (inspection.metadata.context_tokens if inspection is not None else None, model.context_tokens)
         context_tokens = min((limit for limit in limits if limit), default=None)
     return ServedModel(
         state=controller.life.state if controller is not None else ModelState.COLD,
         context_tokens=context_tokens,
-        sampling=model.sampling if survey is None else model.sampling.over(survey.text.generation),
-        pooling=survey.facts.pooling if survey is not None else None,
+        sampling=model.sampling if inspection is None else model.sampling.over(inspection.text.generation),
+        pooling=inspection.metadata.pooling if inspection is not None else None,
         vector_width=instance.resident.info.vector_width if instance is not None else 0,
-        is_read=survey is not None,
+        is_read=inspection is not None,
     )
 
 
 def describe_model(
     model: KnownModel,
     controller: ModelController | None,
-    survey: Inspection | None,
+    inspection: Inspection | None,
     estimate: Estimate | None,
     num_in_preparation: int,
     disk_bytes: int | None,
@@ -97,13 +99,13 @@ def describe_model(
     kv_host: HostKV | None = None,
     log_lines: tuple[str, ...] = (),
 ) -> ModelStatus:
-    """`num_in_preparation`: requests that are tokenised, or wait for that, and so are not with the instance yet.
-    `damage`: why its files cannot be used."""
-    facts = survey.facts if survey is not None else None
+    """`num_in_preparation`: requests that are being tokenised or wait for it, before they reach the instance. `damage`:
+    why its files cannot be used."""
+    metadata = inspection.metadata if inspection is not None else None
     life = controller.life if controller is not None else None
     instance = controller.instance if controller is not None else None
     resident = instance.resident if instance is not None else None
-    served = served_model(model, controller, survey)
+    served = served_model(model, controller, inspection)
     context_tokens = served.context_tokens
     if instance is None and estimate is not None and estimate.footprint.contexts is not None:
         context_tokens = estimate.footprint.contexts.empty_tokens or context_tokens
@@ -126,21 +128,21 @@ def describe_model(
         rank=0 if member is None else member.rank,
         log_lines=log_lines if life is not None and life.state in _LOADING else (),
         harness=model.harness,
-        family=facts.family if facts is not None else None,
-        backend=facts.backend if facts is not None else None,
-        quant=facts.quant if facts is not None else model.quant,
-        stored=facts.stored if facts is not None else None,
-        digest=facts.digest if facts is not None else None,
-        requested_quant=survey.requested_quant if survey is not None else model.quant,
+        family=metadata.family if metadata is not None else None,
+        backend=metadata.backend if metadata is not None else None,
+        quant=metadata.quant if metadata is not None else model.quant,
+        stored=metadata.stored if metadata is not None else None,
+        digest=metadata.digest if metadata is not None else None,
+        requested_quant=inspection.requested_quant if inspection is not None else model.quant,
         source=model.source,
-        estimate_bytes=estimate.footprint.expected_bytes if estimate is not None else None,
+        estimate_bytes=(estimate.footprint.expected_bytes or None) if estimate is not None else None,
         least_bytes=estimate.footprint.least_bytes if estimate is not None else None,
         contexts=estimate.footprint.contexts if estimate is not None else None,
         quantised=tuple(
             QuantisedSize(
                 quant=quant, estimate_bytes=size.expected_bytes, least_bytes=size.least_bytes, contexts=size.contexts
             )
-            for quant, size in (survey.quantised if survey is not None else {}).items()
+            for quant, size in (inspection.quantised if inspection is not None else {}).items()
         ),
         measured_bytes=resident.measured_bytes if resident is not None else None,
         kv_bytes=resident.info.kv_bytes if resident is not None else None,
@@ -148,12 +150,12 @@ def describe_model(
         kv_host=kv_host,
         host_bytes=instance.host_bytes if instance is not None else 0,
         host_splits=None if estimate is None else estimate.footprint.splits or estimate.footprint.last_resort,
-        file_bytes=facts.file_bytes if facts is not None else None,
+        file_bytes=metadata.file_bytes if metadata is not None else None,
         disk_bytes=disk_bytes,
         context_tokens=context_tokens,
         max_input_tokens=min((limit for limit in (context_tokens, max_prompt_tokens) if limit), default=None),
         max_output_tokens=context_tokens,
-        capabilities=_capabilities(survey, resident.info.notes if resident is not None else ()),
+        capabilities=_capabilities(inspection, resident.info.notes if resident is not None else ()),
         sampling=served.sampling,
         progress=controller.progress.snapshot() if controller is not None and controller.progress is not None else None,
         load=instance.load(num_in_preparation) if instance is not None else ModelLoad(),
@@ -167,10 +169,10 @@ def describe_model(
     )
 
 
-def _capabilities(survey: Inspection | None, engine_notes: tuple[str, ...]) -> Capabilities:
-    if survey is None:
+def _capabilities(inspection: Inspection | None, engine_notes: tuple[str, ...]) -> Capabilities:
+    if inspection is None:
         return Capabilities()
-    template, pooling = survey.text.capabilities, survey.facts.pooling
+    template, pooling = inspection.text.capabilities, inspection.metadata.pooling
     if pooling is not None:
         embeds = pooling.task == "embed"
         return Capabilities(chat=False, embeddings=embeds, rerank=not embeds, notes=engine_notes)

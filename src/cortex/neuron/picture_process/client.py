@@ -13,8 +13,8 @@ from cortex.ipc.fair_queue import FairQueue, NoPlace
 from cortex.ipc.helper import Function, Helper
 from cortex.ipc.pool import CallLost, HelperPool, PoolLost
 from cortex.neuron.picture_process.limits import PictureLimits
-from cortex.neuron.vision.picture import Picture, PictureGrid, PicturePlace, content_key
-from cortex.neuron.vision.spec import PictureSpec
+from cortex.neuron.pictures.picture import Picture, PictureGrid, PicturePlace, content_key
+from cortex.neuron.pictures.spec import PictureSpec
 from cortex.wire.errors import CortexError, Overloaded, PreparationLimitExceeded, RateLimitExceeded
 from cortex.wire.packed_request import PackedRequest
 from cortex.wire.pictures.header import num_jpeg_scans

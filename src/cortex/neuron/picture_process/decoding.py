@@ -14,8 +14,8 @@ from typing import Final
 import numpy as np
 from PIL import GifImagePlugin, Image, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
 
-from cortex.neuron.vision.picture import PictureGrid
-from cortex.neuron.vision.spec import PictureSpec, prepare
+from cortex.neuron.pictures.picture import PictureGrid
+from cortex.neuron.pictures.spec import PictureSpec, prepare
 from cortex.wire.pictures.header import UnreadablePicture, read_header, swaps_sides
 from cortex.wire.pictures.parts import invalid
 
@@ -44,7 +44,7 @@ def functions() -> dict[str, Callable[..., tuple[bytes, float]]]:
 
 
 def pixels(spec: PictureSpec, grid: PictureGrid, param: str, body: bytes) -> tuple[bytes, float]:
-    """The pixels of the file `body` as `vision.preparing.prepare` returns them, and the seconds that this computed.
+    """The pixels of the file `body` as `pictures.preparing.prepare` returns them, and the seconds that this computed.
     `param`: where the client has the picture. Raises InvalidValue."""
     began_s = time.process_time()
     try:

@@ -11,7 +11,7 @@ from cortex.settings.section import Section
 from cortex.wire.node.load_options import Count
 from cortex.wire.pictures.files import MAX_PICTURES
 from cortex.wire.pictures.parts import invalid
-from cortex.wire.requests import Image
+from cortex.wire.requests import PicturePart
 
 
 class PictureLimits(Section, frozen=True):
@@ -40,7 +40,7 @@ class PictureLimits(Section, frozen=True):
     cache_mb: Annotated[int, Meta(ge=0)] = 256
     """Memory for decoded pictures: a conversation sends them again with each turn."""
 
-    def check(self, pictures: Sequence[Image]) -> None:
+    def check(self, pictures: Sequence[PicturePart]) -> None:
         """Raises InvalidValue, which names the first picture that exceeds a limit."""
         if len(pictures) > self.max_pictures:
             raise invalid(
@@ -52,7 +52,7 @@ class PictureLimits(Section, frozen=True):
             if (problem := self._problem(picture)) is not None:
                 raise invalid(picture.param, problem)
 
-    def _problem(self, picture: Image) -> str | None:
+    def _problem(self, picture: PicturePart) -> str | None:
         longer, shorter = max(picture.width, picture.height), min(picture.width, picture.height)
         size = f"the picture has {picture.width} × {picture.height} pixels"
         if picture.num_bytes > self.max_mb * 1_000_000:
@@ -63,6 +63,6 @@ class PictureLimits(Section, frozen=True):
         if longer > self.max_aspect * shorter:
             return (
                 f"{size}, and no side may be more than {self.max_aspect} times as long as the other "
-                "(pictures.max_aspect); cut it"
+                "(pictures.max_aspect); crop it"
             )
         return None

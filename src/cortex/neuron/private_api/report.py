@@ -1,4 +1,4 @@
-"""All entries of the private API, for what reports them. Imports torch."""
+"""All entries of the private API, for reports. Imports torch."""
 
 from __future__ import annotations
 

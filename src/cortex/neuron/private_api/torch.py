@@ -1,4 +1,4 @@
-"""What the engine uses of torch without a promise that it stays, and what it does without it."""
+"""The private interfaces of torch that the engine uses, with their fallbacks."""
 
 from __future__ import annotations
 

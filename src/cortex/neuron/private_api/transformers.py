@@ -1,4 +1,4 @@
-"""What the engine uses of the `transformers` library without a promise that it stays.
+"""The private interfaces of the `transformers` library that the engine uses.
 
 Its source files are data here, class attributes that are literals: a node answers in a process without torch, and the
 daemon runs no code of the library. Where they cannot be read so, a process of its own imports the library and says the
@@ -43,7 +43,7 @@ class Unreadable(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class ClassFacts:
+class ModelClasses:
     """The classes of a causal language model and of its config."""
 
     class_name: str
@@ -107,13 +107,13 @@ SOURCE_FILES = PrivateEntry(
 
 
 @cache
-def class_facts(model_type: str) -> ClassFacts | None:
+def model_classes(model_type: str) -> ModelClasses | None:
     """The classes of a type of model; None: the library has no causal language model of this type. Raises Unreadable,
     also where the library is not installed."""
     return _parsed(model_type) if SOURCE_FILES.is_usable else _imported(model_type)
 
 
-def _parsed(model_type: str) -> ClassFacts | None:
+def _parsed(model_type: str) -> ModelClasses | None:
     """Raises Unreadable."""
     if (place := folder()) is None:
         raise Unreadable("it is not installed")
@@ -126,7 +126,7 @@ def _parsed(model_type: str) -> ClassFacts | None:
     model = _inherited(_parse(modeling), class_name)
     config, options = _config_attributes(modeling.parent, model_type)
     transposed = "Conv1D" in modeling.read_text(encoding="utf-8")
-    return ClassFacts(class_name, model, config, tuple(options), transposed)
+    return ModelClasses(class_name, model, config, tuple(options), transposed)
 
 
 @cache
@@ -213,7 +213,7 @@ def _parse(path: Path) -> ast.Module:
 # Classes, from an import
 
 
-def _imported(model_type: str) -> ClassFacts | None:
+def _imported(model_type: str) -> ModelClasses | None:
     """What `main` prints in a process of its own. Raises Unreadable."""
     command = [sys.executable, "-m", __name__, model_type]
     try:
@@ -222,11 +222,11 @@ def _imported(model_type: str) -> ClassFacts | None:
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         said = str(getattr(error, "stderr", None) or error).strip().splitlines()
         raise Unreadable(f"it cannot be imported ({said[-1] if said else type(error).__name__})") from error
-    return None if fields is None else ClassFacts(**fields | {"options": tuple(fields["options"])})
+    return None if fields is None else ModelClasses(**fields | {"options": tuple(fields["options"])})
 
 
 def main(model_type: str) -> None:
-    """Prints the `ClassFacts` of a type of model as one line of JSON, or null."""
+    """Prints the `ModelClasses` of a type of model as one line of JSON, or null."""
     table = import_module("transformers.models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     configs = import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING
     if not isinstance(class_name := table.get(model_type), str):
@@ -237,7 +237,7 @@ def main(model_type: str) -> None:
     own = [each for each in config.__mro__ if each.__module__ == config.__module__]
     values = {name: value for each in reversed(own) for name, value in vars(each).items() if _is_plain(value)}
     options = {name for name in (*vars(config), *inspect.get_annotations(config)) if name[:2] != "__"}
-    facts = ClassFacts(
+    facts = ModelClasses(
         class_name,
         {name: value for name in _MODEL_ATTRIBUTES if (value := _plain(getattr(model, name, None))) is not None},
         {name: value for name, value in values.items() if name[:2] != "__" and value is not None},

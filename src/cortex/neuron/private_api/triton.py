@@ -1,6 +1,6 @@
-"""What the engine uses of Triton without a promise that it stays: it compiles kernels before they are launched.
+"""The private interfaces of Triton that the engine uses to compile kernels ahead of their launch.
 
-Without it kernels are compiled when they are first launched, which a request waits for.
+Without them kernels are compiled at their first launch, while a request waits.
 """
 
 from __future__ import annotations

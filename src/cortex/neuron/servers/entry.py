@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from functools import cache
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -16,11 +17,11 @@ Command = str | tuple[str, ...]
 
 
 class HealthCheck(Section, frozen=True):
-    """How a node learns that a server is ready."""
+    """How a node checks that a server is ready."""
 
     path: str = "/health"
-    """`GET` on this path responds with a 2xx status once the server can take requests. `none`: it can as soon as it
-    accepts a connection."""
+    """`GET` on this path responds with a 2xx status once the server can take requests. `none`: as soon as it accepts a
+    connection."""
     timeout_s: Seconds = 300.0
     """A server that is not ready within this time is ended, and its load fails with the last lines of its log."""
 
@@ -29,21 +30,22 @@ class StateRequest(Section, frozen=True):
     """A request that puts a server to sleep, or wakes it."""
 
     path: str = ""
-    """Such as `/sleep?level=1` of vLLM. Empty: the server cannot do it."""
+    """The path, such as `/sleep?level=1` of vLLM. Empty: not supported by the server."""
     body: dict[str, Any] = msgspec.field(default_factory=dict)
     """The fields of the request, which is a `POST`."""
     timeout_s: Seconds = 60.0
-    """A server that has not responded by then is ended."""
+    """A server that has not responded within this time is ended."""
 
 
 class GroupSettings(Section, frozen=True):
     """How a server runs one model on several nodes (`nodes` in `models.toml`). Every node starts one member; rank 0,
     the leader, takes the requests. Variables beyond those of `cmd`: `${RANK}`, `${NUM_NODES}`, `${LEADER_HOST}` and
-    `${LEADER_PORT}` (where the members meet), `${MEMBER_HOST}` and `${MEMBER_PORT}` (this one's `cluster_address`, and
-    a free port there), `${MEMBER_ADDRESSES}` (host:port of all members but the leader, separated by commas)."""
+    `${LEADER_PORT}` (the rendezvous of the members), `${MEMBER_HOST}` and `${MEMBER_PORT}` (this one's
+    `cluster_address`, and a free port there), `${MEMBER_ADDRESSES}` (host:port of all members but the leader, separated
+    by commas)."""
 
     cmd: Command = ()
-    """The command of the leader in place of `cmd` of the harness. Absent: that one."""
+    """The command of the leader. Absent: `cmd` of the harness."""
     args: Command = ()
     """Arguments of all members, before `args` of the harness."""
     member_cmd: Command = ()
@@ -51,8 +53,8 @@ class GroupSettings(Section, frozen=True):
     member_args: Command = ()
     """Arguments of these members, after `args`. Not together with `member_cmd`."""
     ready: Literal["started", "port"] = "started"
-    """When such a member is ready, which the leader waits for: when its process has started, or when it accepts
-    connections on `${MEMBER_PORT}`."""
+    """When the leader considers such a member ready: when its process has started, or when it accepts connections on
+    `${MEMBER_PORT}`."""
     version: Command = ()
     """A command that prints the version of the server: the group starts only if it is the same on all nodes."""
 
@@ -64,16 +66,15 @@ class GroupSettings(Section, frozen=True):
 class HarnessEntry(Section, frozen=True):
     """A server that runs models in place of the built-in engine: llama-server, vLLM, whisper.cpp, anything that speaks
     HTTP. A model names it as its `harness`. The node starts one process for each loaded model, on a port of the
-    loopback address, and ends it with the model. Commands stand in this file only; no request can give one. The
-    ready-made ones need no entry: `llama-server`, `vllm`, `sglang`, `vllm-ray`, `whisper-server`, `sd-server`,
-    `tei`. An entry of such a name, or `like` one, changes what it gives. `docker` and `podman` need the image in
-    `args`, and `torchrun` the program."""
+    loopback address, and ends it with the model. Requests cannot supply commands. The ready-made ones need no entry:
+    `llama-server`, `vllm`, `sglang`, `vllm-ray`, `whisper-server`, `sd-server`, `tei`. An entry with such a name, or
+    with `like`, overrides settings. `docker` and `podman` need the image in `args`, and `torchrun` the program."""
 
     name: str = ENGINE
     """Its name in `harness` of models. `torch`, or its old name `candle`, is the built-in engine, which every node has
     without an entry."""
     like: str | None = None
-    """A ready-made harness whose settings hold where this entry gives none. Absent: the one of the same name."""
+    """A ready-made harness that supplies the settings missing here. Absent: the one of the same name."""
     cmd: Command = ()
     """The program and its arguments: a list, or a text that is divided at spaces outside quotes. No shell is involved.
     Replaced in every argument: `${PORT}`, which must occur in a command or in `env`, `${MODEL_PATH}` (the model's
@@ -84,49 +85,49 @@ class HarnessEntry(Section, frozen=True):
     args: Command = ()
     """Arguments that follow all others."""
     gpu_args: Command = ()
-    """Arguments that follow those of `cmd` where the model is on GPUs."""
+    """Arguments added to `cmd` if the model is on GPUs."""
     context_args: Command = ()
-    """Arguments that follow those of `cmd` where the model has `context_tokens`."""
+    """Arguments added to `cmd` if the model has `context_tokens`."""
     cmd_stop: Command = ()
     """A command that ends the server, such as `docker stop`; also with `${PID}`. Absent: SIGTERM to all its
     processes."""
     cmd_kill: Command = ()
-    """A command that ends what is left of the server when its processes have been killed, such as `docker rm --force`.
-    It also runs after the node itself was killed."""
+    """A command that cleans up after the server's processes were killed, such as `docker rm --force`. It also runs
+    after the node itself was killed."""
     cmd_pid: Command = ()
-    """A command that prints the server's process id, where a daemon starts it, as docker does: the memory of that
-    process counts."""
+    """A command that prints the process id of a server started by a daemon, as with docker, so that its memory is
+    measured."""
     env: dict[str, str] = msgspec.field(default_factory=dict)
     """Environment variables of the server, in addition to those of the node; values are replaced as in `cmd`.
     `CUDA_VISIBLE_DEVICES` is set by the node."""
     health: HealthCheck = HealthCheck()
     routes: tuple[str, ...] = ()
-    """The paths that the server has, such as `/v1/audio/speech`; a request to another one is rejected. Absent: all."""
+    """The paths that the server supports, such as `/v1/audio/speech`; requests to others are rejected. Absent: all."""
     upstream_model: str | None = None
     """The name of the model in requests to the server. Absent: the model's id."""
     set_params: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Fields of every request to the server, in place of those of the client."""
+    """Fields set in every request to the server, overriding those of the client."""
     strip_params: tuple[str, ...] = ()
-    """Fields that are left out of every request to the server."""
+    """Fields removed from every request to the server."""
     memory_mb: Count | None = None
-    """The memory that a model is expected to take before its first load, unless it has a `memory_mb` of its own;
-    afterwards the measured size counts where it is larger. Absent: a quarter more than its files."""
+    """Expected memory of a model before its first load, unless the model sets `memory_mb`; afterwards a larger measured
+    size takes precedence. Absent: 1.25 times its files."""
     max_concurrent: Count | None = None
-    """Requests that a server runs at once; more wait in the queue of the node. Absent: `limits.max_num_seqs`."""
+    """Requests that a server runs at once; further ones wait in the node's queue. Absent: `limits.max_num_seqs`."""
     stop_timeout_s: Seconds = 10.0
-    """How long a server may take to end; then it is killed."""
+    """A server that has not ended within this time is killed."""
     silence_timeout_s: Seconds = 600.0
-    """After this long without a byte of a response, the server is asked by its health check, unless another response
-    goes on. One that does not respond hangs: it is killed, and started again. One that works may take an hour until a
-    response begins, because one that is no stream arrives when it is done; a stream that stops for this long fails."""
+    """After this long without a byte of a response, the node runs the health check, unless another response progresses.
+    A server that does not respond is killed and restarted. A working server may take an hour until a response begins,
+    because a response that is not streamed arrives when complete; a stream that stops for this long fails."""
     restart: bool = True
-    """Start a server that ends by itself again, with a back-off. `false`: the next request does."""
+    """Restart a server that ends by itself, with a back-off. `false`: the next request starts it."""
     sleep: StateRequest = StateRequest()
-    """The server moves the model out of the memory of its GPUs. Absent: the model is unloaded instead."""
+    """The request that moves the model out of GPU memory. Absent: the model is unloaded instead."""
     wake: StateRequest = StateRequest()
-    """The server moves it back."""
+    """The request that moves it back."""
     group: GroupSettings | None = None
-    """Absent: it runs on one node only."""
+    """How it runs on several nodes. Absent: on one node only."""
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "name", harness_name(self.name))
@@ -138,7 +139,7 @@ class HarnessEntry(Section, frozen=True):
         return {name: _divided(self.name, name, getattr(self, name)) for name in names}
 
     def argv(self, *, has_gpus: bool, has_context: bool, rank: int | None = None) -> tuple[str, ...]:
-        """The program and its arguments, with variables. `rank`: of a member, where it runs in a group."""
+        """The program and its arguments, with variables. `rank`: that of a group member."""
         parts, group = self.commands, self.group_commands
         if rank and group["member_cmd"]:
             return group["member_cmd"]
@@ -156,6 +157,7 @@ class HarnessEntry(Section, frozen=True):
         return {name: _divided(self.name, f"group.{name}", getattr(group, name)) for name in names}
 
 
+@cache
 def _divided(harness: str, name: str, command: Command) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(command)) if isinstance(command, str) else command
@@ -164,7 +166,7 @@ def _divided(harness: str, name: str, command: Command) -> tuple[str, ...]:
 
 
 def check_server(entry: HarnessEntry) -> None:
-    """Raises ValueError for a server that cannot run. Its entry must be complete."""
+    """Raises ValueError for a server that cannot run. The entry must be complete."""
     if not entry.cmd:
         raise ValueError(f"the harness `{entry.name}` has no cmd; give the command that starts its server")
     commands = (*entry.commands.values(), *entry.group_commands.values())

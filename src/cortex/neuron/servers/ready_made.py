@@ -1,4 +1,4 @@
-"""Servers that are known by name: a model of `harness = "vllm"` needs no more than the program."""
+"""Ready-made servers by name: a model with `harness = "vllm"` needs only the program."""
 
 from __future__ import annotations
 
@@ -125,11 +125,11 @@ _TORCHRUN = HarnessEntry(
 _CONTAINERS = (_container("docker", "--gpus", "all"), _container("podman", "--device", "nvidia.com/gpu=all"))
 READY_MADE: Mapping[str, HarnessEntry] = {entry.name: entry for entry in (*_SERVERS, *_CONTAINERS, _TORCHRUN)}
 BY_NAME: Mapping[str, HarnessEntry] = {entry.name: entry for entry in _SERVERS}
-"""Those that need no entry of their own."""
+"""Servers that need no entry."""
 
 
 def completed_server(entry: HarnessEntry) -> HarnessEntry:
-    """The entry with the settings of a ready-made one where it gives none. Raises ValueError for an unknown one."""
+    """The entry, completed with the settings of its ready-made server. Raises ValueError for an unknown one."""
     name = entry.like or entry.name
     if entry.like is not None and name not in READY_MADE:
         raise ValueError(

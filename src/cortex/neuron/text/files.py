@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from cortex.neuron.families.registry import family_of
+from cortex.neuron.pictures.spec import PROCESSOR_FILES, PictureSpec, image_processor_in, read_picture_spec
 from cortex.neuron.text.errors import TextFileMalformed
-from cortex.neuron.vision.spec import PROCESSOR_FILES, PictureSpec, image_processor_in, read_picture_spec
 from cortex.neuron.weights.gguf.metadata import read_metadata
 from cortex.neuron.weights.gguf.towers import picture_config, processor_config, projector_of
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from cortex.neuron.text import defaults
-from cortex.neuron.text.facts import TextFiles
 from cortex.neuron.text.files import gguf_file, picture_spec, read_json
 from cortex.neuron.text.template import template_source
 from cortex.neuron.text.template.template_source import TemplateSources
+from cortex.neuron.text.text_files import TextFiles
 from cortex.neuron.text.tokenizer.encoder import EncodedTexts, Segmented, TextsToEncode
 from cortex.neuron.text.tokenizer.library import LibraryTokenizer
 from cortex.neuron.text.tokenizer.segments import SegmentEncoder
@@ -48,36 +48,36 @@ class LocalEncoder:
 def read_text(path: Path, chat_template: str | None = None) -> tuple[TextFiles, LocalEncoder]:
     """Reads a model directory or a .gguf file, with `chat_template` in place of its own. Raises TextModelError, or
     CheckpointError for a bad GGUF header."""
-    facts, encoder = _text_of(path)
-    return (facts if chat_template is None else _with_template(facts, encoder, chat_template)), encoder
+    files, encoder = _text_of(path)
+    return (files if chat_template is None else _with_template(files, encoder, chat_template)), encoder
 
 
-def _with_template(facts: TextFiles, encoder: LocalEncoder, chat_template: str) -> TextFiles:
+def _with_template(files: TextFiles, encoder: LocalEncoder, chat_template: str) -> TextFiles:
     """Such a template may be written for several models, so it gets the token that begins a prompt of this one."""
-    named = facts.vocabulary.named_tokens
+    named = files.vocabulary.named_tokens
     begin = named.get("bos_token", "")
     begins = bool(begin) and encoder.encode_document("")[:1] == encoder.encode(begin)
-    vocabulary = replace(facts.vocabulary, named_tokens={**named, "document_start": begin if begins else ""})
-    return replace(facts, vocabulary=vocabulary, templates=TemplateSources(chat_template))
+    vocabulary = replace(files.vocabulary, named_tokens={**named, "document_start": begin if begins else ""})
+    return replace(files, vocabulary=vocabulary, templates=TemplateSources(chat_template))
 
 
 def _text_of(path: Path) -> tuple[TextFiles, LocalEncoder]:
     gguf = gguf_file(path)
     if gguf is not None:
-        facts, encoder = text_of_gguf(read_metadata(gguf).metadata)
-        return replace(facts, pictures=picture_spec(gguf)), encoder
+        files, encoder = text_of_gguf(read_metadata(gguf).metadata)
+        return replace(files, pictures=picture_spec(gguf)), encoder
     tokenizer = LibraryTokenizer.load(path)
-    facts = TextFiles(
+    files = TextFiles(
         tokenizer.vocabulary,
         template_source.from_directory(path),
         defaults.from_generation_config(read_json(path / "generation_config.json")),
         picture_spec(path),
     )
-    return facts, LocalEncoder(tokenizer)
+    return files, LocalEncoder(tokenizer)
 
 
 def text_of_gguf(metadata: Mapping[str, Any]) -> tuple[TextFiles, LocalEncoder]:
     """Reads a GGUF file's metadata; raises TextModelError."""
     tokenizer = LibraryTokenizer.from_gguf(metadata)
-    facts = TextFiles(tokenizer.vocabulary, template_source.from_gguf(metadata), defaults.from_gguf(metadata))
-    return facts, LocalEncoder(tokenizer)
+    files = TextFiles(tokenizer.vocabulary, template_source.from_gguf(metadata), defaults.from_gguf(metadata))
+    return files, LocalEncoder(tokenizer)

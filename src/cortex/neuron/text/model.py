@@ -12,8 +12,8 @@ import msgspec
 
 from cortex.neuron.families.family import ADDRESSED, ReasoningMarkers
 from cortex.neuron.families.tool_calls import HARMONY, ToolSyntax
+from cortex.neuron.pictures.spec import PictureSpec
 from cortex.neuron.text import defaults, files
-from cortex.neuron.text.facts import TextFiles
 from cortex.neuron.text.grammar.request import LeadingReasoning, build_grammar
 from cortex.neuron.text.grammar.trial import GrammarTrial
 from cortex.neuron.text.output import harmony
@@ -32,7 +32,7 @@ from cortex.neuron.text.template.chat_template import CHATML, ChatTemplate
 from cortex.neuron.text.template.detect import reasoning_markers, tool_syntax
 from cortex.neuron.text.template.fill_in import fill_in_prompt, has_markers, markers
 from cortex.neuron.text.template.literal_content import LiteralContent
-from cortex.neuron.text.template.pictures import images_in
+from cortex.neuron.text.template.pictures import pictures_in
 from cortex.neuron.text.template.prompt import (
     NO_RULES,
     PromptRules,
@@ -42,12 +42,12 @@ from cortex.neuron.text.template.prompt import (
     render_raw,
 )
 from cortex.neuron.text.template.template_source import TemplateSources
+from cortex.neuron.text.text_files import TextFiles
 from cortex.neuron.text.tokenizer.detokenizer import Detokenizer
 from cortex.neuron.text.tokenizer.encoder import NoEncoder, TextEncoder
 from cortex.neuron.text.tokenizer.tokenizer import Tokenizer
 from cortex.neuron.text.tools.scanner import CallScanner
 from cortex.neuron.text.tools.syntaxes import call_syntax
-from cortex.neuron.vision.spec import PictureSpec
 from cortex.neuron.weights.gguf.metadata import read_metadata
 from cortex.wire.errors import TemplateRenderFailed
 from cortex.wire.fields.constraints import is_constrained
@@ -72,30 +72,30 @@ class TextModel:
     """How the model takes pictures; None: it reads text only."""
 
     @classmethod
-    def of(cls, facts: TextFiles, encoder: TextEncoder) -> TextModel:
+    def of(cls, files: TextFiles, encoder: TextEncoder) -> TextModel:
         """Encodes a short text: do not call it on the event loop."""
-        tokenizer = Tokenizer(facts.vocabulary, encoder)
-        template, tools_template = _templates(facts.templates)
+        tokenizer = Tokenizer(files.vocabulary, encoder)
+        template, tools_template = _templates(files.templates)
         return cls(
             tokenizer,
             template,
             tools_template,
-            facts.generation,
+            files.generation,
             _reasoning_end(template, tokenizer),
-            _notes(facts.templates, tools_template),
-            _usable(facts.pictures, tokenizer),
+            _notes(files.templates, tools_template),
+            _usable(files.pictures, tokenizer),
         )
 
     @classmethod
     def without_encoder(
-        cls, facts: TextFiles, reasoning_end: tuple[int, ...], takes_tools: tuple[bool, bool]
+        cls, files: TextFiles, reasoning_end: tuple[int, ...], takes_tools: tuple[bool, bool]
     ) -> TextModel:
         """For a process that only turns tokens into text: rendering and encoding raise AssertionError. `takes_tools`:
         as the `takes_tools` of the complete model, so that no template is compiled."""
-        template, tools_template = _templates(facts.templates, *takes_tools)
-        notes, tokenizer = _notes(facts.templates, tools_template), Tokenizer(facts.vocabulary, NoEncoder())
-        pictures = _usable(facts.pictures, tokenizer)
-        return cls(tokenizer, template, tools_template, facts.generation, reasoning_end, notes, pictures)
+        template, tools_template = _templates(files.templates, *takes_tools)
+        notes, tokenizer = _notes(files.templates, tools_template), Tokenizer(files.vocabulary, NoEncoder())
+        pictures = _usable(files.pictures, tokenizer)
+        return cls(tokenizer, template, tools_template, files.generation, reasoning_end, notes, pictures)
 
     @property
     def takes_tools(self) -> tuple[bool, bool]:
@@ -136,7 +136,7 @@ class TextModel:
             return render_raw(prompt, self.tokenizer, rules)
         template = self._template_for(request)
         # A placeholder in a message must not take the place of a picture.
-        is_literal = not rules.control_tokens_in_messages or next(images_in(request), None) is not None
+        is_literal = not rules.control_tokens_in_messages or next(pictures_in(request), None) is not None
         literal_content = self._literal_content[template is self.template] if is_literal else None
         return render_conversation(
             request, template, self.tokenizer, self._reasoning_markers, literal_content, rules, self.pictures
@@ -208,7 +208,7 @@ class TextModel:
         return ReasoningWatch(Detokenizer(self.tokenizer, self._hidden_without_calls), reading)
 
     def _opened_message(self, rendered: Rendered) -> str:
-        """What the prompt has after its last beginning of a message, in harmony."""
+        """In harmony: the prompt's text after its last beginning of a message."""
         start, ids = self.tokenizer.whole_id(harmony.START), rendered.ids
         places = range(len(ids) - 1, -1, -1) if start is not None else ()
         place = next((place for place in places if ids[place] == start), None)
@@ -283,15 +283,15 @@ class TextModel:
 
 
 @dataclass(frozen=True, slots=True)
-class TextSurvey:
-    """What a model's text files say about it before it is used."""
+class TextInspection:
+    """The facts from a model's text files before it is used."""
 
     capabilities: Capabilities
     generation: SamplingDefaults
 
 
-def survey_text(path: Path, chat_template: str | None = None) -> TextSurvey:
-    """Surveys the model at `path`, from its templates and recommended options alone. `chat_template`: in place of its
+def inspect_text(path: Path, chat_template: str | None = None) -> TextInspection:
+    """Inspects the model at `path`, from its templates and recommended options alone. `chat_template`: in place of its
     own.
 
     It builds no tokenizer, which would take a second and 100 MB for a large vocabulary. Raises TextModelError, or
@@ -312,7 +312,7 @@ def survey_text(path: Path, chat_template: str | None = None) -> TextSurvey:
     for each in {template, tools_template}:
         _try_out(each)
     found = _capabilities(template, _notes(sources, tools_template), vision=has_vision)
-    return TextSurvey(msgspec.structs.replace(found, insert=insert), generation)
+    return TextInspection(msgspec.structs.replace(found, insert=insert), generation)
 
 
 def _has_calls(request: GenerateRequest) -> bool:

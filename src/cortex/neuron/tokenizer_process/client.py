@@ -97,7 +97,7 @@ class TokenizerClient:
         # A later process must find the same.
         arguments = (str(self._model), reply.fingerprint, self._chat_template)
         self._pool.helper = msgspec.structs.replace(self._pool.helper, arguments=arguments)
-        return TextModel.without_encoder(reply.facts, reply.reasoning_end, reply.takes_tools)
+        return TextModel.without_encoder(reply.files, reply.reasoning_end, reply.takes_tools)
 
     async def wake(self) -> None:
         """Starts the process unless it runs, without waiting until it is ready. Raises OSError or Recovering."""

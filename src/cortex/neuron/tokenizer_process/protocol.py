@@ -1,4 +1,4 @@
-"""What a tokenizer process returns, packed: token ids as 32-bit integers decode much faster than lists."""
+"""The packed results of a tokenizer process: token ids as 32-bit integers decode much faster than lists."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import msgspec
 
 from cortex.ipc.channel import ChannelMessage
+from cortex.neuron.pictures.picture import PicturePlace
 from cortex.neuron.text.errors import TextFileMalformed, TextModelError, TokenizerMissing, TokenizerUnsupported
-from cortex.neuron.text.facts import TextFiles
 from cortex.neuron.text.preparation import Prepared
 from cortex.neuron.text.template.prompt import Rendered
+from cortex.neuron.text.text_files import TextFiles
 from cortex.neuron.text.tokenizer.encoder import EncodedTexts
-from cortex.neuron.vision.picture import PicturePlace
 from cortex.neuron.weights.errors import CheckpointError, Malformed, Unsupported
 
 _ERROR_TYPES = (
@@ -31,7 +31,7 @@ _ERROR_TYPES = (
 
 
 class Described(ChannelMessage, frozen=True):
-    facts: TextFiles
+    files: TextFiles
     fingerprint: str
     reasoning_end: tuple[int, ...]
     takes_tools: tuple[bool, bool]
@@ -68,9 +68,9 @@ class FilesUnreadable(ChannelMessage, frozen=True):
     message: str
 
 
-def fingerprint_of(facts: TextFiles) -> str:
+def fingerprint_of(files: TextFiles) -> str:
     """A digest that is equal for equal facts, in every process."""
-    return hashlib.blake2b(msgspec.msgpack.encode(facts), digest_size=16).hexdigest()
+    return hashlib.blake2b(msgspec.msgpack.encode(files), digest_size=16).hexdigest()
 
 
 def packed(token_ids: Sequence[int]) -> bytes:

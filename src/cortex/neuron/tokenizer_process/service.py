@@ -89,14 +89,14 @@ class TokenizerService:
 
 def _open(model: Path, fingerprint: str | None, chat_template: str | None) -> tuple[Described, TextModel] | Exception:
     try:
-        facts, encoder = read_text(model, chat_template)
-        text = TextModel.of(facts, encoder)
+        files, encoder = read_text(model, chat_template)
+        text = TextModel.of(files, encoder)
     except MemoryError:
         return TextFileMalformed(f"the text files of {model} take more memory than this node allows")
     except Exception as error:
         log.debug("cannot read the text files of %s", model, exc_info=True)
         return error
-    described = Described(facts, fingerprint_of(facts), text.reasoning_end, text.takes_tools)
+    described = Described(files, fingerprint_of(files), text.reasoning_end, text.takes_tools)
     if fingerprint not in (None, described.fingerprint):
         # The daemon still decodes tokens with the facts that it read first.
         return TextFileMalformed(f"the text files of {model} changed while the node runs; restart the node")

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint as layers read them, whatever its family calls them, joins in one tensor or interleaves.
+"""Renames, splits and reorders the tensors of a checkpoint into the form that layers read.
 
 Rows are only read in another order or in parts, so all of it works on quantised rows as well. Needs no torch.
 """
@@ -31,7 +31,7 @@ _ROTATED: Final = re.compile(r"\.self_attn\.[qk]_proj\.(weight|bias)$")
 
 
 def arranged(config: Mapping[str, Any], stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint as layers read them, whatever its family calls them and has in one tensor.
+    """The tensors of a checkpoint in the form that layers read.
 
     Raises CheckpointError.
     """

@@ -1,4 +1,4 @@
-"""Where the tensors of a checkpoint are written, and the pieces in which they are read."""
+"""The destinations of a checkpoint's tensors, and the pieces in which they are read."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ _BLOCK_ROWS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class PieceSizes:
-    """How much of a tensor is read at once."""
+    """Sizes of reads of a tensor."""
 
     num_bytes: int = 8 << 20
     cached_weights: int = 512 << 10
-    """In a piece that the CPU quantises or repacks: enough that each operation is worth its fixed cost, and few enough
+    """Bytes of a piece that the CPU quantises or repacks: enough to amortise the fixed cost of operations, few enough
     that several copies fit the caches."""
     pinned_bytes: int = 128 << 20
     """Of all pieces on their way to a GPU."""

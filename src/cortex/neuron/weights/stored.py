@@ -85,7 +85,8 @@ class ScaleTensors:
     name: str
     """The matrix, for errors."""
     kind: str
-    """How codes lie in the file: `"plain"`, `"columns"`, `"packed"`, `"gptq"`, `"gptq_v2"`, `"awq"` or `"mxfp4"`."""
+    """The layout of codes in the file: `"plain"`, `"columns"`, `"packed"`, `"gptq"`, `"gptq_v2"`, `"awq"` or
+    `"mxfp4"`."""
     bits: int
     rows: int
     """Rows that share a scale, and columns that do."""

@@ -1,4 +1,4 @@
-"""AMD cards, from what the kernel's driver writes under /sys and /proc: neither ROCm nor torch is needed.
+"""AMD cards, as the kernel's driver reports them under /sys and /proc, without ROCm or torch.
 
 The engine does not run on them; servers of harnesses do. Every function blocks for the time of a few small reads, and
 takes the root of the files for tests.
@@ -23,10 +23,10 @@ class Card:
     """One card, or the graphics part of a processor (APU)."""
 
     index: int
-    """The number that ROCm gives it, integrated graphics included; without ROCm's kernel part, its place on the bus."""
+    """Its number in ROCm, integrated graphics included; without ROCm's kernel part, its place on the bus."""
     name: str
     is_integrated: bool
-    """Its memory is the host's: what the firmware has set aside (VRAM), and what the driver may take in addition
+    """Whether its memory is the host's: a part set aside by the firmware (VRAM), and more that the driver may take
     (GTT)."""
     unique_id: str | None
     folder: Path
@@ -43,7 +43,7 @@ class Card:
 
     @property
     def set_aside_bytes(self) -> int:
-        """The free part of what no program of the host can use."""
+        """The free part of the memory that no host program can use."""
         return max(0, _number(self.folder / "mem_info_vram_total") - _number(self.folder / "mem_info_vram_used"))
 
     @property
@@ -61,7 +61,7 @@ class Card:
 
 
 def cards(root: Path = Path("/")) -> tuple[Card, ...]:
-    """Those that a server can use, in the order of `index`: integrated graphics only where there is nothing else."""
+    """The cards that a server can use, in the order of `index`; integrated graphics only if there is no other."""
     numbers = _rocm_numbers(root)
     found = []
     for place, folder in enumerate(_folders(root)):
@@ -128,12 +128,12 @@ def _name(folder: Path) -> str:
 
 
 def _compute_bytes(root: Path, process: int) -> int:
-    """What ROCm's kernel part counts."""
+    """Memory that ROCm's kernel part counts."""
     return sum(map(_number, (root / f"sys/class/kfd/kfd/proc/{process}").glob("vram_*")))
 
 
 def _graphics_bytes(root: Path, process: int) -> int:
-    """What the open files of the process say. One client may have several."""
+    """Memory reported by the open files of the process. One client may have several."""
     clients: dict[tuple[str, str], int] = {}
     folder = root / f"proc/{process}/fdinfo"
     with contextlib.suppress(OSError):
@@ -169,7 +169,7 @@ def _number(path: Path) -> int:
 
 
 def _text(path: Path) -> str:
-    """Empty for a file that is absent, or that the driver cannot fill now."""
+    """Empty for a file that is absent or currently unreadable."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:

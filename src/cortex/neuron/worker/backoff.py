@@ -1,4 +1,4 @@
-"""When to retry something that keeps failing, and when to stop. Pure: the clock is passed in."""
+"""Decides when to retry something that keeps failing, and when to stop. Pure: the clock is passed in."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class FaultHistory:
         return replace(self, streak=0)
 
     def delay_s(self, policy: BackoffPolicy) -> float | None:
-        """How long to wait before the next retry; None: do not retry."""
+        """Delay before the next retry; None: do not retry."""
         if self.streak > policy.max_streak or len(self.times_s) > policy.max_faults:
             return None
         if self.streak <= 1:

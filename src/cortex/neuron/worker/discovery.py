@@ -45,10 +45,10 @@ class Inventory:
     devices: tuple[Device, ...]
     driver: str | None = None
     driver_problem: str | None = None
-    """Why a GPU is not used although there may be one."""
+    """Why a GPU is not used, if there may be one."""
     readings: Mapping[int, DeviceReading] = field(default_factory=dict)
     cuda_version: str | None = None
-    """The latest one that the driver supports."""
+    """The latest CUDA version that the driver supports."""
 
     @property
     def num_host_shares(self) -> int:
@@ -73,7 +73,7 @@ def discover(env: Mapping[str, str] = os.environ) -> Inventory:
 
 
 def with_amd_cards(inventory: Inventory, env: Mapping[str, str] = os.environ, root: Path = Path("/")) -> Inventory:
-    """The inventory with AMD's cards in place of the CPU, if there are any: servers of harnesses use them."""
+    """The inventory with AMD's cards, if any, in place of the CPU, for the servers of harnesses."""
     if inventory.devices[0].kind != "cpu":
         return inventory
     cards = amd.cards(root)
@@ -114,7 +114,7 @@ def divided(inventory: Inventory, cpu_devices: int) -> Inventory:
 
 
 def read_devices(devices: tuple[Device, ...]) -> dict[int, DeviceReading]:
-    """Current readings of `devices`, which are all of this host, without those that do not respond."""
+    """Current readings of `devices` (all of this host), without those that do not respond."""
     if devices and devices[0].kind == "cpu":
         return _shares(_cpu_inventory().readings[0], len(devices))
     if devices and devices[0].kind == "rocm":
@@ -235,7 +235,7 @@ def _cpu_inventory(*, driver: str | None = None, driver_problem: str | None = No
 
 
 def _shares(reading: DeviceReading, count: int) -> dict[int, DeviceReading]:
-    """Equal shares of the host's memory. Together they are what the host has: loads side by side do not overcommit."""
+    """Equal shares of the host's memory, so that concurrent loads do not overcommit."""
     share = replace(reading, total_bytes=reading.total_bytes // count, free_bytes=reading.free_bytes // count)
     return dict.fromkeys(range(count), share)
 

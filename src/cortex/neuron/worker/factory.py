@@ -161,7 +161,7 @@ class _ForkServerProcess:
 
 
 def _environment() -> dict[str, str]:
-    """What libraries of the engine read when they are loaded, unless the operator has set it."""
+    """Variables that the engine's libraries read at import, unless the operator has set them."""
     # OpenMP threads wait for each other by spinning, for milliseconds by default. On a busy core that makes a token ten
     # times as slow. A few microseconds are enough.
     chosen = {} if "OMP_WAIT_POLICY" in os.environ else {"GOMP_SPINCOUNT": "1000"}

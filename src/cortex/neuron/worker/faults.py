@@ -12,7 +12,7 @@ import errno
 from collections.abc import Iterator
 from enum import StrEnum
 
-from cortex.neuron.engine.errors import GroupBroken, NoRoomError, RequestError
+from cortex.neuron.engine.errors import GroupBroken, InsufficientMemory, RequestError
 
 
 class FaultKind(StrEnum):
@@ -25,7 +25,7 @@ class FaultKind(StrEnum):
     DEVICE = "device"
     """The device context is unusable; the worker must be replaced."""
     BUG = "bug"
-    """Anything else. The request to blame fails, or all requests in the step; the device still works."""
+    """Anything else. The blamed request fails, or all requests of the step; the device still works."""
 
 
 class DeviceFault(Exception):
@@ -146,7 +146,7 @@ def _classify_one(error: BaseException) -> FaultKind:
     type_names = {cls.__name__ for cls in type(error).__mro__}
     if isinstance(error, RequestError):
         return FaultKind.REQUEST
-    if isinstance(error, NoRoomError) or type_names & _OUT_OF_MEMORY_TYPES:
+    if isinstance(error, InsufficientMemory) or type_names & _OUT_OF_MEMORY_TYPES:
         return FaultKind.OUT_OF_MEMORY
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return FaultKind.OUT_OF_MEMORY

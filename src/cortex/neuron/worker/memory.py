@@ -1,4 +1,4 @@
-"""A worker's memory: what it holds of its device, and whether the memory of an unloaded model came back.
+"""A worker's memory: what it holds of its device, and whether an unload freed the memory.
 
 `measure` and `give_back` run on the engine thread, inside the worker. `Reclaimed` is the daemon's conclusion from the
 measurements: a worker's own claim that memory is free is not trusted.
@@ -34,7 +34,7 @@ class Reclaimed:
     expected_bytes: int
     freed_bytes: int
     shares_worker: bool = False
-    """Other models use the worker, so its size does not show what this model freed."""
+    """Whether other models use the worker, so that its size does not show what this model freed."""
 
     @classmethod
     def total(cls, parts: Sequence[Reclaimed]) -> Reclaimed:
@@ -77,8 +77,8 @@ def give_back(device: DeviceAddress) -> None:
 
 
 def _purge_library() -> None:
-    """On ARM, torch brings an allocator of its own (mimalloc), which `malloc_trim` does not reach. It returns memory
-    that has been unused for a moment, but only when something large is allocated or freed."""
+    """On ARM, torch has its own allocator (mimalloc), which `malloc_trim` does not reach. It returns unused memory
+    after a moment, but only when something large is allocated or freed."""
     torch = sys.modules.get("torch")  # a worker that never used it has nothing to return
     if torch is not None and platform.machine() in _ARM_MACHINES:
         time.sleep(_PURGE_DELAY_S)

@@ -1,4 +1,4 @@
-"""A host: one model in the memory of one or more devices, as its owner in the daemon sees it."""
+"""The interface of a host: one model in the memory of one or more devices, as seen by its owner in the daemon."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LoadRejected(Exception):
 
 
 class SleepRejected(Exception):
-    """The model is not asleep, or its sleep frees too little memory; the message says why. It must be unloaded."""
+    """The model is not asleep, or its sleep freed too little memory; the message says why. It must be unloaded."""
 
 
 class Damaged(Exception):
@@ -36,7 +36,7 @@ class Damaged(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """What a model is and holds, as of its load, or of its latest sleep or wake."""
+    """A model's facts and sizes, as of its load, or of its latest sleep or wake."""
 
     info: EngineInfo
     measured_bytes: int
@@ -86,7 +86,7 @@ class ModelSink(Protocol):
     def on_stats(self, stats: EngineStats) -> None: ...
 
     def on_lost(self, reason: str) -> None:
-        """Nothing of the model is left. Not called before its load has returned, nor after its unload has."""
+        """Nothing of the model is left. Never called before its load or after its unload has returned."""
 
     def on_ending(self, reason: str) -> None:
         """A member of the model's group will end soon. The owner unloads the model as soon as it is idle."""
@@ -122,8 +122,8 @@ class RelaySink:
 class ModelPart(Protocol):
     """A model, or what one device holds of it.
 
-    It is made for one load: absent, loaded, perhaps asleep and awake again, then unloaded or lost, and of no use from
-    then on. Belongs to the daemon's loop.
+    Made for one load: absent, loaded, possibly asleep and awake again, then unloaded or lost, and unusable afterwards.
+    Belongs to the daemon's loop.
     """
 
     @property
@@ -132,14 +132,14 @@ class ModelPart(Protocol):
 
     @property
     def device_indices(self) -> tuple[int, ...]:
-        """The devices of this node that it takes, without those of extra replicas."""
+        """Its devices on this node, without those of extra replicas."""
 
     @property
     def freed_at_s(self) -> float:
         """When memory was last freed on its devices, on the loop's clock; readings of them may lag behind."""
 
     async def load(self, sink: ModelSink) -> Resident:
-        """Where it fails, and when it is cancelled, nothing is left. Raises LoadRejected or WorkerLost."""
+        """If it fails or is cancelled, nothing is left. Raises LoadRejected or WorkerLost."""
 
     async def sleep(self) -> Resident:
         """Moves the weights to host memory and frees the devices. Raises SleepRejected or WorkerLost."""
@@ -151,7 +151,7 @@ class ModelPart(Protocol):
         """Frees all memory, also of a load that did not begin. Never fails."""
 
     def kill(self, reason: str) -> None:
-        """Ends the processes that hold it, with all models in them; their sinks are notified when they have ended."""
+        """Kills the processes that hold it, with all models in them; their sinks are notified when they have ended."""
 
 
 class ModelHost(ModelPart, Protocol):
@@ -168,4 +168,4 @@ class ModelHost(ModelPart, Protocol):
         """Cancels a request; its final output follows. Unknown ids are ignored."""
 
     def stop_reloads(self) -> None:
-        """The node shuts down: what is lost from now on is no fault, and is not loaded again."""
+        """The node is shutting down: later losses are not faults and cause no reloads."""

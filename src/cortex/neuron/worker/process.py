@@ -1,4 +1,4 @@
-"""One worker process of a device as the daemon sees it: its calls, its watchdog, and the certainty of its end."""
+"""The daemon's side of one worker process: its calls, its watchdog, and its end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _WATCH_INTERVAL_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class WorkerTimeouts:
-    """How long a worker may take. The first four are times without progress; a load progresses piece by piece."""
+    """Time limits of a worker. The first four are times without progress; a load progresses piece by piece."""
 
     start_s: float = 300.0
     step_s: float = 120.0
@@ -47,9 +47,9 @@ class WorkerTimeouts:
     exit_s: float = 3.0
     """How long a worker may take to exit when asked to, without `save_s`."""
     saves_kv: bool = False
-    """Whether it writes KV pages to disk before."""
+    """Whether it writes KV pages to disk before it exits."""
     save_s: float = 30.0
-    """How long that may take. What is not written by then is computed again."""
+    """Time limit of that; pages not written by then are recomputed."""
 
     def without_progress_s(self, activity: Activity) -> float:
         match activity:
@@ -90,7 +90,7 @@ class ProgressWatch:
 
     @property
     def is_in_step(self) -> bool:
-        """It has work of its own, whether or not a request waits: it prepares a model, or follows a leader."""
+        """Whether it works without a pending call: prepares a model, or follows a leader."""
         return self.activity == "step"
 
     def restarted(self, now_s: float) -> ProgressWatch:
@@ -102,8 +102,8 @@ class ProgressWatch:
         return ProgressWatch(self.activity, self.progress, self.since_s + late_s)
 
     def verdict(self, now_s: float, timeouts: WorkerTimeouts, *, is_called: bool = True) -> str | None:
-        """Why the worker must be replaced, or None. Without a call, it can only be in a step: a worker that stops
-        right after a load has reported nothing else."""
+        """Why the worker must be replaced, or None. Without a call it can only be in a step, because a worker that
+        stops right after a load has reported nothing else."""
         activity = self.activity if is_called or self.activity == "idle" else "step"
         limit_s = timeouts.without_progress_s(activity)
         silent_s = now_s - self.since_s
@@ -139,7 +139,7 @@ class WorkerProcess:
         self._process: WorkerHandle | None = None
         self._reason: str | None = None
         self._closed_reason: str | None = None
-        """Why it is killed if it closes its channel and does not exit."""
+        """The reason for killing it if it closes its channel and does not exit."""
         self._reaper: asyncio.Task[None] | None = None
         self._received_all = asyncio.Event()
         self._watch = ProgressWatch.begin(_now_s())

@@ -19,7 +19,7 @@ from cortex.neuron.worker.faults import FaultKind
 from cortex.wire.node.protocol import Device, DeviceKind
 
 Activity = Literal["start", "idle", "load", "step", "unload"]
-"""What the engine thread does; `load` is everything that moves weights. Each has its own timeout."""
+"""Activities of the engine thread, each with its own timeout; `load` is everything that moves weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class DeviceAddress:
         return "cpu" if self.kind == "cpu" else "cuda:0"
 
     def environment(self) -> dict[str, str]:
-        """What the worker must have in its environment before it has a context: it hides every other device."""
+        """Environment variables of the worker, which hide every other device from its context."""
         if self.kind == "cpu":
             return {"CUDA_VISIBLE_DEVICES": ""}
         clock = {} if self.boosts else {"CUDA_DISABLE_PERF_BOOST": "1"}
@@ -124,7 +124,7 @@ class Wake(ChannelMessage, frozen=True):
 
 
 class LimitHostPages(ChannelMessage, frozen=True):
-    """The host memory that pages may use from now on. What exceeds it is dropped."""
+    """The host memory that pages may use from now on; excess pages are dropped."""
 
     num_bytes: int
 
@@ -136,7 +136,7 @@ class FindBlocks(ChannelMessage, frozen=True):
 
 
 class SaveBlocks(ChannelMessage, frozen=True):
-    """Write KV blocks of a model to disk, which another node wants. A model with work goes on in between."""
+    """Write KV blocks that another node wants to disk, between steps of the model."""
 
     query: int
     model: bytes
@@ -148,7 +148,7 @@ class BlocksSaved(ChannelMessage, frozen=True):
 
     query: int
     is_complete: bool
-    """Whether all that can be written is; otherwise ask again."""
+    """Whether everything possible is written; otherwise ask again."""
 
 
 class CountPages(ChannelMessage, frozen=True):
@@ -167,7 +167,7 @@ class PagesCounted(ChannelMessage, frozen=True):
 
 
 class ForgetBlocks(ChannelMessage, frozen=True):
-    """Delete KV blocks on the device, in host memory and on disk. Requests that run keep theirs."""
+    """Delete KV blocks on the device, in host memory and on disk. Running requests keep theirs."""
 
     query: int
     model_id: str | None
@@ -186,16 +186,16 @@ class QueryMemory(ChannelMessage, frozen=True):
 
 
 class MeasureLimits(ChannelMessage, frozen=True):
-    """Measure how fast the device is. Models on it wait for about a second."""
+    """Measure the device's rates. Its models wait for about a second."""
 
     query: int
 
 
 class Exit(ChannelMessage, frozen=True):
-    """Exit now, with everything that is loaded."""
+    """Exit now, whatever is loaded."""
 
     save_s: float = 0.0
-    """For so long, KV pages may be written to disk before."""
+    """How long KV pages may be written to disk before the exit."""
 
 
 class AnnouncedStep(ChannelMessage, frozen=True):
@@ -253,7 +253,7 @@ class ModelLoadFailed(ChannelMessage, frozen=True):
 
 
 class Outputs(ChannelMessage, frozen=True):
-    """Everything one step of one model produced."""
+    """All outputs of one step of one model."""
 
     handle: int
     outputs: tuple[StepOutput, ...]
@@ -340,20 +340,19 @@ class Report(ChannelMessage, frozen=True):
 
 
 class HostPagesKept(ChannelMessage, frozen=True):
-    """What is in host memory from now on. A model that sleeps or is unloaded has its pages there before `Slept` or
-    `Unloaded` follow."""
+    """The pages now in host memory. Sent before `Slept` or `Unloaded` of a model."""
 
     num_bytes: int
     """The memory that is allocated for pages."""
     models: dict[str, KeptPages]
-    """What it has of each model, by `LoadSpec.model_id`."""
+    """Pages by model, by `LoadSpec.model_id`."""
 
 
 class FallbacksUsed(ChannelMessage, frozen=True):
-    """What of torch, Triton and transformers the worker cannot use: see `private_api`."""
+    """Interfaces of torch, Triton and transformers that the worker cannot use: see `private_api`."""
 
     reasons: dict[str, str]
-    """By the name of the entry: why, and what happens instead."""
+    """By the entry's name: the reason and the fallback."""
 
 
 class Faulted(ChannelMessage, frozen=True):

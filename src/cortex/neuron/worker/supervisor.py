@@ -1,4 +1,4 @@
-"""The worker of one device as the daemon sees it: spawned on first use, and replaced when it is lost.
+"""The daemon's side of one device's worker: spawned on first use, and replaced when lost.
 
 A lost worker takes its models with it: each is notified once, and its owner decides whether to load it again.
 Everything here runs on the daemon's loop.
@@ -53,9 +53,9 @@ class WorkerSupervisor:
         self.kv_host_bytes = 0
         """Host memory of pages that are not on the device."""
         self.kept: dict[str, KeptPages] = {}
-        """What it has of each model, by its id."""
+        """Pages by model id."""
         self.fallbacks: dict[str, str] = {}
-        """What of the libraries the worker cannot use, and why. Stays until there is another worker."""
+        """Library interfaces that the worker cannot use, and why. Kept until the worker is replaced."""
         self._worker_factory = worker_factory
         self._worker: WorkerProcess | None = None
         self._spawning = asyncio.Lock()
@@ -79,7 +79,7 @@ class WorkerSupervisor:
     # Commands
 
     async def start_load(self, model: WorkerModel, spec: LoadSpec) -> tuple[int, asyncio.Future[Reply]]:
-        """Has the worker load a model. Returns its handle, and the reply to come, which may raise WorkerLost. Raises
+        """Makes the worker load a model. Returns the handle and the future reply, which may raise WorkerLost. Raises
         LoadRejected or WorkerLost."""
         worker = await self._ensure_worker()
         handle = next(self._numbers)
@@ -106,7 +106,7 @@ class WorkerSupervisor:
         return reply.memory
 
     async def limits(self) -> DeviceLimits | None:
-        """How fast the device is; None if it has no memory left for a measurement. Its models wait for about a second.
+        """The device's rates; None if it has no memory left for a measurement. Its models wait for about a second.
         Raises WorkerLost."""
         if self._worker is None:
             raise WorkerLost("the device has no worker")
@@ -118,8 +118,7 @@ class WorkerSupervisor:
         return DeviceLimits(reply.bytes_per_s, reply.flops, reply.host_bytes_per_s, reply.bus_bytes_per_s)
 
     async def save_blocks(self, model: bytes, digests: tuple[bytes, ...]) -> bool:
-        """Whether these KV blocks are on disk, as far as the worker has them; otherwise ask again. Raises
-        WorkerLost."""
+        """Whether those of these KV blocks that the worker has are on disk; otherwise ask again. Raises WorkerLost."""
         if self._worker is None:
             return True
         query = next(self._numbers)
@@ -137,7 +136,7 @@ class WorkerSupervisor:
         return reply.num_pages
 
     async def forget_blocks(self, model_id: str | None, tenants: tuple[bytes, ...]) -> None:
-        """KV blocks are deleted. Raises WorkerLost: then those in memory are gone, too."""
+        """Deletes KV blocks. On WorkerLost those in memory are gone too."""
         if self._worker is not None:
             query = next(self._numbers)
             await self._worker.call(query, protocol.ForgetBlocks(query, model_id, tenants))
@@ -148,7 +147,7 @@ class WorkerSupervisor:
             self._worker.send(command)
 
     def limit_kv_host(self, num_bytes: int) -> None:
-        """The worker gives up the host memory of pages that exceeds this."""
+        """Limits the worker's host memory for pages."""
         self.send(protocol.LimitHostPages(num_bytes))
 
     # The worker
@@ -238,8 +237,8 @@ class WorkerSupervisor:
             self._notify(model.on_lost, reason)
 
     def _notify(self, handler: Callable[[Notice], None], notice: Notice) -> None:
-        """Calls a handler of one model. What it raises is logged and stops here: otherwise the channel would be closed,
-        which all models of the device share."""
+        """Calls a handler of one model. An exception is logged and stops here, because it would close the channel that
+        all models of the device share."""
         try:
             handler(notice)
         except Exception:

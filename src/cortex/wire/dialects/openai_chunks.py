@@ -1,4 +1,4 @@
-"""What the chat and the completions dialect of OpenAI share: the frame of a streamed chunk, usage, prompt scores."""
+"""Shared by OpenAI's chat and completions dialects: the frame of a streamed chunk, usage, prompt scores."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from cortex import __version__
-from cortex.wire import error_encoding
-from cortex.wire.errors import CortexError, Family
+from cortex.wire.error_encoding import OPENAI
+from cortex.wire.errors import CortexError
 from cortex.wire.events import Finish, Timing, TokenLogprob, Usage, UsageSoFar
 from cortex.wire.fields.request_class import tier_of
 from cortex.wire.requests import GenerateRequest
@@ -26,11 +26,11 @@ SYSTEM_FINGERPRINT = f"fp_cortex_{__version__}"
 
 def stream_error(error: CortexError) -> bytes:
     """The last frame of a stream that failed."""
-    return frame(msgspec.json.encode(error_encoding.envelope(error, Family.OPENAI)))
+    return frame(msgspec.json.encode(OPENAI.envelope(error)))
 
 
 def served_tier(request: GenerateRequest) -> dict[str, str]:
-    """Says in which service tier a request was served that names one."""
+    """The service tier of a request that names one."""
     return {"service_tier": tier_of(request.request_class or "default")} if request.echoes_tier else {}
 
 
@@ -66,7 +66,7 @@ class ChunkEncoder(ABC):
 
     @abstractmethod
     def _whole_text_chunk(self, index: int, field: str, text: str) -> bytes:
-        """The chunk of a choice with `text` in `field`, and with all that waits for it."""
+        """The chunk of a choice with `text` in `field`, and with all pending fields."""
 
     def _text_chunk(self, index: int, field: str, text: str) -> bytes:
         """As `_whole_text_chunk`. Most chunks differ in nothing but the text, so the rest is encoded once."""

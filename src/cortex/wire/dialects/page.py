@@ -14,10 +14,11 @@ from cortex.wire.fields.tables import pooling
 from cortex.wire.fields.tables.table import BodyField, FieldTable, Kind, Treatment
 from cortex.wire.node import headers
 
+_PATHS: dict[FieldTable, str] = {}
+for codec in DIALECTS.values():
+    _PATHS.setdefault(codec.fields, codec.path)  # compaction has the fields of responses
 TABLES = {
-    codec.PATH.removeprefix("/v1/").removeprefix("/").removesuffix("/completions"): codec.FIELDS
-    for codec in DIALECTS.values()
-    if codec.PATH != "/v1/responses/compact"  # which has the fields of responses
+    path.removeprefix("/v1/").removeprefix("/").removesuffix("/completions"): table for table, path in _PATHS.items()
 }
 """By the column of the page."""
 POOLING_TABLES = {
@@ -39,9 +40,8 @@ Generated from the field tables by `make docs`; edit those, not this page. Every
 - empty: not a field of this dialect. Such a field is ignored, and the header `{headers.IGNORED_FIELDS}` lists it.
 
 The table says what a gateway does; where a node that is called directly does something else, the note says so. `null`
-is the same as an absent field. The columns are `/v1/chat/completions`, `/v1/completions`, `/v1/responses`,
-`/v1/messages`, Ollama's `/api/chat` and `/api/generate`, and llama.cpp's
-`/infill`.
+is the same as an absent field. The columns are
+{", ".join(f"`{path}`" for path in _PATHS.values())}.
 """
 
 TOOLS = f"""\
@@ -138,7 +138,7 @@ def _row(name: str, tables: Mapping[str, FieldTable]) -> list[str]:
 
 
 def _by_gateway(dialect: str, one: BodyField | None) -> BodyField | None:
-    """What a gateway does with a field, where a node does something else."""
+    """A gateway's treatment of a field, if different from a node's."""
     if dialect != "responses" or one is None or one.name not in openai_responses.OF_GATEWAYS:
         return one
     return BodyField(one.name, Treatment.HONOURED, one.example, openai_responses.OF_GATEWAYS[one.name])

@@ -44,7 +44,7 @@ _LARGEST_SHOWN = 10**18
 MAX_PROMPTS = 1024
 """Prompts in one completions request; foreign servers accept lists of them."""
 MAX_SCANNED_BYTES = 1 << 16
-"""The largest value that the event loop decodes. Limits, options and names take a few bytes."""
+"""The size of the largest value that the event loop decodes. Limits, options and names take a few bytes."""
 ABSENT = Raw()
 _EMPTY = re.compile(rb'\s*(?:null|""|\[\s*\])?\s*')
 _SEVERAL_PROMPTS = re.compile(rb'\s*\[\s*["\[]')
@@ -53,9 +53,9 @@ _KINDS = {str: "a string", bool: "true or false", int: "an integer", float: "a n
 
 
 def check_content_type(content_type: str | None, *, required: bool = False) -> None:
-    """Raises `UnsupportedMediaType` for a body that is declared as something else than JSON, and with `required` for
-    one that is not declared. Scripts in a browser can send undeclared bodies, forms and plain text to any address
-    without asking it first; JSON they cannot."""
+    """Raises `UnsupportedMediaType` for a body declared as something other than JSON and, with `required`, for an
+    undeclared one. Scripts in a browser can send undeclared bodies, forms and plain text to any address without a
+    preflight request, but not JSON."""
     kind = (content_type or "").partition(";")[0].strip().lower()
     if kind == "application/json" or kind.endswith("+json") or (not kind and not required):
         return
@@ -135,7 +135,7 @@ class Fields:
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """The fields that the client sent and nobody can read."""
+        """Fields that the client sent and no reader knows."""
         return tuple(name for name in self._values if self._names is not None and name not in self._names)
 
     def param(self, name: str) -> str:
@@ -334,8 +334,8 @@ def _scanner(names: tuple[str, ...]) -> msgspec.json.Decoder[Any]:
 
 @cache
 def _prompts_decoder() -> msgspec.json.Decoder[Any]:
-    """Reads the first items of an array. Unlike a list, it takes no memory for further items. Made when it is needed
-    first, because it takes half a megabyte."""
+    """Reads the first items of an array. Unlike a list, it takes no memory for further items. Made on first use,
+    because it takes half a megabyte."""
     fields = [(f"prompt_{index}", Raw, ABSENT) for index in range(MAX_PROMPTS + 1)]
     return msgspec.json.Decoder(msgspec.defstruct("_Prompts", fields, array_like=True))
 

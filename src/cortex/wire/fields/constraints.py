@@ -1,4 +1,4 @@
-"""Which requests constrain the output, and which of their constraints no grammar can express. Pure."""
+"""Finds constraints of requests that no grammar can express. Pure."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from cortex.wire.requests import Tool
 _PARAMETER: Final = "input"
 _HEAD: Final = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _BEGUN_HEAD: Final = re.compile(r'\s*(?:\{\s*(?:"(?:i(?:n(?:p(?:u(?:t(?:"\s*(?::\s*)?)?)?)?)?)?)?)?)?')
-"""What a call that was cut off before its input has written."""
+"""The arguments of a call that was cut off before its input."""
 _COMPLETE: Final = re.compile(
     r"(?:[^\"\\]"
     r"|\\[^u]"

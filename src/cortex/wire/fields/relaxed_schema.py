@@ -46,9 +46,9 @@ _PARTS: Final = re.compile(
 
 class Relaxed(NamedTuple):
     schema: Mapping[str, Any]
-    """What can be enforced."""
+    """The enforceable part."""
     removed: tuple[str, ...]
-    """The paths of what cannot, each cut to what a header can show."""
+    """The paths of the other parts, each cut to fit a header."""
 
 
 def relaxed(schema: Mapping[str, Any], path: str = "schema") -> Relaxed:
@@ -112,7 +112,7 @@ def _is_regular(pattern: str) -> bool:
 
 
 def _is_exclusive(schema: Mapping[str, Any], options: Any) -> bool:
-    """Whether no value conforms to two options, as far as their types or a discriminator say."""
+    """Whether no value conforms to two options, by their types or a discriminator."""
     if "discriminator" in schema or not isinstance(options, Sequence):
         return True
     types = [option.get("type") if isinstance(option, Mapping) else None for option in options]

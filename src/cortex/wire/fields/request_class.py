@@ -1,4 +1,4 @@
-"""Classes of requests: which of them waits for which.
+"""Classes of requests, which decide their order.
 
 A client asks for one with `service_tier`, or with vLLM's `priority`, where a lower number is served earlier. Its key
 has a default and may have a highest class. A gateway tells nodes the class in a header of its own.
@@ -13,7 +13,7 @@ from cortex.wire.fields.body import Fields
 
 RequestClass = Literal["idle", "flex", "default", "priority"]
 CLASSES: tuple[RequestClass, ...] = get_args(RequestClass)
-"""In ascending order. `idle` is work that nobody waits for."""
+"""In ascending order. `idle` is work for which no one waits."""
 TIER, PRIORITY = CLASS_FIELDS = "service_tier", "priority"
 _TIERS: dict[str, RequestClass | None] = {
     "auto": None,
@@ -24,12 +24,12 @@ _TIERS: dict[str, RequestClass | None] = {
     "scale": "default",
     "standard_only": "default",
 }
-"""What `service_tier` asks for; None: what the key has."""
+"""The class for each `service_tier`; None for that of the key."""
 _LARGEST = 2**63
 
 
 def level_of(name: RequestClass) -> int:
-    """Its place in the order."""
+    """Its level in the order."""
     return CLASSES.index(name)
 
 
@@ -39,7 +39,7 @@ def lower(one: RequestClass, other: RequestClass | None) -> RequestClass:
 
 
 def asked_class(fields: Fields, known: Container[str]) -> RequestClass | None:
-    """The class that a body asks for, the lower one if both fields do; None: what the key has. `known`: the facts of
+    """The class that a body names, the lower one if both fields do; None for that of the key. `known`: the envelope of
     its dialect. Raises InvalidValue."""
     tier = fields.text(TIER) if TIER in known else None
     if tier is not None and tier not in _TIERS:
@@ -61,7 +61,7 @@ def served_class(
 
 
 def tier_of(name: RequestClass) -> str:
-    """What `service_tier` of an OpenAI response says of a request that was served in this class."""
+    """The `service_tier` in an OpenAI response for this class."""
     return "flex" if name == "idle" else name
 
 

@@ -18,7 +18,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 64
 MAX_STOP_TOKENS = 1024
 MAX_LOGIT_BIASES = 1024
-"""Every step of the batch applies all of them."""
+"""Limited, because every step of the batch applies all of them."""
 MAX_TEMPERATURE = 100
 """At about this temperature sampling is uniform."""
 MIN_REPETITION_PENALTY = 0.01
@@ -69,8 +69,8 @@ _WITHOUT_SAMPLER: Final[Mapping[str, Mapping[str, float]]] = {
 
 
 def _only_with(sampling: Sampling, samplers: Sequence[str]) -> Sampling:
-    """`sampling` without the samplers that the client's list of them leaves out; an empty list leaves out none. Their
-    order is fixed here."""
+    """`sampling` without the samplers missing from the client's list; an empty list keeps all. The order is fixed
+    here."""
     left_out = [values for name, values in _WITHOUT_SAMPLER.items() if samplers and name not in samplers]
     unused = {name: value for values in left_out for name, value in values.items()}
     return msgspec.structs.replace(sampling, **unused) if unused else sampling

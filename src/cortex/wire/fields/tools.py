@@ -19,9 +19,9 @@ class ToolList:
 
     tools: list[Tool] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
-    """Types of tools that run on the vendor's servers, and that no model here can use."""
+    """Types of tools that run on the vendor's servers, which no model here can use."""
     unenforced: list[str] = field(default_factory=list)
-    """Paths of grammars that calls are not constrained to."""
+    """Paths of grammars that are not enforced on calls."""
 
     @property
     def names(self) -> set[str]:

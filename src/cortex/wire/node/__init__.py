@@ -1,1 +1,1 @@
-"""What gateway and nodes exchange in addition to the dialects: control calls, headers, reports inside of responses."""
+"""The protocol between gateway and nodes beyond the dialects: control calls, headers, reports inside of responses."""

@@ -25,7 +25,7 @@ class StreamRate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
-    """How fast a model is on its node. It holds for one version, one form of the model and one set of devices."""
+    """How fast a model is on its node, valid for one version, one form of the model and one set of devices."""
 
     measured_at: float
     """Unix time."""
@@ -42,15 +42,15 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     wake_s: float | None = None
     """From asleep to ready; None: not measured, or the model does not sleep here."""
     bytes_per_s: float | None = None
-    """What the model's devices read together, measured."""
+    """Measured read rate of the model's devices together."""
     flops: float | None = None
     """Floating-point operations per second of them together, measured."""
     host_bytes_per_s: float | None = None
-    """What the host's CPU reads of its memory, measured."""
+    """Measured read rate of host memory by the CPU."""
     bus_bytes_per_s: float | None = None
-    """Copies from host memory to a device, measured. Both say how fast weights in host memory would be."""
+    """Measured copy rate from host memory to a device. Both rates predict the speed with weights in host memory."""
     notes: tuple[str, ...] = ()
-    """What was not measured, and what disturbed the rest."""
+    """Notes on what was not measured or was disturbed."""
 
     @property
     def stream_rate(self) -> float:
@@ -75,7 +75,7 @@ class BenchRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     model_id: Annotated[str, Meta(max_length=MAX_MODEL_NAME)]
     force: bool = False
-    """Also while it, or another model on its devices, has requests. The result is then of what they leave."""
+    """Measure even while it, or another model on its devices, has requests, which lower the result."""
     reload: bool = True
     """Also measure its load and its wake, for which it leaves memory for a moment. Not while it has requests."""
 
@@ -86,7 +86,7 @@ class BenchStatus(msgspec.Struct, frozen=True, kw_only=True):
     model_id: str
     state: BenchState
     stage: str = ""
-    """What is being measured."""
+    """The current measurement."""
     result: BenchResult | None = None
     reason: str | None = None
     """Why it failed."""

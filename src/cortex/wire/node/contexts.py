@@ -1,8 +1,8 @@
-"""What a model's context takes of memory, and how much of it a load is to get: one rule for gateways and nodes.
+"""The memory of a model's context, and the context that a load gets: one rule for gateways and nodes.
 
-There are three levels. The full footprint, several full contexts, is taken where it is free. Idle models are evicted
-for the wanted context: the full one or, where that cannot be had, a half, a quarter …, but no less than agents need.
-A load gets less than that only where evictions cannot help.
+There are three levels. The full footprint, several full contexts, is taken if it is free. Idle models are evicted for
+the wanted context: the full one or, if that is impossible, a half, a quarter …, but no less than agents need. A load
+gets less than that only if evictions cannot help.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import msgspec
 from msgspec import Meta
 
 AGENT_TOKENS = 32_768
-"""The context that agents need. A model that has as much gets no less, unless its entry names another."""
+"""The context that agents need. A model that supports it gets no less, unless its entry names another."""
 _LEAST_TRIED = 1024
 _TOLERANCE = 16
-"""A load may get less than was decided by one part in 16: what is free changes a little meanwhile."""
+"""A load may get a sixteenth less than was decided, because free memory changes a little meanwhile."""
 _Tokens = Annotated[int, Meta(ge=1)]
 _Count = Annotated[int, Meta(ge=0)]
 
@@ -26,27 +26,27 @@ _Count = Annotated[int, Meta(ge=0)]
 class ContextSize(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     tokens: _Tokens
     num_bytes: _Count
-    """What a load must be able to take for a sequence of this many tokens, weights included."""
+    """Bytes that a load must be able to take for a sequence of this many tokens, weights included."""
 
 
 class ContextSizes(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """The contexts that a model may get, and what they take on all of its devices together."""
+    """The possible contexts of a model, and their sizes on all of its devices together."""
 
     limit_tokens: _Tokens
-    """What the model was made for."""
+    """The context that the model was made for."""
     full_tokens: _Tokens
     """That, or the context that its entry names."""
     wanted_tokens: _Tokens
-    """The least that idle models are evicted for."""
+    """The smallest context for which idle models are evicted."""
     empty_tokens: _Count
-    """What it gets if its devices are empty, within the operator's limits."""
+    """The context on empty devices, within the operator's limits."""
     full_bytes: _Count
     """Its full footprint, on devices that are large enough for it."""
     sizes: Annotated[tuple[ContextSize, ...], Meta(min_length=1, max_length=64)]
     """At least one, ascending. Between two, and beyond the last, bytes grow evenly with tokens."""
 
     def bytes_for(self, tokens: int) -> int:
-        """What a load must be able to take for a context of `tokens`."""
+        """Bytes that a load must be able to take for a context of `tokens`."""
         below, above = self._segment(lambda size: size.tokens >= tokens)
         if tokens <= below.tokens:
             return below.num_bytes
@@ -54,8 +54,8 @@ class ContextSizes(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return below.num_bytes + -(-(above.num_bytes - below.num_bytes) * grown // span)
 
     def tokens_in(self, num_bytes: int) -> int:
-        """The context of a load that can take `num_bytes`, at most what it gets of empty devices. 0: even the least
-        takes more."""
+        """The context of a load that can take `num_bytes`, at most that on empty devices. 0 if even the smallest needs
+        more."""
         below, above = self._segment(lambda size: size.num_bytes > num_bytes)
         if num_bytes < below.num_bytes:
             return 0
@@ -69,7 +69,7 @@ class ContextSizes(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return next((pair for pair in pairs if is_past(pair[1])), pairs[-1])
 
     def is_short(self, tokens: int) -> bool:
-        """Whether a context is less than the model is to have."""
+        """Whether a context is less than the wanted one."""
         return tokens < self.wanted_tokens
 
     def in_words(self, tokens: int) -> str:
@@ -77,7 +77,7 @@ class ContextSizes(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return f"{tokens:,} tokens" if tokens >= self.full_tokens else f"{tokens:,} of {self.full_tokens:,} tokens"
 
     def shortage(self, tokens: int) -> str | None:
-        """What is wrong with the context of a loaded model; None: nothing."""
+        """What is wrong with the context of a loaded model; None if nothing."""
         return f"context limited to {self.in_words(tokens)} by memory" if self.is_short(tokens) else None
 
     def named(self, tokens: int) -> ContextSizes:
@@ -111,7 +111,7 @@ class ContextSizes(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 def tried(full_tokens: int, wanted_tokens: int) -> Iterator[int]:
-    """The contexts for which room is looked for, until one is found: each is half of the one before."""
+    """The contexts to try in order, each half of the one before."""
     tokens = full_tokens
     while tokens > wanted_tokens:
         yield tokens
@@ -123,10 +123,10 @@ def tried(full_tokens: int, wanted_tokens: int) -> Iterator[int]:
 
 
 def wanted(own_limit: int, named_tokens: int | None) -> int:
-    """The least context that a model is to have. `named_tokens`: by its entry."""
+    """The wanted context of a model. `named_tokens`: from its entry."""
     return min(own_limit, named_tokens or AGENT_TOKENS)
 
 
 def tolerated(tokens: int) -> int:
-    """The least context with which a load that was decided to get `tokens` is still as decided."""
+    """The smallest context accepted for a load that was decided to get `tokens`."""
     return max(1, tokens - tokens // _TOLERANCE)

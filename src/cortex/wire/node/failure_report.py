@@ -1,4 +1,4 @@
-"""How the gateway learns why a response failed, also that a stream failed although its HTTP status is 200.
+"""Reports to the gateway why a response failed, including streams that failed although their HTTP status is 200.
 
 A node ends the failed stream of a request that came through a gateway with an SSE comment that has the error's code,
 which the gateway does not pass on. Foreign servers send only the error event of their dialect, which is read where
@@ -25,7 +25,7 @@ class _Error(msgspec.Struct, frozen=True):
 
 
 class _Event(msgspec.Struct, frozen=True):
-    """The fields in which the dialects say that a stream failed."""
+    """The fields with which dialects report a failed stream."""
 
     type: str | None = None
     error: _Error | str | None = None

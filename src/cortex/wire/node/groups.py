@@ -1,9 +1,9 @@
 """A model that one server runs on several nodes: its group, and what gateway and nodes exchange to start it.
 
-Each node starts one member. Rank 0, the leader, serves; the others work for it and for nobody else. The gateway has
-every node prepare its member, which fixes addresses and ports, has the leader's node connect to all of them, and then
-loads all members with the same list of them. A prepared member is also a claim: until it ends, or nothing comes of it,
-no other start of the model is admitted there.
+Each node starts one member. Rank 0, the leader, serves; the others work only for it. The gateway lets every node
+prepare its member, which fixes addresses and ports, lets the leader's node connect to all of them, and then loads all
+members with the same member list. A prepared member is also a claim: until it ends or expires, no other start of the
+model is admitted there.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ class PreparedMember(NodeValue, frozen=True):
     port: int
     """For the server: `${MEMBER_PORT}`."""
     pulse_port: int
-    """Where the node of the leader reaches this one for as long as the group lives."""
+    """The port on which the leader's node reaches this one during the life of the group."""
     version: str = ""
-    """The server's version, as its `version` command prints it; empty: there is no such command."""
+    """The server's version, as its `version` command prints it; empty without such a command."""
     lacks_files: bool = False
-    """The member uses files of the hub that are not all here."""
+    """Whether the member uses hub files of which some are missing here."""
     files_digest: str = ""
-    """Equal for the same files on different nodes; empty: they are not here, or the member uses none."""
+    """Equal for the same files on different nodes; empty if they are missing or the member uses none."""
 
 
 class GroupMember(NodeValue, frozen=True):
-    """What a load says about the group, the same for all members except their rank."""
+    """The group in a load request, the same for all members except their rank."""
 
     group: Secret
     """Known to its members and the gateway only."""

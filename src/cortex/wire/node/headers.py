@@ -12,8 +12,8 @@ PRINCIPAL = "x-cortex-principal"
 """The authenticated client of a request. Only a gateway sets it."""
 
 TENANT = "x-cortex-tenant"
-"""The digest of the clients with whom a request shares cached prefixes, in hex; absent: with all that have none. Only a
-gateway sets it."""
+"""The tenant, the clients with which a request shares cached prefixes, as a hex digest; absent: shared with all others
+that have none. Only a gateway sets it."""
 
 CLASS = "x-cortex-class"
 """The class that a request is served in (`wire/request_class.py`); absent: `default`. Only a gateway sets it."""
@@ -33,8 +33,7 @@ the client may use. Only a gateway sets it."""
 KNOWN_FIELDS = "known"
 
 TOKEN_LIMIT = "x-cortex-token-limit"
-"""The most tokens that a request may use, its prompt and all choices together: what its key has reserved for it. Only a
-gateway sets it."""
+"""The token limit of a request, prompt and all choices together, as reserved by its key. Only a gateway sets it."""
 
 WAITED = "x-cortex-waited-ms"
 """How long a request waited at the gateway, for dialects whose responses report durations. Only a gateway sets it."""
@@ -43,10 +42,10 @@ PROMPT_TOKENS = "x-cortex-prompt-tokens"
 """The tokens of a prompt that is larger than `TOKEN_LIMIT`, in the error of the node."""
 
 RELAYED = "x-cortex-relayed"
-"""In a response of the server that runs the model, which the node has not read: its usage is in the body."""
+"""Marks a response of a model's server that the node has not parsed: its usage is in the body."""
 
 RECOVERS = "x-cortex-recovers"
-"""In the error of a node that loads the model again after a fault: the request can wait for that, or go elsewhere."""
+"""Marks the error of a node that reloads the model after a fault: the request can wait or go elsewhere."""
 
 BUDGET = "x-cortex-budget"
 """The tokens that a request may use, its prompt included, where the budget of its key may end the response, from the
@@ -62,20 +61,18 @@ AS_BASE64 = "base64"
 NODE = "x-cortex-node"
 """The name of the node that served the request, from the gateway to the client."""
 
-ANTHROPIC_REQUEST_ID = "request-id"
-"""The name under which Anthropic's clients look for the id of a request."""
 
 DROPPED_TOOLS = "x-cortex-dropped-tools"
 """Types of tools that were removed from a request because no model here can use them."""
 
 NOT_STORED = "x-cortex-not-stored"
-"""Why a response was not stored although its request asks for it, from the gateway to the client."""
+"""Why a response was not stored although requested, from the gateway to the client."""
 
 IGNORED_FIELDS = "x-cortex-ignored-fields"
-"""Fields of the body that are not known here and had no effect."""
+"""Unknown fields of the body, which had no effect."""
 
 UNENFORCED = "x-cortex-unenforced"
-"""Parts of schemas and formats that the output is not constrained to, because no grammar can express them."""
+"""Parts of schemas and formats that are not enforced, because no grammar can express them."""
 
 
 def notes(request: GenerateRequest) -> dict[str, str]:

@@ -1,5 +1,5 @@
-"""A model's weights between its device and host memory: how much of them the host may take, and what that costs in
-speed. One rule for gateways and nodes: the less the device has, the more goes to the host."""
+"""Divides a model's weights between device and host memory, with the resulting speed. One rule for gateways and nodes:
+the less memory the device has, the more goes to the host."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ class HostSplit(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One way to divide them."""
 
     saved_bytes: _Count
-    """What the device needs less than for all weights."""
+    """Bytes that the device saves."""
     host_bytes: _Count
-    """What the host takes for it."""
+    """Bytes that the host takes instead."""
     tokens_per_s: Annotated[float, Meta(ge=0)] = 0.0
-    """Expected for one stream, from measured or assumed rates of the memory; 0: not known."""
+    """Expected for one stream, from measured or assumed memory rates; 0 if unknown."""
 
 
 class HostSplits(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     splits: Annotated[tuple[HostSplit, ...], Meta(min_length=1, max_length=64)]
-    """Ascending; the first leaves least to the host, the last most. Between two, all grows evenly."""
+    """Ascending: the first leaves the least to the host, the last the most. Values between two are interpolated."""
     is_measured: bool = False
     """Whether the rates behind the speeds were measured on the node (`cortex bench`)."""
 
     is_last_resort: bool = False
-    """Whether every token reads what lies in host memory, as of a dense model, and the entry of the node does not say
-    that it may (`host_weights`): that of the gateway must."""
+    """Whether every token reads the weights in host memory, as with a dense model, without permission in the node's
+    entry (`host_weights`), so that the gateway's entry must permit it."""
 
     @property
     def most_saved_bytes(self) -> int:
         return self.splits[-1].saved_bytes
 
     def saving(self, saved_bytes: int) -> HostSplit | None:
-        """The split with which the device needs `saved_bytes` less; None: that is more than can be moved."""
+        """The split that saves `saved_bytes` on the device; None if that is more than can be moved."""
         if saved_bytes > self.most_saved_bytes:
             return None
         for low, high in pairwise(self.splits):

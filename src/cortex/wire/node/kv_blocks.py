@@ -1,4 +1,5 @@
-"""KV blocks that one node gets from another: how it asks for them, and how a gateway says where they are."""
+"""The protocol for KV blocks that one node gets from another: the request, and the gateway's header that names the
+source."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from cortex.wire.node.protocol import NodeValue
 
 PATH: Final = "/kv/blocks"
 SCOPE: Final = "KV blocks"
-"""What a ticket for them opens. No repository has such a name."""
+"""The scope of tickets for them. No repository has such a name."""
 PAGES: Final = "x-cortex-kv-pages"
 """In the response: how many leading pages it has."""
 SOURCE: Final = "x-cortex-kv-source"
@@ -37,7 +38,7 @@ def source_header(source: Neighbour) -> bytes:
 
 
 def read_source(header: bytes | None) -> Neighbour | None:
-    """None: there is none that can be read."""
+    """None if there is no readable one."""
     try:
         return None if header is None else msgspec.json.decode(base64.b64decode(header, validate=True), type=Neighbour)
     except (binascii.Error, msgspec.MsgspecError, ValueError):

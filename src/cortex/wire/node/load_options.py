@@ -1,4 +1,4 @@
-"""The schema of a load: every option that says how a model is loaded, with its type, bounds, default and help text.
+"""The schema of a load: every option of how a model is loaded, with type, bounds, default and help text.
 
 Each option is declared here once. `models.toml`, `neuron.toml`, a load request and a model of a node are subclasses,
 the reference page is generated from them, and `shared_with` copies options from one form to another by name. So a new
@@ -18,19 +18,19 @@ from cortex.wire.fields.body import MAX_MODEL_NAME
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """How the model samples where a request says nothing. What is absent here comes from the model's own files
-    (`generation_config.json`, or the metadata of a GGUF file)."""
+    """Sampling defaults of the model. Absent values come from the model's own files (`generation_config.json`, or the
+    metadata of a GGUF file)."""
 
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    """0 always takes the most likely token."""
+    """0 always picks the most likely token."""
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    """Draw from the most likely tokens that together have this probability."""
+    """Sample from the most likely tokens whose probabilities add up to this."""
     top_k: Annotated[int, Meta(ge=0)] | None = None
-    """Draw from this many of the most likely tokens; 0: from all."""
+    """Sample from this many of the most likely tokens; 0: from all."""
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    """Leave out tokens less likely than this share of the most likely one."""
+    """Exclude tokens less likely than this fraction of the most likely one."""
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
-    """Divides the scores of tokens that were used before; 1 changes nothing."""
+    """Penalises tokens that were used before; 1 has no effect."""
 
     @property
     def given(self) -> dict[str, float]:
@@ -55,18 +55,18 @@ ShortText = Annotated[str, Meta(max_length=MAX_MODEL_NAME)]
 KVDtype = Literal["auto", "fp8"]
 """The dtype of a model's KV cache; `auto`: the dtype that the model computes in."""
 Vision = Literal["device", "cpu", "off"]
-"""Where a model's vision tower is."""
+"""The place of a model's vision tower."""
 Speculation = Annotated[str, Meta(max_length=4096)]
-"""Where draft tokens come from: see `checked_speculation`."""
+"""The source of draft tokens: see `checked_speculation`."""
 _DRAFT: Final = "draft:"
 HostWeights = Literal["auto", "off"] | Annotated[int, Meta(ge=1)]
-"""The weights that may lie in host memory: as many as the devices have no room for, none, or at most megabytes."""
+"""The weights that may be in host memory: those that do not fit the devices, none, or a limit in megabytes."""
 
 
 ENGINE: Final = "torch"
 """The name of the built-in engine as a harness."""
 _FORMER_ENGINE: Final = "candle"
-"""Its name in the programs before these, whose configurations are still in use."""
+"""Its name in earlier programs, whose configurations are still in use."""
 
 
 def harness_name(name: str) -> str:
@@ -113,53 +113,51 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     source: Annotated[str, Meta(max_length=4096)] | None = None
     """Hub id, directory or GGUF file on the node; the id itself when absent."""
     harness: ShortText | None = None
-    """What runs it: `torch`, the built-in engine, or its old name `candle`, or one of the node's `harnesses`; `torch`
-    when absent."""
+    """The harness that runs it: `torch`, the built-in engine (old name `candle`), or one of the node's `harnesses`;
+    `torch` when absent."""
     quant: ShortText | None = None
-    """Which of a repository's GGUF files to take, in any spelling (`Q4_K_M`, `q6k`, `int8`). Where none is quantised
-    so, its dense weights are, at load: `q4_k`, `q5_k`, `q6_k`, `q8_0` or, on a GPU, `fp8`."""
+    """Which of a repository's GGUF files to take, in any spelling (`Q4_K_M`, `q6k`, `int8`). If none matches, dense
+    weights are quantised at load: `q4_k`, `q5_k`, `q6_k`, `q8_0` or, on a GPU, `fp8`."""
     context_tokens: Annotated[int, Meta(ge=2)] | None = None
     """Maximum sequence length, with at least one prompt token and one generated token. Idle models are evicted for all
     of it. When absent: the model's own limit, or as much of it as memory allows, and idle models are evicted for at
     least 32,768 tokens."""
     kv_dtype: Annotated[KVDtype | None, _unless_given("auto")] = None
     """`fp8`: keys and values of the cache take one byte each, for about twice the context in the same memory. It needs
-    an Ada, Hopper or Blackwell GPU, or a CPU. `auto`, the default: they have the dtype that the model computes in."""
+    an Ada, Hopper or Blackwell GPU, or a CPU. `auto`, the default: the dtype of the model's arithmetic."""
     deterministic: bool = False
-    """A request with a seed, or at temperature 0, gets the same tokens whatever else is in the batch or cached, and
-    however its prompt is divided into steps. Slower; not for models that are divided among devices."""
+    """A request with a seed, or at temperature 0, gets the same tokens regardless of batch, cache and division into
+    steps. Slower; not for models that are divided among devices."""
     speculation: Annotated[Speculation | None, _unless_given("lookup")] = None
     """`lookup`, the default: while few requests run, a step also checks tokens that are likely to come next, from the
     text so far, a request's `prediction` or its grammar. The output is the same, edits of long texts come several times
-    as fast. `mtp`: also from the head for further tokens that the model is published with, as Qwen3-Next, Qwen3.5 and
-    GLM are. `draft:` and the name of a smaller model with the same tokenizer: also from that model, which is loaded
-    with it. `off`: one token per step."""
+    as fast. `mtp`: also from the prediction head that some models are published with, such as Qwen3-Next, Qwen3.5 and
+    GLM. `draft:` and the name of a smaller model with the same tokenizer: also from that model, which is loaded
+    together with it. `off`: one token per step."""
     draft: Annotated[str, Meta(max_length=4000)] | None = None
-    """The name of a smaller model with the same tokenizer: the same as `speculation = "draft:NAME"`."""
+    """The name of a smaller model with the same tokenizer; equivalent to `speculation = "draft:NAME"`."""
     vision: Annotated[Vision | None, _unless_given("device")] = None
-    """Where the vision tower of a model that takes images is. `device`, the default: on the model's device. `cpu`: in
-    the memory of the host, where images take seconds and no memory of the device. `off`: it is not loaded, and the
-    model reads text only."""
+    """The place of the vision tower, if the model takes images. `device`, the default: on the model's device. `cpu`: in
+    host memory, where images take seconds but no device memory. `off`: not loaded, and the model reads text only."""
     host_weights: HostWeights | None = None
-    """Which weights of a model that does not fit its device are in host memory. Absent: experts of a mixture that have
-    no room on the device. `auto`: of any model, and as the last resort feed-forward blocks of layers without experts,
-    which is slow. A number: the same, at most that many megabytes. `off`: none. `limits.host_mb` of the node bounds
-    them."""
+    """Which weights of a model that does not fit its device are in host memory. Absent: experts of a mixture that do
+    not fit. `auto`: for any model, as the last resort also feed-forward blocks of layers without experts, which is
+    slow. A number: the same, up to that many megabytes. `off`: none. The node's `limits.host_mb` bounds them."""
     tensor_parallel: Count = 1
-    """Number of devices that every layer is divided among; it must divide the model's heads and inner width. A gateway
-    takes more where a share would not fit."""
+    """Number of devices among which every layer is divided; it must divide the model's heads and inner width. A gateway
+    uses more if a share would not fit."""
     pipeline_parallel: Count = 1
-    """Number of devices that the model's layers are divided among, by their free memory. For devices of different sizes
-    and slow links; not together with `tensor_parallel`."""
+    """Number of devices among which the model's layers are divided, by free memory. For devices of different sizes and
+    slow links; not combined with `tensor_parallel`."""
     control_tokens_in_messages: bool = False
-    """Read `<|im_start|>` and the like in the text of messages as control tokens, as the reference library does. By
-    default they are only text, so that clients cannot forge turns. Raw prompts (`/v1/completions`) always have them."""
+    """Treat `<|im_start|>` and the like in the text of messages as control tokens, as the reference library does. By
+    default they are plain text, so that clients cannot forge turns. Raw prompts (`/v1/completions`) always allow them.
+    """
     chat_template: Annotated[str, Meta(max_length=65536)] | None = None
-    """The chat template of its prompts, in Jinja, in place of that of its files. For the built-in engine; servers have
-    options of their own. It may write `{{ document_start }}`, the token that begins every prompt of the model."""
+    """A Jinja chat template that replaces the one in its files. For the built-in engine only; servers have their own
+    options. It may use `{{ document_start }}`, the token that begins every prompt of the model."""
     sampling: SamplingDefaults = SamplingDefaults()
-    """How it samples where a request says nothing, such as `{ temperature = 0.7 }`; as its files recommend where
-    absent."""
+    """Sampling defaults, such as `{ temperature = 0.7 }`; absent values are those recommended by its files."""
 
     def __post_init__(self) -> None:
         speculation = checked_speculation(self.speculation, self.draft)
@@ -169,8 +167,8 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
             msgspec.structs.force_setattr(self, "harness", harness_name(self.harness))
 
     def over(self, base: Options) -> Options:
-        """`base` with every option that is given here and that it has; `sampling` value by value. Empty text gives
-        nothing."""
+        """`base`, overridden by every option that is given here and that it has; `sampling` is merged value by value.
+        Empty text counts as not given."""
         values = {field.name: (getattr(self, field.name), field.default) for field in msgspec.structs.fields(self)}
         given = {name: value for name, (value, default) in values.items() if value and value != default}
         given["sampling"] = self.sampling.over(base.sampling)
@@ -181,7 +179,7 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         return {name: getattr(self, name) for name in LoadOptions.__struct_fields__ if name in names}
 
     def _fill_defaults(self) -> None:
-        """Give every option that is not given its default. For the `__post_init__` of what is loaded."""
+        """Set options that are not given to their defaults. For `__post_init__` of loaded models."""
         for name, default in _defaults().items():
             if getattr(self, name) is None:
                 msgspec.structs.force_setattr(self, name, default)
@@ -196,7 +194,7 @@ def _defaults() -> dict[str, Any]:
 
 
 class PlacedOptions(LoadOptions, frozen=True, kw_only=True):
-    """The options that `neuron.toml` and load requests may set in addition: a catalogue leaves them to placement."""
+    """Additional options of `neuron.toml` and load requests, which a catalogue leaves to placement."""
 
     devices: Annotated[tuple[int, ...], Meta(max_length=1024)] = ()
-    """Indices of the devices it may use; the node chooses when absent."""
+    """Indices of the devices that it may use. Absent: the node chooses."""

@@ -1,4 +1,4 @@
-"""What `/models/{id}/log` of a node responds with."""
+"""The response of `/models/{id}/log` of a node."""
 
 from __future__ import annotations
 

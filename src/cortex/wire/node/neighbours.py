@@ -1,4 +1,4 @@
-"""Files that one node gets from another: where they are, and what admits it there.
+"""Files that one node gets from another: their source, and the ticket that grants access.
 
 A gateway names the nodes that have a model's files in its orders, each with a ticket. It is a message authentication
 code under the key that the gateway has for that node, so no node gets the key of another. It opens the files of one
@@ -32,7 +32,7 @@ class Neighbour(NodeValue, frozen=True):
     """As the gateway calls it."""
     url: Annotated[str, Meta(max_length=2048)]
     ticket: str | None = None
-    """Absent: the node needs no key."""
+    """Absent if the node needs no key."""
     authority: Annotated[str, Meta(max_length=1 << 20)] | None = None
     """The certificates that verify it, in PEM. Absent: those of the system."""
 
@@ -58,7 +58,7 @@ def repository_of(source: str) -> str | None:
 
 
 def key_hash(key: str) -> bytes:
-    """What nodes keep of a key."""
+    """The stored form of a key."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 

@@ -1,4 +1,4 @@
-"""Orders to a node, and what it responds to them: the JSON of load and unload, of files, the hub and devices."""
+"""Orders to a node and their responses: load and unload, files, the hub and devices, as JSON."""
 
 from __future__ import annotations
 
@@ -20,22 +20,21 @@ TenantName = Annotated[str, Meta(pattern="^[0-9a-f]{8,32}$")]
 
 
 class LoadRequest(PlacedOptions, frozen=True, kw_only=True):
-    """`POST /models/load`. What it does not give is as the node is configured. Idempotent: a request for a model that
-    is ready or loading joins it, unless it names another `quant` than that one has, which is rejected with 409."""
+    """`POST /models/load`. Options that are not given come from the node's configuration. Idempotent: a request for a
+    model that is ready or loading joins it, unless it names another `quant`, which is rejected with 409."""
 
     model_id: ModelName
     min_context_tokens: Count | None = None
-    """The least context, as far as the empty devices hold it: with less, the load is rejected. Absent: the node decides
-    as a gateway would. It unloads idle models for the context that the model is to have, and loads it with what there
-    is where that does not help."""
+    """Minimum context, as far as empty devices hold it; with less the load is rejected. Absent: the node decides as a
+    gateway would. It unloads idle models for the wanted context and, if that does not help, loads with what fits."""
     max_bytes: Count | None = None
-    """The most that weights and KV cache may take, over all devices; as the node is configured when absent."""
+    """Limit for weights and KV cache over all devices. Absent: as configured on the node."""
 
     member: GroupMember | None = None
     """The model runs on several nodes, and this node starts one member of its group."""
     neighbours: Neighbours = ()
     wake_only: bool = False
-    """Wake a model that is asleep; where nothing of it is in memory, it is not loaded."""
+    """Only wake the model if it is asleep; do not load it otherwise."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,14 +51,13 @@ class UnloadRequest(NodeValue, frozen=True, kw_only=True):
     sleep: bool = False
     """Keep the weights in host memory if there is room; the model is then `asleep`, else `cold`."""
     group: str | None = None
-    """Only if the model is a member of this group. Absent: whatever it is."""
+    """Only if the model is a member of this group. Absent: in any case."""
     forget: bool = False
-    """Unload the model and list it no longer. Does nothing to one that the node has by itself, in its configuration or
-    in its cache."""
+    """Unload and delist the model. Has no effect on a model in the node's configuration or cache."""
 
 
 class ForgetSizeRequest(NodeValue, frozen=True):
-    """`POST /models/forget-size`: what a model has taken counts no more for its placement."""
+    """`POST /models/forget-size`: discard the measured size of a model."""
 
     model_id: ModelName
 
@@ -73,10 +71,10 @@ class FilesRequest(NodeValue, frozen=True):
     """Hub id; the model id itself when absent."""
     quant: str | None = None
     harness: Annotated[str, Meta(max_length=256)] | None = None
-    """What will run the model, and reads its files after a pull; as the node is configured when absent."""
+    """The harness that will run the model and reads its files after a pull. Absent: as configured on the node."""
     neighbours: Neighbours = ()
     uses_hub: bool = True
-    """False: a pull takes the files as the neighbours have them, and nothing from the hub."""
+    """If false, a pull takes the files as the neighbours have them, and nothing from the hub."""
 
 
 class AssembleRequest(NodeValue, frozen=True, kw_only=True):
@@ -93,18 +91,18 @@ class AssembledFiles(NodeValue, frozen=True):
 
 
 class ForgetBlocksRequest(NodeValue, frozen=True):
-    """`POST /kv/forget`: delete KV of prompts, on the devices, in host memory and on disk, as far as everything given
-    applies. Requests that run keep theirs."""
+    """`POST /kv/forget`: delete KV of prompts that matches every given field, on devices, in host memory and on disk.
+    Running requests keep theirs."""
 
     model_id: ModelName | None = None
     tenants: Annotated[tuple[TenantName, ...], Meta(max_length=16)] = ()
-    """Absent: of all."""
+    """Absent: of all tenants."""
     unused_s: Annotated[float, Meta(ge=0)] | None = None
     """Only files on disk that were not used for this long."""
 
 
 class ForgottenBlocks(NodeValue, frozen=True):
-    """What is gone from the disk."""
+    """What was deleted from disk."""
 
     num_files: int
     num_bytes: int
@@ -119,9 +117,9 @@ class HubVariant(NodeValue, frozen=True):
     """One form of a model in a repository of the hub."""
 
     quant: str | None
-    """Its quantisation, as a pull names it; None: the repository's safetensors."""
+    """Its quantisation, as a pull names it; None for the repository's safetensors."""
     num_bytes: int
-    """What a pull of it downloads."""
+    """Bytes that a pull downloads."""
     num_files: int
 
 
@@ -134,7 +132,7 @@ class HubRepository(NodeValue, frozen=True):
 
 
 class Suspended(NodeValue, frozen=True):
-    """`POST /suspend`: the node runs its `suspend_command` now. It refuses while it works."""
+    """`POST /suspend`: the node runs its `suspend_command` now. Rejected while it has work."""
 
     command: tuple[str, ...]
 

@@ -7,7 +7,7 @@ Unknown fields are ignored, so that nodes of different versions can share a flee
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -17,16 +17,6 @@ from cortex.wire.node.contexts import ContextSizes
 from cortex.wire.node.host_splits import HostSplits
 from cortex.wire.node.load_options import Count, SamplingDefaults
 
-Dialect = Literal[
-    "openai_chat",
-    "openai_completions",
-    "openai_responses",
-    "anthropic_messages",
-    "ollama_chat",
-    "ollama_generate",
-    "llama_cpp_infill",
-    "openai_compaction",
-]
 DeviceKind = Literal["cuda", "rocm", "cpu"]
 """`rocm`: an AMD card, for harnesses only."""
 
@@ -37,12 +27,12 @@ class NodeValue(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 class ModelState(StrEnum):
     COLD = "cold"
-    """Known to the node; nothing of it is in memory."""
+    """Known to the node, but not in memory."""
     DOWNLOADING = "downloading"
     LOADING = "loading"
     READY = "ready"
     ASLEEP = "asleep"
-    """Its weights are in host memory and nothing is on a device. Waking is much faster than loading from disk."""
+    """Its weights are in host memory, and nothing is on a device. Waking is much faster than loading from disk."""
     UNLOADING = "unloading"
     RECOVERING = "recovering"
     FAILED = "failed"
@@ -74,24 +64,24 @@ class Discovery(NodeValue, frozen=True):
     cuda_version: str | None = None
     """The latest CUDA version that the driver supports."""
     driver_problem: str | None = None
-    """Why no GPU is used although one may be there, such as a driver/library mismatch."""
+    """Why no GPU is used if one may be present, such as a driver/library mismatch."""
     max_devices_per_model: Count = 1
     """The most devices that one model may span on this node."""
     can_sleep: bool = True
     """Whether it keeps the weights of unloaded models in host memory; nodes without a GPU do not by default."""
     harnesses: tuple[str, ...] = ("torch",)
-    dialects: tuple[str, ...] = get_args(Dialect)
+    dialects: tuple[str, ...] = ()
     """Gateways of other versions may not know all of them."""
     group_harnesses: tuple[str, ...] = ()
-    """Those that can run a model on several nodes. Empty also for a node without a `cluster_address`."""
+    """Harnesses that can run a model on several nodes; empty without a `cluster_address`."""
 
 
 class Fallback(NodeValue, frozen=True):
-    """Something that a library of the engine does not promise, and that the node does without."""
+    """A missing private interface of a library, for which the node uses a fallback."""
 
     name: str
     reason: str
-    """Why it cannot be used, and what happens instead."""
+    """The reason, and the fallback."""
 
 
 class DeviceHealth(NodeValue, frozen=True):
@@ -102,36 +92,36 @@ class DeviceHealth(NodeValue, frozen=True):
     """0 to 1."""
     temperature_c: float | None = None
     watts: float | None = None
-    """What it draws, where that can be read; a CPU: its packages."""
+    """Power draw, if readable; for a CPU that of its packages."""
     worker: Literal["none", "starting", "running", "faulted"] = "none"
     kept_free_bytes: int = 0
-    """Memory that every load leaves free: the operator's reserve, activations, buffers of libraries."""
+    """Memory that every load leaves free, for the operator's reserve, activations and library buffers."""
     kept_free_share: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.0
     """Share of the free memory that a load leaves free in addition."""
     kv_host_bytes: int = 0
-    """Host memory of KV pages that are not on the device: prompts that continue them are not computed again."""
+    """Host memory of KV pages that are not on the device, whose continuations are not recomputed."""
     ceiling_bytes: int | None = None
-    """The most that models may hold there, as configured; absent: no ceiling."""
+    """The configured ceiling for models there; absent: none."""
     extra_replica_bytes: int = 0
-    """The part of `free_bytes` that extra replicas hold. They give way to every load."""
+    """The part of `free_bytes` that extra replicas hold, which give way to every load."""
     fallbacks: tuple[Fallback, ...] = ()
-    """What its worker does without, at lower speed; empty also before the first load."""
+    """Fallbacks of its worker, which are slower; empty before the first load."""
 
 
 class Progress(NodeValue, frozen=True):
     stage: str
     """`resolve`, `download`, `read`, `place` or `warm`."""
     substage: str | None = None
-    """The part of the stage that has a name of its own: `compile` in `place`. Any string may follow later."""
+    """A named part of the stage: `compile` in `place`. Other strings may be added later."""
     done_bytes: int = 0
     total_bytes: int = 0
     eta_s: float | None = None
     waits_for: str | None = None
-    """What a load that does not advance waits for."""
+    """What a paused load waits for."""
 
     @property
     def finest_stage(self) -> str:
-        """What users are shown."""
+        """The stage to show to users."""
         return self.waits_for or self.substage or self.stage
 
 
@@ -142,7 +132,7 @@ class StoredForm(NodeValue, frozen=True):
     dtype: str
     """The format of most of its weights, as the files name it: `BF16`, `Q4_K`, …"""
     num_parameters: int | None = None
-    """The values that its weights stand for. Absent for a model that is divided among devices."""
+    """The number of parameters. Absent for a model that is divided among devices."""
 
 
 class ModelLoad(NodeValue, frozen=True):
@@ -154,9 +144,9 @@ class ModelLoad(NodeValue, frozen=True):
     tokens_per_s: float = 0.0
     """Completion tokens of all requests, without the first of each, over the last few seconds in which one came."""
     fetched_tokens_per_s: float | None = None
-    """How fast KV of prompts came from other nodes; absent: none did."""
+    """Rate of KV from other nodes; absent if none arrived."""
     waiting_by_class: dict[str, int] = {}
-    """How many of those that wait for a slot are of each class; only classes with any."""
+    """Requests waiting for a slot, by class; only classes with any."""
 
 
 class Capabilities(NodeValue, frozen=True):
@@ -178,13 +168,13 @@ class HostKV(NodeValue, frozen=True):
     num_bytes: int
     """In host memory."""
     num_tokens: int = 0
-    """Tokens whose pages these are; 0: not known, as it has, or a rank of it has, states only."""
+    """Tokens in these pages; 0 if unknown, because it, or a rank of it, has only states."""
     tokens_per_s: float | None = None
-    """How fast they come to the device on average; absent: none did yet."""
+    """Average rate at which they return to the device; absent if none did yet."""
 
 
 class QuantisedSize(NodeValue, frozen=True):
-    """What a model with dense weights would take if they were quantised at load."""
+    """The size of a model with dense weights if quantised at load."""
 
     quant: str
     estimate_bytes: int
@@ -199,9 +189,9 @@ class ModelStatus(NodeValue, frozen=True):
     state: ModelState
     devices: tuple[int, ...] = ()
     num_devices: Count = 1
-    """Devices that it takes on this node, as configured there: it is divided among them, or has a replica on each."""
+    """Number of devices that it takes on this node, as configured: divided among them, or with a replica on each."""
     replicas: Count = 1
-    """How often it is loaded there, or will be. It includes extra replicas, which come and go with demand; `devices`
+    """Number of replicas that are or will be loaded there. Includes extra replicas, which depend on demand; `devices`
     and all sizes do not, because their memory counts as free."""
     replica_devices: tuple[tuple[int, ...], ...] = ()
     """The devices of each replica, those of extra ones last; empty before a load."""
@@ -210,62 +200,63 @@ class ModelStatus(NodeValue, frozen=True):
     device_bytes: tuple[int, ...] = ()
     """The part of `measured_bytes` on each of `devices`; empty: equal parts."""
     nodes: tuple[str, ...] = ()
-    """The nodes of the group that runs it, the leader's first; empty: this node runs it alone, or nothing of it is
-    here. All sizes here are those of this node's member."""
+    """The nodes of the group that runs it, the leader's first; empty if this node runs it alone, or not at all. All
+    sizes are those of this node's member."""
     rank: int = 0
     """This node's rank in the group. Only rank 0, the leader, takes requests."""
     log_lines: tuple[str, ...] = ()
     """The end of the log of a member that is loading or has failed."""
     parallel: Literal["tensor", "pipeline"] | None = None
-    """How it is divided among devices: in every layer, or by layers. None: each has all of it."""
+    """How it is divided among devices: in every layer, or by layers. None if not divided."""
     harness: str = "torch"
     family: str | None = None
     backend: str | None = None
-    """What runs it: `native`, or the library whose modules do. Absent: its files are not known."""
+    """Its backend: `native`, or a library. Absent if its files are unknown."""
     quant: str | None = None
-    """The format of most of its weights; absent: they are dense, or its files are not known."""
+    """The format of most of its weights; absent if dense or unknown."""
     stored: StoredForm | None = None
-    """Absent: its files are not known, or only a server knows them."""
+    """Absent if its files are unknown, or known only to a server."""
     digest: str | None = None
-    """Equal for the same model on different nodes. Absent: its files are not known."""
+    """Equal for the same model on different nodes. Absent if its files are unknown."""
     requested_quant: str | None = None
     """The `quant` for which the sizes hold; absent: its files as they are."""
     source: str | None = None
     estimate_bytes: int | None = None
     """Expected memory on an empty device: weights and planned KV cache. `measured_bytes` replaces it after a load."""
     least_bytes: int | None = None
-    """The minimum with which the node accepts it, with a smaller KV cache. Absent: `estimate_bytes`."""
+    """The minimum that the node accepts, with a smaller KV cache. Absent: `estimate_bytes`."""
     contexts: ContextSizes | None = None
-    """What the contexts between both take. Absent: its files are not known, or only a server knows."""
+    """The sizes of the contexts in between. Absent if its files are unknown, or known only to a server."""
     quantised: tuple[QuantisedSize, ...] = ()
     """The same with each `quant` that this node can apply to its dense weights."""
     measured_bytes: int | None = None
-    """Memory on the device; of a model asleep, what it will take when it wakes."""
+    """Memory on the device; for a sleeping model, what it will take when it wakes."""
     kv_bytes: int | None = None
     """The part of `measured_bytes` that holds sequences: KV pages and recurrent states."""
     kv_tokens: int | None = None
-    """Tokens that fit in the KV cache, over all replicas; of a model asleep, when it wakes. Absent: it is neither, or
-    that is not known."""
+    """Tokens that fit in the KV cache, over all replicas; for a sleeping model, when it wakes. Absent otherwise, or if
+    unknown."""
     kv_host: HostKV | None = None
-    """What of its KV cache is in host memory. It outlasts a sleep and an unload; absent: nothing."""
+    """Its KV cache in host memory, which outlives a sleep and an unload; absent if empty."""
     file_bytes: int | None = None
-    """What its weights take in its files. Absent: they are not known, or it is divided among devices."""
+    """Bytes of its weights in its files. Absent if unknown, or if it is divided among devices."""
     host_bytes: int = 0
-    """Weights in host memory: all of them while the model is asleep, falling asleep or waking; of a loaded one those
-    that its device has no room for."""
+    """Weights in host memory: all of them while the model is asleep, falling asleep or waking; for a loaded one those
+    that do not fit its device."""
     host_splits: HostSplits | None = None
-    """How its weights can be divided between device and host. Absent: they cannot, or may not (`host_weights`)."""
+    """How its weights can be divided between device and host. Absent if impossible or not permitted
+    (`host_weights`)."""
     disk_bytes: int | None = None
     """Its repository in the node's hub cache, incomplete downloads included; absent for a model outside the cache."""
     context_tokens: int | None = None
-    """The context of the loaded model: `full_tokens` of `contexts`, or less if memory is the limit. Before a load: what
-    it gets if the devices are empty."""
+    """The context of the loaded model: `full_tokens` of `contexts`, or less if memory is the limit. Before a load: the
+    context on empty devices."""
     max_input_tokens: int | None = None
     """The longest prompt: the context, or less if `limits.max_prompt_tokens` of the node is less."""
     max_output_tokens: int | None = None
     capabilities: Capabilities = Capabilities()
     sampling: SamplingDefaults = SamplingDefaults()
-    """How it samples where a request says nothing: the operator's values, then those of its files."""
+    """Its sampling defaults: the operator's values, else those of its files."""
     progress: Progress | None = None
     load: ModelLoad = ModelLoad()
     reason: str | None = None
@@ -276,22 +267,22 @@ class ModelStatus(NodeValue, frozen=True):
     idle_s: float = 0.0
     """Seconds since the last request ended; 0 while one runs."""
     load_s: float | None = None
-    """How long its latest load or wake took, without downloads and waits; absent: it had none."""
+    """Duration of its latest load or wake, without downloads and waits; absent without one."""
     bench: BenchResult | None = None
-    """How fast it is there, as measured; absent: it was not, or something has changed since."""
+    """Its measured speed there; absent if not measured or outdated."""
     files_changed: bool = False
-    """Whether its files on disk are other ones than those that it was loaded from."""
+    """Whether its files on disk have changed since it was loaded."""
 
     @property
     def context_shortage(self) -> str | None:
-        """What is wrong with its context: memory leaves it less than it is to have. None: nothing."""
+        """What is wrong with its context, if memory leaves it less than wanted; None if nothing."""
         if self.contexts is None or self.context_tokens is None:
             return None
         return self.contexts.shortage(self.context_tokens)
 
     @property
     def full_context_tokens(self) -> int | None:
-        """The context that it would have if memory did not limit it; None: that is not known."""
+        """The context that it would have if memory did not limit it; None if unknown."""
         return None if self.contexts is None else self.contexts.full_tokens
 
 
@@ -333,19 +324,19 @@ class DiskUse(NodeValue, frozen=True):
     total_bytes: int
     free_bytes: int
     models_bytes: int
-    """What the cache takes."""
+    """Bytes of the cache."""
 
 
 class HostHealth(NodeValue, frozen=True):
-    """The memory of the host, as far as models of its devices use it."""
+    """Host memory for models of its devices."""
 
     total_bytes: int
     free_bytes: int
     """Available to new allocations."""
     budget_bytes: int
-    """The most that models may hold there: `limits.host_mb`, or all but a reserve. The parts below count."""
+    """The budget of models there: `limits.host_mb`, or all but a reserve. The parts below count."""
     weight_bytes: int = 0
-    """Weights of loaded models that their devices have no room for."""
+    """Weights of loaded models that do not fit their devices."""
     sleeping_bytes: int = 0
     """Weights of sleeping models, which give way to those."""
     kv_bytes: int = 0
@@ -355,7 +346,7 @@ class HostHealth(NodeValue, frozen=True):
     locked_limit_bytes: int = 0
     """No load may raise it above this."""
     shortage: str | None = None
-    """Said while the host runs short of memory, and nothing is left there that could give way."""
+    """The problem while the host runs short of memory and nothing is left to give way."""
 
 
 class Health(NodeValue, frozen=True):
@@ -365,25 +356,26 @@ class Health(NodeValue, frozen=True):
     devices: tuple[DeviceHealth, ...]
     models: tuple[ModelStatus, ...]
     revision: str = ""
-    """What the next request may send as `since`, to get only what has changed. Empty: this node always reports all."""
+    """The value for `since` in the next request, to get only changes. Empty if this node always reports everything."""
     since: str | None = None
-    """Models that are neither in `models` nor in `gone` are as this revision reported them. None: `models` are all."""
+    """The base revision: models neither in `models` nor in `gone` are as it reported them. None if `models` is
+    complete."""
     gone: tuple[str, ...] = ()
-    """Models that the node has not listed any more since then."""
+    """Models delisted since then."""
     num_reloads: int = 0
-    """Reloads of the node's configuration: with another number than before, `/discovery` may be another one, too."""
+    """Number of reloads of the node's configuration; when it changes, `/discovery` may have changed too."""
     ceiling_bytes: int | None = None
-    """The most that models may hold over all devices, as configured; absent: no ceiling."""
+    """The configured ceiling for models over all devices; absent: none."""
     activation: Activation = Activation()
     failing_tasks: tuple[str, ...] = ()
-    """Background tasks of the node that fail again and again; its log has the reasons."""
+    """Background tasks of the node that keep failing; its log has the reasons."""
     pulls: tuple[PullStatus, ...] = ()
     """Downloads without a load: those in progress, and the latest that ended."""
     disk: DiskUse | None = None
     host: HostHealth | None = None
-    """Absent: the node does not report it."""
+    """Absent if not reported."""
     watts: float | None = None
-    """What devices and processor packages draw together, as far as that can be read."""
+    """Total power draw of devices and processor packages that can be read."""
 
 
 class Endpoint(NodeValue, frozen=True):

@@ -1,1 +1,1 @@
-"""Requests whose content only the server of their model understands: all that is read of them is the model's name."""
+"""Requests whose content only the server of their model understands; only the model's name is read."""

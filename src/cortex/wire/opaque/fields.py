@@ -34,15 +34,20 @@ _decoder = msgspec.json.Decoder(_Model)
 
 
 class OpaqueFields(NamedTuple):
-    """What is known of a request."""
+    """The known fields of a request."""
 
     model: str
     form: Form
-    """How the body is encoded; `other`: in none of the three ways."""
+    """The encoding of the body; `other` for none of the three."""
     parts: tuple[FormPart, ...] = ()
     pairs: Pairs = ()
     """The fields of a urlencoded form."""
     query: Pairs = ()
+
+    def check_known(self) -> None:
+        """Raises InvalidValue for a field that could choose another model."""
+        names = (*(part.name for part in self.parts), *(name for name, _ in (*self.pairs, *self.query)))
+        FIELDS.check_known(dict.fromkeys(names))
 
 
 class WrittenForm(NamedTuple):

@@ -28,9 +28,9 @@ CLIENT_HEADERS = (
     "last-event-id",
     "range",
 )
-"""What the server learns of the client's headers: neither keys nor cookies, nor where the request came from."""
+"""The client's headers that the server gets: no keys, cookies or origin."""
 SAFE_HEADERS = {"content-security-policy": "sandbox allow-scripts allow-forms", "x-content-type-options": "nosniff"}
-"""A page of such a server is shown under the address of this one: it must not act as a page of ours."""
+"""Pages of such a server are shown under this program's address and must not act as pages of ours."""
 
 
 def is_opaque(path: str) -> bool:
@@ -52,8 +52,8 @@ def split_upstream(path: str) -> Iterator[tuple[str, str]]:
 
 
 def with_slash(method: bytes, path: bytes, query: bytes) -> bytes | None:
-    """Where to send a client that opens the root of a server without its last slash: the links of a page are relative
-    to that. None: its `path` below `/upstream/` has one, or it sends something."""
+    """The redirect for a client that opens the root of a server without its last slash, because a page's links are
+    relative to it. None if its `path` below `/upstream/` has one, or if it sends a body."""
     if method not in (b"GET", b"HEAD") or path.endswith(b"/"):
         return None
     return path + b"/" + (b"?" + query if query else b"")
@@ -74,8 +74,7 @@ def check_path(path: str) -> None:
 HEALTH_CHECKS = frozenset(
     {"/health", "/healthz", "/health/live", "/health/ready", "/livez", "/readyz", "/ping", "/v1/health"}
 )
-"""Paths below `/upstream/{model}` at which servers say whether they work. To `GET` one is no work for the model: it is
-charged to no key, takes the place of no request, and loads nothing."""
+"""Health check paths below `/upstream/{model}`. A `GET` is charged to no key, takes no slot, and loads nothing."""
 
 
 def not_ready(model: str) -> ModelNotReady:

@@ -1,1 +1,1 @@
-"""Pictures of a conversation: their files in a request, what the header of a file says, and their limits."""
+"""Pictures of a conversation: their files in a request, the headers of files, and limits."""

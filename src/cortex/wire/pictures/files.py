@@ -10,19 +10,19 @@ import msgspec
 from cortex.wire.errors import InvalidValue
 from cortex.wire.pictures.header import PictureHeader, UnreadablePicture, format_of, read_header
 from cortex.wire.pictures.parts import invalid
-from cortex.wire.requests import GenerateRequest, Image, Message, Part, ToolResult
+from cortex.wire.requests import GenerateRequest, Message, Part, PicturePart, ToolResult
 
 MAX_PICTURES = 1000
-"""In one request, whatever an operator allows."""
+"""Limit per request, whatever the operator allows."""
 
 
 def take_files(request: GenerateRequest) -> tuple[GenerateRequest, tuple[bytes, ...]]:
     """`request` without the files of its pictures but with their sizes, and the files. Raises InvalidValue for a
     picture that is only an address, and for a file that is no picture."""
-    pictures: list[Image] = []
+    pictures: list[PicturePart] = []
     files: list[bytes] = []
 
-    def take(picture: Image) -> Image:
+    def take(picture: PicturePart) -> PicturePart:
         if len(pictures) == MAX_PICTURES:
             raise invalid(picture.param, f"more than {MAX_PICTURES} pictures in one request; send fewer")
         taken = _taken(picture, len(pictures))
@@ -47,18 +47,18 @@ def check_files(request: GenerateRequest) -> None:
     for message in request.messages:
         for part in message.parts:
             for each in part.parts if isinstance(part, ToolResult) else (part,):
-                if isinstance(each, Image):
+                if isinstance(each, PicturePart):
                     header_of(each)
 
 
-def data_url(picture: Image) -> str:
+def data_url(picture: PicturePart) -> str:
     """The file as a URL, with the type that it has rather than the declared one."""
     found = format_of(picture.data)
     media_type = f"image/{found}" if found is not None else picture.media_type or "application/octet-stream"
     return f"data:{media_type};base64,{binascii.b2a_base64(picture.data, newline=False).decode()}"
 
 
-def header_of(picture: Image) -> PictureHeader:
+def header_of(picture: PicturePart) -> PictureHeader:
     """Raises InvalidValue for a picture that is only an address, and for a file that is no picture."""
     if picture.url:
         raise InvalidValue(
@@ -73,9 +73,9 @@ def header_of(picture: Image) -> PictureHeader:
         raise invalid(picture.param, f"the picture cannot be read: {problem}") from None
 
 
-def _taken(picture: Image, number: int) -> Image:
+def _taken(picture: PicturePart, number: int) -> PicturePart:
     header = header_of(picture)
-    return Image(
+    return PicturePart(
         detail=picture.detail,
         param=picture.param,
         number=number,
@@ -85,17 +85,17 @@ def _taken(picture: Image, number: int) -> Image:
     )
 
 
-def _with_pictures(request: GenerateRequest, change: Callable[[Image], Image]) -> GenerateRequest:
+def _with_pictures(request: GenerateRequest, change: Callable[[PicturePart], PicturePart]) -> GenerateRequest:
     def changed_part(part: Part) -> Part:
-        if isinstance(part, Image):
+        if isinstance(part, PicturePart):
             return change(part)
-        if isinstance(part, ToolResult) and any(isinstance(each, Image) for each in part.parts):
-            parts = tuple(change(each) if isinstance(each, Image) else each for each in part.parts)
+        if isinstance(part, ToolResult) and any(isinstance(each, PicturePart) for each in part.parts):
+            parts = tuple(change(each) if isinstance(each, PicturePart) else each for each in part.parts)
             return msgspec.structs.replace(part, parts=parts)
         return part
 
     def changed_message(message: Message) -> Message:
-        if not any(isinstance(part, Image | ToolResult) for part in message.parts):
+        if not any(isinstance(part, PicturePart | ToolResult) for part in message.parts):
             return message
         return msgspec.structs.replace(message, parts=tuple(map(changed_part, message.parts)))
 

@@ -1,4 +1,4 @@
-"""What the header of a picture's file says: its format and its size. Pure; nothing is decoded.
+"""Reads format and size from the header of a picture's file. Pure; nothing is decoded.
 
 The size is that of the upright picture: cameras store pictures lying down and note how to turn them.
 """

@@ -17,7 +17,7 @@ from cortex.wire.fields.tables.table import FieldTable
 from cortex.wire.pictures.files import header_of
 from cortex.wire.pictures.header import format_of
 from cortex.wire.pictures.parts import from_base64, from_url
-from cortex.wire.requests import Image
+from cortex.wire.requests import PicturePart
 
 _ADDRESS = re.compile(r"(?:https?|wss?|ftps?|file|data):|[a-z][a-z0-9+.-]*:[/\\]{2}", re.IGNORECASE)
 """Also without slashes: some libraries add them."""
@@ -111,7 +111,7 @@ def _check(name: str, value: Any, path: str) -> None:
         )
 
 
-def _picture(part: dict[str, Any], path: str) -> Image | None:
+def _picture(part: dict[str, Any], path: str) -> PicturePart | None:
     """The file of a part that is a picture in one of the dialects."""
     url, source = part.get("image_url"), part.get("source")
     if isinstance(url, dict):

@@ -9,7 +9,7 @@ from typing import Final
 
 from cortex.wire.errors import InvalidValue, UnsupportedModality, shorten
 from cortex.wire.fields.body import Fields
-from cortex.wire.requests import Detail, Image
+from cortex.wire.requests import Detail, PicturePart
 
 _DETAILS: Final[dict[str, Detail]] = {"auto": "auto", "low": "low", "high": "high", "original": "high"}
 _DATA_URL = re.compile(r"\s*data:(?P<media_type>[^,;]*)(?P<options>(?:;[^,;]*)*),", re.IGNORECASE)
@@ -30,7 +30,7 @@ def picture_urls(fields: Fields, name: str) -> Iterator[str]:
             yield _url_and_holder(part)[0]
 
 
-def read_url_part(part: Fields) -> Image:
+def read_url_part(part: Fields) -> PicturePart:
     """A part of OpenAI's dialects: `image_url` is a URL, or an object with `url` and `detail`."""
     url, holder = _url_and_holder(part)
     return _with_detail(from_url(url, part.path), holder if "detail" in holder else part)
@@ -43,19 +43,19 @@ def _url_and_holder(part: Fields) -> tuple[str, Fields]:
     return (part.required_text("image_url"), part) if holder is None else (holder.required_text("url"), holder)
 
 
-def from_url(url: str, param: str) -> Image:
+def from_url(url: str, param: str) -> PicturePart:
     """The picture of a `data:` URL, or at an address. Raises InvalidValue."""
     if _ADDRESS.match(url):
-        return Image(url=url.strip(), param=param)
+        return PicturePart(url=url.strip(), param=param)
     head = _DATA_URL.match(url[:_MAX_DATA_URL_HEAD])
     if head is None:
-        raise invalid(param, f"{shorten(url)!r} is no picture; send a `data:` URL with base64")
+        raise invalid(param, f"{shorten(url)!r} is not a picture; send a `data:` URL with base64")
     if ";base64" not in head["options"].lower():
         raise invalid(param, "the `data:` URL is not in base64; send `data:image/png;base64,…`")
     return from_base64(url[head.end() :], head["media_type"], param)
 
 
-def from_base64(text: str, media_type: str, param: str) -> Image:
+def from_base64(text: str, media_type: str, param: str) -> PicturePart:
     """The picture of a file in base64. Its type is found from the file itself, whatever was declared. Raises
     InvalidValue."""
     try:
@@ -65,7 +65,7 @@ def from_base64(text: str, media_type: str, param: str) -> Image:
         raise invalid(param, "the picture is not valid base64") from None
     if not data:
         raise invalid(param, "the picture is empty")
-    return Image(data=data, media_type=media_type.strip().lower(), param=param)
+    return PicturePart(data=data, media_type=media_type.strip().lower(), param=param)
 
 
 def invalid(param: str, problem: str) -> InvalidValue:
@@ -94,11 +94,13 @@ def _padded(text: str) -> str:
     return text + "=" * (-len(text) % 4)
 
 
-def _with_detail(picture: Image, fields: Fields) -> Image:
+def _with_detail(picture: PicturePart, fields: Fields) -> PicturePart:
     given = fields.text("detail")
     if given is None:
         return picture
     detail = _DETAILS.get(given)
     if detail is None:
         raise fields.invalid("detail", f"'{shorten(given)}' is not known; choose {', '.join(_DETAILS)}")
-    return Image(data=picture.data, media_type=picture.media_type, url=picture.url, detail=detail, param=picture.param)
+    return PicturePart(
+        data=picture.data, media_type=picture.media_type, url=picture.url, detail=detail, param=picture.param
+    )

@@ -52,7 +52,7 @@ def parse_embeddings(body: bytes) -> PoolingRequest:
         purpose=None if purpose is None else _PURPOSES[purpose],
         loads_only=loads_only,
         user=fields.text("user"),
-        request_class=asked_class(fields, tables.EMBEDDINGS.facts),
+        request_class=asked_class(fields, tables.EMBEDDINGS.envelope),
         **_truncation(fields),
     )
 
@@ -97,7 +97,7 @@ def parse_rerank(body: bytes) -> PoolingRequest:
         returns_documents=bool(fields.flag("return_documents")) or bool(fields.flag("return_text")),
         raw_scores=bool(fields.flag("raw_scores")),
         user=fields.text("user"),
-        request_class=asked_class(fields, tables.RERANK.facts),
+        request_class=asked_class(fields, tables.RERANK.envelope),
         **truncation,
     )
 
@@ -124,7 +124,7 @@ def parse_score(body: bytes) -> PoolingRequest:
         instruction=fields.text("instruction"),
         raw_scores=bool(fields.flag("raw_scores")),
         user=fields.text("user"),
-        request_class=asked_class(fields, tables.SCORE.facts),
+        request_class=asked_class(fields, tables.SCORE.envelope),
         **_truncation(fields),
     )
 

@@ -1,4 +1,4 @@
-"""A request for vectors or scores, whatever its route calls its fields."""
+"""A request for vectors or scores, independent of its route's field names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PoolingRequest(msgspec.Struct, frozen=True):
     model: str
     shape: Shape
     texts: tuple[str, ...] = ()
-    """What is embedded; for scores, the documents."""
+    """The texts to embed; for scores, the documents."""
     tokens: tuple[tuple[int, ...], ...] = ()
     """Texts that the client has tokenised; then there are no `texts`."""
     queries: tuple[str, ...] = ()
@@ -39,11 +39,11 @@ class PoolingRequest(msgspec.Struct, frozen=True):
     truncates_left: bool = False
     """Whether the beginning is cut off instead of the end."""
     prompt_name: str | None = None
-    """Which of the model's prompts precedes each text."""
+    """The model's prompt that precedes each text."""
     purpose: Literal["query", "document"] | None = None
-    """What the texts are; models that have a prompt for it use it."""
+    """The kind of texts; models with a prompt for it use that prompt."""
     instruction: str | None = None
-    """What a reranker should look for; None: its default."""
+    """The instruction for a reranker; None for its default."""
     top_n: int | None = None
     """How many of the best documents are returned, best first; None: all."""
     returns_documents: bool = False
@@ -51,7 +51,7 @@ class PoolingRequest(msgspec.Struct, frozen=True):
     """Without the activation that maps scores to 0 to 1."""
     user: str | None = None
     request_class: RequestClass | None = None
-    """What it asks for; None: as its key has it."""
+    """The requested class; None for that of its key."""
     ignored_fields: tuple[str, ...] = ()
 
     @property

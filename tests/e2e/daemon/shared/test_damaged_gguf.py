@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +11,7 @@ import gguf
 import numpy as np
 import pytest
 
-from ....waiting import WAIT_S
+from ....waiting import wait_until
 from .gguf_files import write_gguf
 
 if TYPE_CHECKING:
@@ -168,10 +167,7 @@ def test_damaged_file_is_rejected_by_tensor_and_reason_and_loads_once_it_is_repa
     assert reason in rejection["error"]["message"]
     model = daemon.model(load["model_id"])
     assert (model["state"], model["measured_bytes"], model["reason"]) == ("failed", None, rejection["error"]["message"])
-    deadline_s = time.monotonic() + WAIT_S
-    while users := users_of(path):  # the tokenizer process may be ending
-        assert time.monotonic() < deadline_s, users
-        time.sleep(0.02)
+    wait_until(lambda: not users_of(path), lambda: f"used by {users_of(path)}")  # the tokenizer process may be ending
     assert [each.name for each in tmp_path.iterdir()] == ["m.gguf"]
     if is_in_header:  # nothing was started to read weights
         assert daemon.held_bytes() - before < 64 * MEBIBYTE

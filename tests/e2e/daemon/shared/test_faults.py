@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ....waiting import WAIT_S
-from ..conftest import FORK_SERVER, WIDE, until
+from ....waiting import WAIT_S, wait_until
+from ..conftest import FORK_SERVER, WIDE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,7 +66,7 @@ def wait_for_one_worker(daemon: Daemon) -> None:
         known = {"neuron-tokenize", "neuron-worker", FORK_SERVER}
         return set(names) - {"cortex-parse"} == known and names.count("neuron-worker") == names.count(FORK_SERVER) == 1
 
-    until(is_alone, f"left: {daemon.descendants()}")
+    wait_until(is_alone, f"left: {daemon.descendants()}")
 
 
 def test_model_responds_again_each_time_its_worker_is_killed_in_a_stream(daemon: Daemon) -> None:
@@ -207,7 +207,9 @@ def test_hostile_model_is_rejected_and_leaves_nothing_behind(
     model = daemon.model(name)
     assert (model["state"], model["measured_bytes"]) == ("failed", None)
     assert model["reason"]
-    until(lambda: daemon.descendants().keys() <= processes.keys(), "a process is left")  # its tokenizer may be ending
+    wait_until(
+        lambda: daemon.descendants().keys() <= processes.keys(), "a process is left"
+    )  # its tokenizer may be ending
     lasting = {each for each, name in processes.items() if name in ("neuron-worker", FORK_SERVER)}
     assert lasting <= daemon.descendants().keys()
     assert daemon.held_bytes() - before_bytes < 64 * MEBIBYTE

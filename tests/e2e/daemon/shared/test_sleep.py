@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ....waiting import WAIT_S
+from ....waiting import wait_until
 from ..conftest import WIDE
 from .conftest import SLEEP_MB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from ..conftest import Daemon
@@ -36,13 +34,6 @@ def ask(daemon: Daemon, model_id: str = WIDE) -> Any:
     status, response = daemon.complete(model_id)
     assert status == 200, response
     return response["choices"]
-
-
-def wait_until(condition: Callable[[], bool], daemon: Daemon) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s, daemon.log.read_text()
-        time.sleep(0.05)
 
 
 def test_sleeping_model_is_woken_by_a_request_and_responds_as_before(daemon: Daemon) -> None:
@@ -76,7 +67,7 @@ def test_model_is_cold_after_its_worker_was_killed_in_its_sleep_and_a_request_lo
     expected = ask(daemon)
     put_to_sleep(daemon)
     os.kill(daemon.process_called("neuron-worker"), signal.SIGKILL)
-    wait_until(lambda: daemon.model(WIDE)["state"] == "cold", daemon)
+    wait_until(lambda: daemon.model(WIDE)["state"] == "cold", daemon.log.read_text)
     assert "lost while it slept" in daemon.model(WIDE)["reason"]
     assert f"{WIDE}: asleep → cold: its weights were lost while it slept" in daemon.log.read_text()
     assert ask(daemon) == expected

@@ -13,16 +13,16 @@ import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
-from ....waiting import WAIT_S
+from ....waiting import WAIT_S, wait_until
 from ..conftest import TINY
 from .conftest import LARGE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from ..conftest import Daemon
 
@@ -159,12 +159,3 @@ def test_long_texts_do_not_delay_a_short_one_and_end_when_their_clients_disconne
     for client in clients:
         client.close()
     wait_until(lambda: not busy & daemon.descendants().keys())  # they were killed, not only done
-
-
-def wait_until(condition: Callable[[], Any]) -> Any:
-    """What `condition` returns, once that is true."""
-    deadline_s = time.monotonic() + WAIT_S
-    while not (found := condition()):
-        assert time.monotonic() < deadline_s, "it did not happen in time"
-        time.sleep(0.02)
-    return found

@@ -10,9 +10,10 @@ import msgspec
 from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.fleet.rules import EvictionRules
 from cortex.gateway.created_models import FILE_NAME
+from cortex.wire.node.protocol import ModelState
 
+from ....waiting import until
 from ...fake_neuron import GB
-from ...started_gateway import until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -68,6 +69,38 @@ async def test_model_with_more_context_or_of_the_hub_is_one_of_its_own(
     assert (catalogue.spec("long").source, catalogue.spec("long").context_tokens) == ("a", 8192)
     assert catalogue.spec("file").source == "/models/x.gguf"
     assert (catalogue.spec("hub").source, catalogue.spec("hub").quant) == ("org/name", "Q4_K_M")
+
+
+async def test_created_models_are_listed_and_deleted_by_themselves(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    beast = await neurons("beast", sizes={"a": GB})
+    client = await start_gateway(beast, catalogue=Catalogue(models=(ModelSpec(id="a", context_tokens=4096),)))
+    for body in (PIRATE, {"model": "long", "from": "a", "parameters": {"num_ctx": 8192}}):
+        assert (await client.post("/api/create", {**body, "stream": False}))[0] == 200
+    assert await client.get("/fleet/created") == (200, {"models": ["long", "pirate"]})
+    for name, expected in (("pirate", 200), ("long", 200), ("a", 404)):
+        async with client.session.delete(f"{client.url}/fleet/created/{name}") as response:
+            assert response.status == expected
+    assert (await client.get("/fleet/created"))[1] == {"models": []}
+    assert client.gateway.dispatcher.catalogue.ids == {"a"}
+    assert not beast.delete_requests
+
+
+async def test_show_has_the_facts_of_the_source_of_a_model_that_was_never_loaded(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": ModelState.READY}, templates={"a": "{{ messages }}"})
+    client = await start_gateway(beast)
+    body = {"model": "long", "from": "a", "parameters": {"num_ctx": 131072}, "stream": False}
+    assert (await client.post("/api/create", body))[0] == 200
+    of_source, shown = [(await client.post("/api/show", {"model": name}))[1] for name in ("a", "long")]
+    assert (shown["template"], shown["details"]) == (
+        of_source["template"],
+        of_source["details"] | {"parent_model": "a"},
+    )
+    assert "131072" in shown["parameters"]
+    assert [each["name"] for each in (await client.get("/api/ps"))[1]["models"]] == ["a"]
 
 
 async def test_model_of_uploaded_files_is_listed_once_renamed_and_deleted_with_them(
@@ -184,7 +217,7 @@ async def test_template_that_the_files_do_not_have_is_converted_and_kept(
         _, shown = await client.post("/api/show", {"model": "own"})
         assert shown["template"] == spec.chat_template
     for source, template, problem in (
-        ("a", "{{ index .Messages 0 }}", "the function index. What can be is text, .System"),
+        ("a", "{{ index .Messages 0 }}", "the function index. Supported are text, .System"),
         ("served", "<|other|>{{ .Prompt }}", "leave TEMPLATE out"),
     ):
         status, reply = await client.post("/api/create", {"model": "c", "from": source, "template": template})

@@ -15,8 +15,9 @@ from cortex.wire.events import Usage
 from cortex.wire.node import failure_report, usage_report
 from cortex.wire.node.protocol import ModelState
 
+from ....waiting import until
 from ...fake_neuron import GB, FakeNeuron
-from ...started_gateway import Client, until
+from ...started_gateway import Client
 
 if TYPE_CHECKING:
     from ...fake_neuron import StartNeuron

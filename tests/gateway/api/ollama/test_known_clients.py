@@ -14,8 +14,8 @@ from cortex.gateway.ledger.keys import generate
 from cortex.wire.node.protocol import ModelState, PullStatus
 from cortex.wire.sse import Parser
 
+from ....waiting import until
 from ...fake_neuron import GB
-from ...started_gateway import until
 
 if TYPE_CHECKING:
     from ...fake_neuron import FakeNeuron, StartNeuron

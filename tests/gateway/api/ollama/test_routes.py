@@ -17,8 +17,8 @@ from cortex.settings import Listen
 from cortex.wire.dialects.ollama import models
 from cortex.wire.node.protocol import ModelState, Progress, PullStatus
 
+from ....waiting import until
 from ...fake_neuron import GB
-from ...started_gateway import until
 
 if TYPE_CHECKING:
     from ...fake_neuron import FakeNeuron, StartNeuron
@@ -76,6 +76,9 @@ async def test_loaded_model_with_a_ttl_expires_and_others_do_not(
     loaded = {each["name"]: each["expires_at"] for each in (await client.get("/api/ps"))[1]["models"]}
     assert before < datetime.fromisoformat(loaded["brief"]).timestamp() <= time.time() + 600
     assert {loaded["kept"], loaded["pinned"]} == {models.NEVER}
+    client.gateway.dispatcher.keep("brief", 6000)
+    loaded = {each["name"]: each["expires_at"] for each in (await client.get("/api/ps"))[1]["models"]}
+    assert datetime.fromisoformat(loaded["brief"]).timestamp() > before + 5000, "a request keeps it for longer"
 
 
 async def test_unlisted_models_are_served_and_listed_only_on_request(

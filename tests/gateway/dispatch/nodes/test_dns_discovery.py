@@ -17,9 +17,9 @@ from cortex.gateway.server import Gateway
 from cortex.settings import Listen
 from cortex.wire.node.protocol import ModelState
 
-from ....waiting import WAIT_S
+from ....waiting import WAIT_S, until
 from ...fake_neuron import GB, JSON, FakeNeuron
-from ...started_gateway import Client, until
+from ...started_gateway import Client
 
 SECTION = DiscoverySection(dns="neurons.svc", port=13131)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -44,10 +43,8 @@ async def test_node_that_needs_another_key_is_down_and_says_why(
     monkeypatch.setenv("NODE_KEY", sent or "")
     beast = await neurons("beast", sizes={"a": GB}, states={"a": ModelState.READY}, key=NODE_KEY)
     client = await start_gateway(beast, node_key_env="NODE_KEY")
-    async with asyncio.timeout(WAIT_S):
-        while not (found := (await client.get("/fleet/status"))[1]["nodes"][0]["problem"]):
-            await asyncio.sleep(0.05)
-    assert problem in found
+    status = await client.get_until("/fleet/status", lambda status: status["nodes"][0]["problem"])
+    assert problem in status["nodes"][0]["problem"]
 
 
 async def test_client_gets_502_and_not_401_when_a_node_rejects_the_gateway(

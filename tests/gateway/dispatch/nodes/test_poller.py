@@ -11,8 +11,8 @@ from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.gateway.dispatch.nodes.poller import pause_after
 from cortex.wire.node.protocol import ModelState
 
+from ....waiting import until
 from ...fake_neuron import GB
-from ...started_gateway import until
 
 if TYPE_CHECKING:
     from ...fake_neuron import StartNeuron

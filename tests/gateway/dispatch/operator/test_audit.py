@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from cortex.gateway.database import Database
-from cortex.gateway.dispatch.operator import audit
-from cortex.gateway.dispatch.operator.audit import DAY_S, EXPIRE_S, AuditLog, record_changed_keys
+from cortex.gateway.dispatch.operator.audit import DAY_S, EXPIRE_S, AuditLimits, AuditLog, record_changed_keys
 from cortex.gateway.ledger.keys import generate
 
 NOW = 1_800_000_000.0
@@ -20,9 +19,7 @@ def location(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return url
 
 
-async def test_entries_are_kept_until_they_are_too_old_or_too_many(
-    location: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_entries_are_kept_until_they_are_too_old_or_too_many(location: str) -> None:
     now = NOW
     log = AuditLog(Database(location), 2, lambda: now)
     log.record("POST /keys", 201, key_id="abcdefgh", key_name="anna", client="10.0.0.1", detail='{"name": "ben"}')
@@ -37,10 +34,9 @@ async def test_entries_are_kept_until_they_are_too_old_or_too_many(
         assert [entry.key_name for entry in await log.read(0, NOW + 2, 10, key)] == ["anna"]
     await log.flush()
 
-    again = AuditLog(Database(location), 2, lambda: now)
+    again = AuditLog(Database(location), 2, lambda: now, AuditLimits(entries=3))
     now = NOW + 2 * DAY_S + 0.5
     assert [entry.key_name for entry in await again.read(0, now, 10)] == ["eve"]
-    monkeypatch.setattr(audit, "MAX_ENTRIES", 3)
     for number in range(5):
         now += EXPIRE_S
         again.record("POST /fleet/pull", 200, detail=str(number))
@@ -91,11 +87,9 @@ async def test_nul_characters_are_recorded_and_do_not_end_the_log(location: str)
     await log.flush()
 
 
-async def test_attempts_without_a_key_push_out_only_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audit, "MAX_REJECTED", 3)
-    monkeypatch.setattr(audit, "MAX_WITHOUT_KEY", 1)
+async def test_attempts_without_a_key_push_out_only_each_other(tmp_path: Path) -> None:
     now = NOW
-    log = AuditLog(Database(str(tmp_path / "audit.db")), 1, lambda: now)
+    log = AuditLog(Database(str(tmp_path / "audit.db")), 1, lambda: now, AuditLimits(rejected=3, without_key=1))
     for number, (status, key_id) in enumerate([(403, "abcdefgh"), (200, ""), (401, ""), (502, ""), (401, "")]):
         now += 1
         log.record("POST /session", status, key_id=key_id, detail=str(number))
@@ -105,11 +99,9 @@ async def test_attempts_without_a_key_push_out_only_each_other(tmp_path: Path, m
     await log.flush()
 
 
-async def test_rejected_requests_do_not_push_out_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audit, "MAX_ENTRIES", 4)
-    monkeypatch.setattr(audit, "MAX_REJECTED", 2)
+async def test_rejected_requests_do_not_push_out_changes(tmp_path: Path) -> None:
     now = NOW
-    log = AuditLog(Database(str(tmp_path / "audit.db")), 1, lambda: now)
+    log = AuditLog(Database(str(tmp_path / "audit.db")), 1, lambda: now, AuditLimits(entries=4, rejected=2))
     for number, status in enumerate([201, *[403] * 5, 200]):
         now += 1
         log.record("POST /fleet/pull", status, detail=str(number))
@@ -119,10 +111,9 @@ async def test_rejected_requests_do_not_push_out_changes(tmp_path: Path, monkeyp
     await log.flush()
 
 
-async def test_sign_ins_do_not_push_out_changes(location: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audit, "MAX_SIGN_INS", 2)
+async def test_sign_ins_do_not_push_out_changes(location: str) -> None:
     now = NOW + 20 * DAY_S
-    log = AuditLog(Database(location), 1, lambda: now)
+    log = AuditLog(Database(location), 1, lambda: now, AuditLimits(sign_ins=2))
     log.record("POST /fleet/pull", 200, detail="a change")
     for number in range(5):
         now += 1

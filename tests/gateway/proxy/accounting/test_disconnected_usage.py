@@ -17,9 +17,9 @@ from cortex.wire.events import Usage
 from cortex.wire.node.headers import TOKEN_LIMIT
 from cortex.wire.node.protocol import ModelState
 
+from ....waiting import until
 from ...fake_neuron import GB
 from ...fake_responses import begin_stream, chunk, hang
-from ...started_gateway import until
 
 if TYPE_CHECKING:
     from ...fake_neuron import FakeNeuron, Respond, StartNeuron

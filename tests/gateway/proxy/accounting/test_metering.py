@@ -13,9 +13,9 @@ from cortex.gateway.ledger.keys import generate
 from cortex.wire.node import usage_report
 from cortex.wire.node.protocol import ModelState
 
+from ....waiting import until
 from ...fake_neuron import GB
 from ...fake_responses import REPORTED, USAGE, begin_stream, chunk, usage_chunk
-from ...started_gateway import until
 
 if TYPE_CHECKING:
     from ...fake_neuron import FakeNeuron, StartNeuron

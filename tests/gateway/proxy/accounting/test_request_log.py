@@ -11,9 +11,8 @@ from msgspec.structs import replace
 from cortex.gateway.config import ActivitySection
 from cortex.gateway.database import Database, StoreError
 from cortex.gateway.ledger.keys import generate
-from cortex.gateway.proxy.accounting import request_log
 from cortex.gateway.proxy.accounting.activity import ActivityLog, Capture, RequestRecord
-from cortex.gateway.proxy.accounting.request_log import DAY_S, RequestLog, SearchTooLong
+from cortex.gateway.proxy.accounting.request_log import DAY_S, LogLimits, RequestLog, SearchTooLong
 from cortex.wire.events import Usage
 from cortex.wire.node.protocol import ModelState
 
@@ -90,23 +89,20 @@ async def test_newest_is_first_also_within_a_millisecond(tmp_path: Path) -> None
     await kept.flush()
 
 
-async def test_a_cancelled_flush_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    activity = ActivityLog(ActivitySection())
-    kept = RequestLog(activity, Database(str(tmp_path / "log.db")), lambda: NOW)
+async def test_a_cancelled_flush_loses_nothing(tmp_path: Path) -> None:
+    activity, database = ActivityLog(ActivitySection()), Database(str(tmp_path / "log.db"))
+    kept = RequestLog(activity, database, lambda: NOW)
     kept.retention_days = 1
     await kept.flush()  # which deletes what is too old
     is_free = threading.Event()
-    with monkeypatch.context() as busy:
-        busy.setattr(request_log, "_read", lambda *_, **__: is_free.wait(WAIT_S))
-        reading = asyncio.create_task(kept.read(0, NOW + 1, 10, lambda _: True))
-        await asyncio.sleep(0)
-        activity.append(record(1, NOW))
-        flushing = asyncio.create_task(kept.flush())
-        await asyncio.sleep(0)
-        flushing.cancel()
-        await asyncio.gather(flushing, return_exceptions=True)
-        is_free.set()
-        await reading
+    earlier = database.submit(lambda: is_free.wait(WAIT_S))
+    activity.append(record(1, NOW))
+    flushing = asyncio.create_task(kept.flush())
+    await asyncio.sleep(0)
+    flushing.cancel()
+    await asyncio.gather(flushing, return_exceptions=True)
+    is_free.set()
+    await earlier
     assert [each.number for each in await kept.read(0, NOW + 1, 10, lambda _: True)] == [1]
     await kept.flush()
 
@@ -130,11 +126,10 @@ async def test_waits_in_memory_while_the_database_is_away(tmp_path: Path, caplog
 
 
 async def test_reads_pages_of_requests_that_ended_at_the_same_time_and_those_of_one_key_alone(
-    location: str, monkeypatch: pytest.MonkeyPatch
+    location: str,
 ) -> None:
-    monkeypatch.setattr(request_log, "_PAGE", 2)
-    activity = ActivityLog(ActivitySection())
-    kept = RequestLog(activity, Database(location), lambda: NOW)
+    activity, database = ActivityLog(ActivitySection()), Database(location)
+    kept = RequestLog(activity, database, lambda: NOW, LogLimits(page=2))
     kept.retention_days = 1
     for number, age_s in ((1, 9), (2, 5), (3, 5), (4, 5), (5, 5), (6, 5), (7, 1)):
         activity.append(
@@ -153,11 +148,11 @@ async def test_reads_pages_of_requests_that_ended_at_the_same_time_and_those_of_
     assert len(await kept.read(0, NOW + 1, 99, matches, key_id="ijklmnop", request_id="same")) == 2
     assert sorted(seen) == [3, 6], "no others are read"
     assert await kept.read(0, NOW + 1, 99, matches, request_id="another") == []
-    monkeypatch.setattr(request_log, "MAX_SEARCHED", 4)
-    assert len(await kept.read(0, NOW + 1, 3, matches)) == 3
+    bounded = RequestLog(activity, database, lambda: NOW, LogLimits(page=2, searched=4))
+    assert len(await bounded.read(0, NOW + 1, 3, matches)) == 3
     with pytest.raises(SearchTooLong):
-        await kept.read(0, NOW + 1, 3, lambda each: each.number == 1)
-    assert await kept.forget(matches, request_id="same") == 7, "all of them, however many there are"
+        await bounded.read(0, NOW + 1, 3, lambda each: each.number == 1)
+    assert await bounded.forget(matches, request_id="same") == 7, "all of them, however many there are"
     await kept.flush()
 
 
@@ -175,9 +170,8 @@ async def test_forgets_only_what_matches_where_clients_chose_the_same_id(tmp_pat
 async def test_newest_requests_wait_when_there_is_no_room_for_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_log, "MAX_WAITING", 3)
     activity = ActivityLog(ActivitySection())
-    kept = RequestLog(activity, Database(str(tmp_path / "log.db")), lambda: NOW)
+    kept = RequestLog(activity, Database(str(tmp_path / "log.db")), lambda: NOW, LogLimits(waiting=3))
     kept.retention_days = 1
 
     def write(*_: object) -> None:
@@ -206,8 +200,8 @@ async def test_is_served_to_operators_and_to_owners_of_keys_after_a_restart(
         body = {"model": "a", "messages": [{"role": "user", "content": "private words"}]}
         status, _ = await client.post("/v1/chat/completions", body, Authorization=f"Bearer {key.text}")
         assert status == 200
-    while (await client.get("/fleet/activity?since=0", Authorization=f"Bearer {boss.text}"))[1]["requests"] == []:
-        await asyncio.sleep(0.01)
+    path, bearer = "/fleet/activity?since=0", f"Bearer {boss.text}"
+    await client.get_until(path, lambda page: page["requests"], Authorization=bearer)
     await client.gateway.close()
     client = await start_gateway(beast, keys=keys, activity=section)
 

@@ -14,6 +14,7 @@ from openai.types.responses import ResponseCustomToolCall
 
 from cortex.wire.sse import Parser
 
+from ....waiting import until
 from . import route_calls
 from .route_calls import frames
 
@@ -108,7 +109,7 @@ async def test_custom_tool_gets_free_text_in_chat(api: Any, openai_client: opena
     ],
 )
 async def test_response_without_parallel_calls_ends_with_its_first_call(
-    api: Any, chat_body: Any, until: Any, fields: dict[str, Any], num_calls: int
+    api: Any, chat_body: Any, fields: dict[str, Any], num_calls: int
 ) -> None:
     api.node.script.text = f"{CALL}\n{CALL}\nDone."
     _, reply, _ = await api.post("/v1/chat/completions", chat_body(**fields))
@@ -268,12 +269,9 @@ async def test_passes_on_allowed_tokens(api: Any, chat_body: Any) -> None:
     assert api.node.submitted[0].sampling.allowed_token_ids == (3, 5)
 
 
-async def test_rejects_more_scores_of_prompts_than_a_response_should_hold(
-    api: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("cortex.neuron.api.inference.engine_requests.MAX_SCORES", 100)
-    body = {"model": "org/tiny", "prompt": ["x" * 10, "y" * 11], "echo": True, "logprobs": 4}
+async def test_rejects_more_scores_of_prompts_than_a_response_should_hold(api: Any) -> None:
+    body = {"model": "org/tiny", "prompt": ["x" * 1250] * 8, "echo": True, "logprobs": 5}
     status, reply, _ = await api.post("/v1/completions", body)
     assert (status, reply["error"]["param"]) == (400, "logprobs")
-    assert "105 log-probabilities of 21 prompt tokens, at most 100" in reply["error"]["message"]
+    assert "60000 log-probabilities of 10000 prompt tokens, at most 50000" in reply["error"]["message"]
     assert not api.node.submitted

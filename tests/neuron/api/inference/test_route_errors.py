@@ -16,7 +16,8 @@ from cortex.wire.errors import InvalidValue, LoadFailed, Overloaded, Recovering
 from cortex.wire.node.protocol import ModelState
 from cortex.wire.sse import Parser
 
-from ..conftest import Api, ChatBody, Until
+from ....waiting import until
+from ..conftest import Api, ChatBody
 from .route_calls import ROUTES, body, frames, is_ollama, message_of, received_until
 
 
@@ -34,7 +35,7 @@ async def test_error_before_the_first_output_is_an_http_error_in_the_dialect(api
 
 @pytest.mark.parametrize("path", ROUTES)
 async def test_error_after_the_first_output_is_an_event_of_the_stream(
-    api: Api, path: str, caplog: pytest.LogCaptureFixture, until: Until
+    api: Api, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     api.node.script.fails_after = 3

@@ -16,8 +16,8 @@ from cortex.wire.node import failure_report, usage_report
 from cortex.wire.node.headers import PROMPT_TOKENS, TOKEN_LIMIT
 from cortex.wire.node.load_options import SamplingDefaults
 
-from ....waiting import WAIT_S
-from ..conftest import Api, ChatBody, Until
+from ....waiting import WAIT_S, until
+from ..conftest import Api, ChatBody
 from .route_calls import BODIES, ROUTES, ask, body, frames, text_of
 
 
@@ -71,7 +71,7 @@ async def test_anthropic_sdk_uses_tools_and_thinking(api: Api, anthropic_client:
 
 
 @pytest.mark.parametrize("path", ROUTES)
-async def test_stop_string_ends_the_response_and_cancels_the_sequence(api: Api, path: str, until: Until) -> None:
+async def test_stop_string_ends_the_response_and_cancels_the_sequence(api: Api, path: str) -> None:
     api.node.script.text = "one two three"
     field = "stop_sequences" if path == "/v1/messages" else "stop"
     status, reply, _ = await api.post(path, body(path, **{field: ["two"]}))

@@ -13,7 +13,7 @@ from cortex.neuron.node.status import ServedModel, describe_model, served_model
 from cortex.wire.errors import UnsupportedModality
 from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.node.protocol import ModelState
-from cortex.wire.requests import GenerateRequest, Image
+from cortex.wire.requests import GenerateRequest, PicturePart
 
 UNREAD = KnownModel(id="m", source="/models/m", context_tokens=512)
 """The context is of the configuration: it says nothing about the files."""
@@ -33,4 +33,4 @@ def test_model_that_was_not_read_yet_may_read_pictures() -> None:
     backend: Any = SimpleNamespace(
         pictures=SimpleNamespace(limits=limits), model=lambda _: status, models=lambda: (), upstream=lambda _: None
     )
-    check_pictures(backend, GenerateRequest(model="m", pictures=(Image(data=b"x"),)), is_of_gateway=True)
+    check_pictures(backend, GenerateRequest(model="m", pictures=(PicturePart(data=b"x"),)), is_of_gateway=True)

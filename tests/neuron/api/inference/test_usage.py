@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ....waiting import NEVER_S, WAIT_S
+from cortex.neuron.api.calls import ApiCall
+from cortex.neuron.api.inference.usage import UsageRecords
+from cortex.wire.errors import RouteNotFound
+
+from ....waiting import NEVER_S, until
 
 
 async def exposition(api: Any) -> str:
@@ -29,9 +34,7 @@ async def test_reports_usage_up_to_the_disconnect(api: Any, chat_body: Any, stre
             await response.read()
 
     request = asyncio.create_task(send())
-    async with asyncio.timeout(WAIT_S):
-        while "\ngen_ai_server_time_to_first_token_seconds_count{" not in await exposition(api):
-            await asyncio.sleep(0.01)
+    await until(lambda: api.node.num_taken_outputs)  # of the first token
     early = asyncio.create_task(api.client.get(api.url + "/requests/a/b:1/usage"))  # before the disconnect
     await asyncio.sleep(0.05)
     request.cancel()
@@ -55,8 +58,7 @@ async def test_reports_usage_up_to_the_disconnect(api: Any, chat_body: Any, stre
     assert 'neuron_completion_tokens_total{model="org/tiny"} 1.0' in text
 
 
-async def test_rejects_a_request_without_a_record(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cortex.neuron.api.inference.usage.WAIT_S", 0.05)
-    async with api.client.get(api.url + "/requests/unknown/usage") as response:
-        assert response.status == 404
-        assert (await response.json())["error"]["code"] == "route_not_found"
+async def test_rejects_a_request_without_a_record() -> None:
+    exchange: Any = SimpleNamespace(request=None)
+    with pytest.raises(RouteNotFound, match="attempt unknown"):
+        await UsageRecords(wait_s=0.01).get(ApiCall(exchange, {"id": "unknown"}))

@@ -12,8 +12,8 @@ import pytest
 
 from cortex.wire.node.protocol import ModelState
 
-from ....waiting import NEVER_S
-from ..conftest import Api, ChatBody, Until
+from ....waiting import NEVER_S, until
+from ..conftest import Api, ChatBody
 from .route_calls import ROUTES, ask, body, frames, is_ollama, received_until
 
 
@@ -33,9 +33,7 @@ async def test_sends_keepalives_while_there_is_no_output(api: Api, path: str, ke
 
 @pytest.mark.parametrize("keepalive_s", [0.05])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_loads_a_cold_model_for_the_first_request(
-    api: Api, chat_body: ChatBody, stream: bool, until: Until
-) -> None:
+async def test_loads_a_cold_model_for_the_first_request(api: Api, chat_body: ChatBody, stream: bool) -> None:
     api.node.state = ModelState.COLD
     api.node.load_gate = asyncio.Event()
     request = api.client.post(api.url + "/v1/chat/completions", json=chat_body(stream=stream))
@@ -65,7 +63,7 @@ async def disconnect(asking: asyncio.Task[None]) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("phase", ["prefill", "decode", "load"])
 async def test_disconnected_client_frees_everything_in_every_phase(
-    api: Api, path: str, stream: bool, phase: str, until: Until
+    api: Api, path: str, stream: bool, phase: str
 ) -> None:
     if phase == "prefill":
         api.node.script.first_s = NEVER_S
@@ -93,7 +91,7 @@ async def test_disconnected_client_frees_everything_in_every_phase(
     assert f'neuron_client_disconnects_total{{model="org/tiny",phase="{phase}"}} 1.0' in exposition
 
 
-async def test_cancels_every_choice_when_the_client_disconnects(api: Api, chat_body: ChatBody, until: Until) -> None:
+async def test_cancels_every_choice_when_the_client_disconnects(api: Api, chat_body: ChatBody) -> None:
     api.node.script.pause_s = NEVER_S
     asking = asyncio.create_task(ask(api, "/v1/chat/completions", chat_body(n=4, stream=True)))
     await until(lambda: len(api.node.generations) == 4)
@@ -101,7 +99,7 @@ async def test_cancels_every_choice_when_the_client_disconnects(api: Api, chat_b
     await until(lambda: all(g.cancelled.is_set() for g in api.node.generations))
 
 
-async def test_reset_connection_cancels_the_request(api: Api, chat_body: ChatBody, until: Until) -> None:
+async def test_reset_connection_cancels_the_request(api: Api, chat_body: ChatBody) -> None:
     api.node.script.pause_s = 0.01
     api.node.script.text = "x" * 1000
     async with aiohttp.ClientSession() as session:
@@ -114,7 +112,7 @@ async def test_reset_connection_cancels_the_request(api: Api, chat_body: ChatBod
 
 
 async def test_closed_gate_rejects_new_and_waiting_requests_and_lets_running_ones_end(
-    api: Api, chat_body: ChatBody, until: Until
+    api: Api, chat_body: ChatBody
 ) -> None:
     api.node.script.pause_s = 0.02
     running = asyncio.create_task(api.post("/v1/chat/completions", chat_body()))
@@ -136,7 +134,7 @@ async def test_closed_gate_rejects_new_and_waiting_requests_and_lets_running_one
     assert reply["choices"][0]["message"]["content"] == "Hello there!"
 
 
-async def test_concurrent_streams_leave_nothing_behind(api: Api, chat_body: ChatBody, until: Until) -> None:
+async def test_concurrent_streams_leave_nothing_behind(api: Api, chat_body: ChatBody) -> None:
     api.node.script.pause_s = 0.01
 
     async def one(number: int) -> None:

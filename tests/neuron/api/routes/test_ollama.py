@@ -11,7 +11,8 @@ import pytest
 from cortex.wire.node.protocol import ModelState, Progress, PullStatus
 
 from ....picture_files import base64_of, png_of_size
-from ..conftest import Api, Until
+from ....waiting import until
+from ..conftest import Api
 
 HELLO = [{"role": "user", "content": "hi"}]
 
@@ -122,7 +123,7 @@ async def test_images_are_rejected_by_a_model_without_vision(api: Api) -> None:
 
 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
-async def test_request_without_a_prompt_loads_and_unloads(api: Api, path: str, until: Until) -> None:
+async def test_request_without_a_prompt_loads_and_unloads(api: Api, path: str) -> None:
     api.node.state = ModelState.COLD
     (loaded,) = await lines(api, path, {"model": "org/tiny", "keep_alive": -1})
     assert (loaded["done"], loaded["done_reason"]) == (True, "load")
@@ -134,7 +135,7 @@ async def test_request_without_a_prompt_loads_and_unloads(api: Api, path: str, u
     assert not api.node.submitted
 
 
-async def test_unloads_after_the_last_response_that_says_so(api: Api, until: Until) -> None:
+async def test_unloads_after_the_last_response_that_says_so(api: Api) -> None:
     await lines(api, "/api/chat", chat(keep_alive="5m"))
     await lines(api, "/api/chat", chat(keep_alive=-1))
     async with api.client.post(
@@ -146,7 +147,7 @@ async def test_unloads_after_the_last_response_that_says_so(api: Api, until: Unt
     await until(lambda: api.node.state is ModelState.COLD)
 
 
-async def test_pull_streams_its_progress(api: Api, until: Until) -> None:
+async def test_pull_streams_its_progress(api: Api) -> None:
     pulls = api.node.files.pulls
     async with api.client.post(api.url + "/api/pull", json={"model": "hf.co/org/big:Q4_K_M"}) as response:
         assert json.loads(await response.content.readline()) == {"status": "pulling manifest"}

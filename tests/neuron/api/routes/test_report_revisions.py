@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cortex.gateway.dispatch.nodes.poller import merged
-from cortex.neuron.api.routes import control
 from cortex.neuron.api.routes.control import ReportRevisions
 from cortex.wire.node.protocol import Health, ModelState, ModelStatus
 
@@ -53,24 +52,22 @@ def test_another_process_knows_no_revision_of_this_one() -> None:
 @given(st.integers(0, 2**32))
 def test_callers_that_merge_changes_know_all_models(seed: int) -> None:
     random = Random(seed)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(control, "MAX_GONE", 4)
-        revisions = ReportRevisions()
-        models: dict[str, ModelStatus] = {}
-        known: list[Health | None] = [None, None]
-        for _ in range(40):
-            name = f"m{random.randrange(6)}"
-            if random.random() < 0.4:
-                models.pop(name, None)
-            else:
-                models[name] = cold(name, disk_bytes=random.randrange(3))
-            caller = random.randrange(2)
-            last = known[caller]
-            sent = revisions.report(health(*models.values()), None if last is None else last.revision)
-            now = merged(last, sent)
-            assert now is not None
-            assert {status.id: status for status in now.models} == models
-            known[caller] = now
+    revisions = ReportRevisions(max_gone=4)
+    models: dict[str, ModelStatus] = {}
+    known: list[Health | None] = [None, None]
+    for _ in range(40):
+        name = f"m{random.randrange(6)}"
+        if random.random() < 0.4:
+            models.pop(name, None)
+        else:
+            models[name] = cold(name, disk_bytes=random.randrange(3))
+        caller = random.randrange(2)
+        last = known[caller]
+        sent = revisions.report(health(*models.values()), None if last is None else last.revision)
+        now = merged(last, sent)
+        assert now is not None
+        assert {status.id: status for status in now.models} == models
+        known[caller] = now
 
 
 def test_a_change_since_another_report_is_not_merged() -> None:

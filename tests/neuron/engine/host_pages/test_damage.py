@@ -12,7 +12,6 @@ from cortex.neuron.engine.host_pages.copies import BlockCopies
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
 from cortex.neuron.engine.host_pages.store import BlockKind, HostPages
 from cortex.neuron.engine.kv.pages import ROOT, page_digests
-from cortex.neuron.engine.loading import loading
 from cortex.neuron.engine.memory.plan import PAGE_TOKENS
 
 from ..test_sleep import DENSE, HYBRID
@@ -85,18 +84,13 @@ def test_contents_of_pages_decide_the_response(make_engine: EngineMaker) -> None
         pytest.param({"rope_theta": 5000.0}, id="config"),
     ],
 )
-def test_blocks_of_another_model_or_layout_are_never_taken(
-    make_engine: EngineMaker, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_of_another_model_or_layout_are_never_taken(make_engine: EngineMaker, changes: dict[str, Any]) -> None:
     host = new_host()
     expected = saved(make_engine, DENSE, host)
     options = dict(changes)
     config = DENSE | {name: options.pop(name) for name in ("rope_theta",) if name in options}
-    with monkeypatch.context() as patched:
-        if page_tokens := options.pop("page_tokens", None):
-            patched.setattr(loading, "PAGE_TOKENS", page_tokens)
-        other = make_engine(config, host, **options)
-        assert other.info.page_tokens == (page_tokens or PAGE_TOKENS)
+    other = make_engine(config, host, **options)
+    assert other.info.page_tokens == options.get("page_tokens", PAGE_TOKENS)
     assert respond(other)[1] == 0
     other.save_pages()
     assert respond(make_engine(DENSE, host)) == (expected, 160), "its own are there still, after an unload and a load"

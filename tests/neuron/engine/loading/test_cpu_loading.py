@@ -17,7 +17,8 @@ from cortex.neuron.engine.errors import LoadError
 from cortex.neuron.engine.execution import model_graphs, runner
 from cortex.neuron.engine.execution.threads import StepThreads
 from cortex.neuron.engine.loading import loading
-from cortex.neuron.engine.loading.loading import LoadedModel, load_model
+from cortex.neuron.engine.loading.filling import fill_from
+from cortex.neuron.engine.loading.loading import LoadedModel, build_model, load_model
 from cortex.neuron.engine.parallel.group import TorchGroup
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec, SamplingParams
 from cortex.neuron.kernels.batch import Batch
@@ -27,7 +28,9 @@ from cortex.neuron.kernels.native import library
 from cortex.neuron.kernels.native.library import native_library_or_none
 from cortex.neuron.kernels.native.operations import Recording
 from cortex.neuron.layers.feed_forward import MLP
-from cortex.neuron.weights import placement
+from cortex.neuron.layers.parameters import Parameters
+from cortex.neuron.weights.checkpoint import open_checkpoint
+from cortex.neuron.weights.placement import PieceSizes
 
 CPU = torch.device("cpu")
 HIDDEN, INNER, HEADS, KV_HEADS, VOCAB = 128, 192, 4, 2, 320
@@ -107,6 +110,17 @@ def load(
     return load_model(LoadSpec(str(path), dtype=dtype, quant=quant), CPU, lambda *_: None, lambda: False)
 
 
+def load_in_pieces(path: Path, quant: str | None = None) -> LoadedModel:
+    """Matrices arrive in as many pieces as possible."""
+    spec, checkpoint, sizes = LoadSpec(str(path), quant=quant), open_checkpoint(path), PieceSizes(cached_weights=1)
+
+    def fill(parameters: Parameters) -> None:
+        fill_from(checkpoint, parameters, lambda *_: None, lambda: False, sizes)
+
+    layouts = loading.matrix_layouts(checkpoint.tensors, spec, CPU)
+    return build_model(checkpoint.config, spec, CPU, fill, layouts, tensors=checkpoint.tensors)
+
+
 def answers(loaded: LoadedModel, tokens: list[int]) -> torch.Tensor:
     """Logits after each token, one step for each."""
     table = torch.arange(1, 3, dtype=torch.int32)[None]
@@ -129,11 +143,10 @@ def answers(loaded: LoadedModel, tokens: list[int]) -> torch.Tensor:
 
 @pytest.fixture
 def packed_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Codes count as faster on any machine that compiles, and matrices arrive in as many pieces as possible."""
+    """Codes count as faster on any machine that compiles."""
     if native_library_or_none() is None:
         pytest.skip("nothing can be compiled on this host")
     monkeypatch.setattr(loading, "multiplies_codes", lambda _: True)
-    monkeypatch.setattr(placement, "CACHED_PIECE_WEIGHTS", 1)
 
 
 @pytest.mark.usefixtures("packed_form")
@@ -142,7 +155,7 @@ def packed_form(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_quantised_model_responds_like_the_dense_model(tmp_path: Path, matrices: str, embedding: str) -> None:
     write_model(tmp_path / "model.gguf", matrices, embedding)
     tokens = torch.randint(0, VOCAB, (12,), generator=torch.Generator().manual_seed(2)).tolist()
-    packed = load(tmp_path / "model.gguf")
+    packed = load_in_pieces(tmp_path / "model.gguf")
     assert not isinstance(packed.model.head.matrix, DenseMatrix)
     exact = answers(load(tmp_path / "model.gguf", "float32"), tokens)
     assert (answers(packed, tokens) - exact).norm() / exact.norm() < 0.05
@@ -153,7 +166,7 @@ def test_quantised_model_responds_like_the_dense_model(tmp_path: Path, matrices:
 def test_dense_weights_are_quantised_as_they_are_loaded(tmp_path: Path, quant: str, limit: float) -> None:
     write_model(tmp_path / "model.gguf", "F32", "F32")
     tokens = torch.randint(0, VOCAB, (12,), generator=torch.Generator().manual_seed(2)).tolist()
-    loaded = load(tmp_path / "model.gguf", quant=quant)
+    loaded = load_in_pieces(tmp_path / "model.gguf", quant)
     feed_forward = loaded.model.layers[0].mlp
     assert isinstance(feed_forward, MLP)
     assert not isinstance(feed_forward.down.matrix, DenseMatrix)

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from cortex.neuron.engine.engine import Engine
-from cortex.neuron.engine.errors import LoadCancelled, LoadError, NoRoomError
+from cortex.neuron.engine.errors import InsufficientMemory, LoadCancelled, LoadError
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
 from cortex.neuron.engine.loading.loading import LoadedModel, build_model, load_model
 from cortex.neuron.engine.memory import host_weights
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.kernels.float8.layout import FLOAT8_ROWS
 from cortex.neuron.kernels.layouts import DeviceLayout
-from cortex.neuron.kernels.moe import host_exchange
+from cortex.neuron.kernels.moe.host_exchange import ExchangeRule
 from cortex.neuron.kernels.moe.host_team import HostRates, HostTeam
 from cortex.neuron.kernels.quantised.layout import Q4, Q6, Q8
 from cortex.neuron.models.config import UnsupportedModel
@@ -179,7 +179,7 @@ def test_host_that_runs_out_of_memory_in_the_middle_of_a_load_keeps_nothing(monk
     def failing(self: host_weights.HostBuffers, num_bytes: int) -> torch.Tensor:
         made.append(self)
         if len(made) == 3:
-            raise NoRoomError("no memory")
+            raise InsufficientMemory("no memory")
         return allocate(self, num_bytes)
 
     def releasing(self: host_weights.HostBuffers) -> None:
@@ -188,7 +188,7 @@ def test_host_that_runs_out_of_memory_in_the_middle_of_a_load_keeps_nothing(monk
 
     monkeypatch.setattr(host_weights.HostBuffers, "allocate", failing)
     monkeypatch.setattr(host_weights.HostBuffers, "release", releasing)
-    with pytest.raises(NoRoomError):
+    with pytest.raises(InsufficientMemory):
         _built("qwen3_moe", memory_bytes=_small_bytes(whole), host_weight_bytes=1 << 30)
     assert released == [0]
 
@@ -223,17 +223,14 @@ def test_sleeping_model_wakes_with_its_experts_in_host_memory() -> None:
     engine.close()
 
 
-def test_experts_stay_in_their_places_between_the_responses_before_and_after_a_sleep(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name, value in (("_STEPS", 1), ("_FACTOR", 0), ("_LEAST", -1)):  # some change in nearly every step
-        monkeypatch.setattr(host_exchange, name, value)
+def test_experts_stay_in_their_places_between_the_responses_before_and_after_a_sleep() -> None:
     whole, _ = _built("qwen3_moe")
     loaded, spec = _built("qwen3_moe", memory_bytes=_small_bytes(whole), host_weight_bytes=1 << 30)
     engine, team = Engine(loaded, spec, moves_weights=True), loaded.team
+    assert team is not None
+    team.exchanges.rule = ExchangeRule(every_steps=1, factor=0, least=-1)  # some change in nearly every step
     request = EngineRequest("r", PROMPT, 8, SamplingParams(temperature=0.0))
     before = response_to(engine, request)[0]
-    assert team is not None
     num_before = team.num_exchanges
     assert num_before
     for _ in range(2):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,19 +17,20 @@ import torch
 from cortex.cli import warmup as command
 from cortex.neuron.engine.errors import LoadCancelled, LoadError
 from cortex.neuron.engine.execution.runner import Runner
-from cortex.neuron.engine.loading import kernel_pass, meta_shapes, warmup
+from cortex.neuron.engine.loading import kernel_pass, warmup
 from cortex.neuron.engine.loading.kernel_pass import KernelPass, ModelToCompile
 from cortex.neuron.engine.loading.meta_shapes import light_shapes
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.kernels import compilation
-from cortex.neuron.kernels.device_facts import CARDS
+from cortex.neuron.kernels.device_properties import CARDS
 from cortex.neuron.kernels.jit import INTERPRETED, TRITON
 from cortex.neuron.kernels.quantised.layout import Q4
 from cortex.neuron.layers.configs import WHOLE
 from cortex.neuron.models.registry import read_architecture
+from cortex.neuron.private_api.torch import with_shape_rules
 from cortex.neuron.private_api.triton import OfflineDriver
 
-from ....waiting import WAIT_S
+from ....waiting import WAIT_S, wait_until
 from ...tiny_models import tiny_delta, tiny_sizes
 
 driver = pytest.importorskip("triton.runtime").driver
@@ -160,10 +160,7 @@ def test_first_response_does_not_wait_for_other_kernels(compiled: list[str], mon
     monkeypatch.setattr(compilation, "timed", gated)
     kernels = KernelPass(passed(DENSE), FACTS)
     kernels.start()
-    deadline_s = time.monotonic() + WAIT_S
-    while kernels._compiler.num_kernels <= kernels._num_first or not prepared:  # noqa: SLF001 - others have begun
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    wait_until(lambda: prepared and kernels._compiler.num_kernels > kernels._num_first)  # noqa: SLF001 - others have begun
     kernels.ready(lambda: None)
     assert not may_go_on.is_set()
     may_go_on.set()
@@ -283,11 +280,9 @@ def test_shapes_are_those_of_computed_results() -> None:
         assert made("meta") == made("cpu")
 
 
-def test_other_threads_keep_the_rules_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_threads_keep_the_rules_of_torch() -> None:
     x = torch.empty(2, device="meta")
-    rules = {**meta_shapes.RULES, "clone": lambda x, **_: x}
-    monkeypatch.setattr(meta_shapes, "RULES", rules)
-    with ThreadPoolExecutor(1) as other, light_shapes():
+    with ThreadPoolExecutor(1) as other, with_shape_rules({"clone": lambda x, **_: x}):
         assert x.clone() is x
         assert other.submit(x.clone).result() is not x
     assert x.clone() is not x

@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from cortex.neuron.engine.engine import Engine
-from cortex.neuron.engine.errors import LoadCancelled, LoadError, NoRoomError
+from cortex.neuron.engine.errors import InsufficientMemory, LoadCancelled, LoadError
 from cortex.neuron.engine.loading import loading
 from cortex.neuron.engine.memory.device import DeviceMemory
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
@@ -209,14 +209,14 @@ def test_rejects_a_model_that_does_not_fit_without_allocating(checkpoint: Path) 
     assert re.search(
         r"the model needs \d+ MiB on cpu \(weights \d+ MiB .* but \d+ MiB can be used", str(rejected.value)
     )
-    assert not isinstance(rejected.value, NoRoomError), "unloading other models would not help"
+    assert not isinstance(rejected.value, InsufficientMemory), "unloading other models would not help"
     assert "raise the `memory_mb`" in str(rejected.value)
     del rejected
     assert live_tensors() <= before
 
 
 def test_rejects_a_load_if_the_reserve_leaves_nothing(checkpoint: Path) -> None:
-    with pytest.raises(NoRoomError, match=r"but 0\.0 GiB can be used"):
+    with pytest.raises(InsufficientMemory, match=r"but 0\.0 GiB can be used"):
         load(checkpoint, min_free_bytes=1 << 60)
 
 

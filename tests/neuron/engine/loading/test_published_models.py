@@ -27,7 +27,7 @@ from cortex.neuron.kernels.dense.matrix import DenseMatrix
 from cortex.neuron.layers.feed_forward import MLP
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.packing import MatrixDevice, choose_layouts
-from cortex.neuron.node.survey_process.preflight import inspect
+from cortex.neuron.node.inspection_process.preflight import inspect
 from cortex.wire.errors import LoadFailed
 
 from ...rank_threads import RankThreads, run, tokens_of

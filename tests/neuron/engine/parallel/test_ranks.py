@@ -21,7 +21,7 @@ from cortex.neuron.engine.parallel.group import TorchGroup
 from cortex.neuron.engine.parallel.ranks import load_engine
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec, SamplingParams
 
-from ....waiting import WAIT_S
+from ....waiting import WAIT_S, wait_until
 from ...rank_threads import QueueLink, RankThreads, run, tokens_of
 from ...tiny_models import tiny_delta, tiny_sizes
 
@@ -111,8 +111,7 @@ def test_rank_begins_no_step_of_its_own_while_the_leader_waits_for_it_to_connect
 
     with ThreadPoolExecutor(2) as threads:
         second = threads.submit(join, 1)
-        while not steps_begun and not second.done():
-            time.sleep(0.01)
+        wait_until(lambda: steps_begun or second.done())
         first = threads.submit(join, 0)
         for group in (first.result(WAIT_S), second.result(WAIT_S)):
             group.close()

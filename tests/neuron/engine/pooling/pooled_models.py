@@ -14,6 +14,7 @@ import transformers
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
+from cortex.neuron.engine.loading.loading import load_model
 from cortex.neuron.engine.parallel.ranks import load_engine
 from cortex.neuron.engine.pooling.engine import PoolingEngine
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, PooledTexts
@@ -216,6 +217,13 @@ def load(directory: Path, **changes: Any) -> PoolingEngine:
     engine = load_engine(spec, "cpu", lambda *_: None, lambda: False)
     assert isinstance(engine, PoolingEngine)
     return engine
+
+
+def load_sliced(directory: Path, slice_s: float, **changes: Any) -> PoolingEngine:
+    """With another length of its steps."""
+    spec = LoadSpec(str(directory), **({"dtype": "float32"} | changes))
+    loaded = load_model(spec, torch.device("cpu"), lambda *_: None, lambda: False)
+    return PoolingEngine(loaded, spec, slice_s=slice_s)
 
 
 def texts_of(lengths: Sequence[int], seed: int = 0) -> list[NDArray[np.uint32]]:

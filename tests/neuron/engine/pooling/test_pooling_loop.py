@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from cortex.neuron.engine.errors import RequestError, StepBlamed
-from cortex.neuron.engine.pooling import engine as pooling
-from cortex.neuron.engine.pooling.engine import PoolingEngine
+from cortex.neuron.engine.pooling.engine import SLICE_S, PoolingEngine, batch_tokens
 from cortex.neuron.engine.request import EngineRequest, PooledTexts
 
-from .pooled_models import BERT, LENGTHS, SIZES, VOCAB, load, request_of, run, texts_of
+from .pooled_models import BERT, LENGTHS, SIZES, VOCAB, load, load_sliced, request_of, run, texts_of
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +47,11 @@ def test_requests_share_batches_and_keep_the_order_of_their_texts(engine: Poolin
     ("layer_token_s", "expected"), [(None, 16_384), (1e-9, 16_384), (1e-6, 8_000), (1e-2, 128), (0.0, 16_384)]
 )
 def test_batch_of_a_slow_device_is_small(layer_token_s: float | None, expected: int) -> None:
-    assert pooling.batch_tokens(16_384, layer_token_s) == expected
+    assert batch_tokens(16_384, layer_token_s, SLICE_S) == expected
 
 
-def test_batches_are_small_only_while_other_models_compute(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pooling, "SLICE_S", 1e-9)
-    engine = load(checkpoint, prefill_chunk_tokens=256)
+def test_batches_are_small_only_while_other_models_compute(checkpoint: Path) -> None:
+    engine = load_sliced(checkpoint, 1e-9, prefill_chunk_tokens=256)
     for shares_device, expected in ((False, 1), (True, 2)):
         engine.shares_device = shares_device
         run(engine, request_of("warm", texts_of([8])))
@@ -63,11 +61,12 @@ def test_batches_are_small_only_while_other_models_compute(checkpoint: Path, mon
     engine.close()
 
 
-def test_batch_runs_in_slices_of_layers(engine: PoolingEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pooling, "SLICE_S", 0.0)
+def test_batch_runs_in_slices_of_layers(checkpoint: Path) -> None:
+    engine = load_sliced(checkpoint, 0.0)
     engine.submit(request_of("r", texts_of([8])))
     outputs = [engine.step() for _ in range(SIZES["num_hidden_layers"])]
     assert [len(each) for each in outputs] == [0] * (SIZES["num_hidden_layers"] - 1) + [1]
+    engine.close()
 
 
 def test_vectors_are_cut_and_normalised_again(engine: PoolingEngine) -> None:

@@ -12,7 +12,7 @@ from cortex.neuron.engine.scheduling.budget import SchedulerLimits
 from cortex.neuron.engine.scheduling.scheduler import Scheduler
 from cortex.neuron.engine.scheduling.sequence import Sequence
 from cortex.neuron.engine.scheduling.step_plan import RowPlan, StepPlan
-from cortex.neuron.vision.picture import PictureRules
+from cortex.neuron.pictures.picture import PictureRules
 from cortex.system.fair_turns import DEFAULT
 
 PAGE = 4

@@ -11,7 +11,7 @@ import pytest
 from cortex.neuron.engine.errors import RequestError
 from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.engine.scheduling.step_plan import DRAW_ONE, LATEST_TOKEN, NO_OUTPUT, RowInputs, RowOutputs, RowPlan
-from cortex.neuron.vision.picture import Picture, PictureGrid, PictureRules
+from cortex.neuron.pictures.picture import Picture, PictureGrid, PictureRules
 
 from .planned_steps import PAGE, collect, other, planned, read, request, run_to_the_end, scheduler_of, spans
 

@@ -88,10 +88,10 @@ def test_attention_of_decode_rows_in_c_matches_the_reference(
 ) -> None:
     if native_library_or_none() is None:
         pytest.skip("nothing can be compiled on this host")
-    monkeypatch.setattr(native, "_MIN_PARALLEL_NUMBERS", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     torch.manual_seed(0)
     batch, num_pages = make_batch(lengths, [], torch.device("cpu"))
+    batch = replace(batch, max_length=1 << 17)  # long enough for all threads
     projected = torch.randn(len(lengths), heads + 2 * kv_heads, dim).to(dtype)
     q, k, v = projected.split([heads, kv_heads, kv_heads], dim=1)
     pages = torch.randn(2, num_pages, PAGE_TOKENS, kv_heads, dim).to(dtype)
@@ -117,7 +117,6 @@ def test_tokens_of_one_sequence_attend_to_each_other_in_c(
 ) -> None:
     if native_library_or_none() is None:
         pytest.skip("nothing can be compiled on this host")
-    monkeypatch.setattr(native, "_MIN_PARALLEL_NUMBERS", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     torch.manual_seed(0)
     batch, num_pages = make_batch([], [(70, 8), (0, 3), (31, 2), (130, 1), (250, 16)], torch.device("cpu"))
@@ -139,11 +138,11 @@ def test_a_token_does_not_depend_on_those_that_are_computed_with_it(
     """Draft tokens are right if and only if they are the tokens of steps without drafts."""
     if native_library_or_none() is None:
         pytest.skip("nothing can be compiled on this host")
-    monkeypatch.setattr(native, "_MIN_PARALLEL_NUMBERS", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     torch.manual_seed(0)
     count = 16
     batch, num_pages = make_batch([], [(120, count)], torch.device("cpu"))  # from one chunk into the next
+    batch = replace(batch, max_length=1 << 17)  # long enough for both threads
     batch = as_decode_rows(batch)
     rules = AttentionRules(0.1, torch.randn(400, 64), window=window, sinks=torch.randn(6))
     q, k, v = (torch.randn(count, heads, 64).to(dtype) for heads in (6, 2, 2))

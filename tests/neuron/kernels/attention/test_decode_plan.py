@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cortex.neuron.kernels.attention.decode_plan import TILE, DecodePlan, KeyDivision, decode_plan
-from cortex.neuron.kernels.attention.split_keys import Parts
+from cortex.neuron.kernels.attention.split_keys import KeySplits
 from cortex.neuron.kernels.shared_memory import SMALLEST, SharedMemory
 
 HOPPER = SharedMemory(227 << 10, copies=2)
@@ -59,7 +59,7 @@ def test_every_key_has_one_program_and_no_program_has_many_more_than_the_others(
         lengths = [draw.randrange(1, 200) for _ in range(rows - 1)] + [longest]
         plan = decode_plan(rows, 8, window or 1 << 15, 4, 128, 2, PROCESSORS, HOPPER).division
         table_rows = torch.randperm(rows, device=device)
-        parts = Parts(
+        parts = KeySplits(
             torch.tensor(lengths, dtype=torch.int32, device=device), table_rows, plan, window, has_new=has_new
         )
         found: dict[int, list[tuple[int, ...]]] = {}
@@ -91,6 +91,6 @@ def test_every_key_has_one_program_and_no_program_has_many_more_than_the_others(
 def test_rows_of_one_length_are_divided_evenly(device: torch.device, rows: int) -> None:
     plan = decode_plan(rows, 8, 1 << 15, 4, 128, 2, PROCESSORS, HOPPER).division
     lengths = torch.full((rows,), 30_001, dtype=torch.int32, device=device)
-    counts = set(Parts(lengths, torch.arange(rows, device=device), plan, has_new=False).of_rows[:, 1].tolist())
+    counts = set(KeySplits(lengths, torch.arange(rows, device=device), plan, has_new=False).of_rows[:, 1].tolist())
     assert len(counts) == 1
     assert (counts == {1}) == (rows > 24), "a program each, where rows alone fill the device"

@@ -140,7 +140,7 @@ def test_capped_scores_match_the_reference(
     assert (run(attention_reference, torch.float32, replace(rules, softcap=None)) - expected).abs().max() > 0.1
 
 
-@pytest.mark.parametrize(("window", "has_sinks"), [(None, True), (300, False)])
+@pytest.mark.parametrize(("window", "has_sinks"), [(None, True), (1200, False)])
 def test_few_tokens_after_a_long_prefix_divide_its_keys(
     window: int | None,
     has_sinks: bool,
@@ -149,13 +149,12 @@ def test_few_tokens_after_a_long_prefix_divide_its_keys(
     assert_close: AssertClose,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(prefill, "SPLIT_KEYS", 128)
     monkeypatch.setattr(prefill, "num_splits", lambda *_: 3)
-    batch, num_pages = make_batch([], [(400, 21), (0, 5), (130, 2), (250, 9)], device)
+    batch, num_pages = make_batch([], [(1600, 21), (0, 5), (600, 2), (1100, 9)], device)
     q, k, v = torch.randn(len(batch.positions), 8, 32, device=device, dtype=dtype).split([4, 2, 2], dim=1)
     pages = torch.randn(2, num_pages, PAGE_TOKENS, 2, 32, device=device, dtype=dtype)
     sinks = 2 * torch.randn(4, device=device) if has_sinks else None
-    rules = AttentionRules(0.2, torch.randn(450, 32, device=device), window=window, sinks=sinks)
+    rules = AttentionRules(0.2, torch.randn(1650, 32, device=device), window=window, sinks=sinks)
     expected = attention_reference(q.float(), k.float(), v.float(), rules, batch, *pages.float())
     assert_close(attention(q, k, v, rules, batch, *pages), expected)
 

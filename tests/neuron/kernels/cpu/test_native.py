@@ -85,9 +85,9 @@ def test_rows_do_not_depend_on_those_beside_them(matrix: NativeMatrix) -> None:
     assert torch.equal(matrix.product(x), torch.cat([matrix.product(row) for row in x.split(1)]))
 
 
-def test_threads_change_nothing(matrix: NativeMatrix, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cortex.neuron.kernels.cpu.native._MIN_PARALLEL_WEIGHTS", 0)
-    x, before = torch.randn(5, INPUTS, generator=torch.Generator().manual_seed(2)), torch.get_num_threads()
+def test_threads_change_nothing(matrix: NativeMatrix) -> None:
+    rows = 15  # enough to be worth several threads
+    x, before = torch.randn(rows, INPUTS, generator=torch.Generator().manual_seed(2)), torch.get_num_threads()
     results = []
     try:
         for threads in (1, 2, 5):
@@ -202,13 +202,21 @@ def test_weights_are_dense_where_nothing_can_be_compiled(
     assert not list(tmp_path.glob("kernels/*.so"))
 
 
+def script(path: Path, text: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o700)
+    return path
+
+
 @pytest.fixture
 def cache(fresh: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, matrix: NativeMatrix) -> Path:
-    """An empty cache, on a host that can compile. The function of the source does nothing."""
+    """An empty cache, on a host whose compiler makes something small of any source."""
     del fresh, matrix
-    source = tmp_path / "products.c"
+    source = tmp_path / "nothing.c"
     source.write_text("int run(void) { return 0; }\n")
-    monkeypatch.setattr("cortex.neuron.kernels.native.library._SOURCES", (source,))
+    command = f'exec "{native_library.compiler()}" -shared -fPIC "{source}" "$@"'
+    quick = script(tmp_path / "quick", f'while [ "$1" != -o ]; do shift; done\n{command}')
+    monkeypatch.setenv("CC", str(quick))
     monkeypatch.setenv("CORTEX_CACHE", str(tmp_path))
     return tmp_path / "kernels"
 
@@ -229,12 +237,9 @@ def test_products_are_compiled_once_per_host(cache: Path, caplog: pytest.LogCapt
 
 
 def test_processes_that_start_together_compile_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = native_library.compiler()
     calls = cache.parent / "calls"
-    slow = cache.parent / "compiler"
-    slow.write_text(f'#!/bin/sh\necho called >> "{calls}"\nsleep 0.2\nexec "{compiler}" "$@"\n')
-    slow.chmod(0o700)
-    monkeypatch.setattr(native_library, "compiler", lambda: str(slow))
+    command = f'echo called >> "{calls}"\nsleep 0.2\nexec "{native_library.compiler()}" "$@"'
+    monkeypatch.setenv("CC", str(script(cache.parent / "slow", command)))
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=load_again) for _ in range(3)]
     for process in processes:
@@ -260,11 +265,8 @@ def test_damaged_library_is_compiled_again(cache: Path, monkeypatch: pytest.Monk
 def test_reason_of_a_failed_compilation_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    compiler = tmp_path / "compiler"
-    compiler.write_text("#!/bin/sh\necho 'disk is full' >&2\nexit 1\n")
-    compiler.chmod(0o700)
     monkeypatch.setenv("CORTEX_CACHE", str(tmp_path))
-    monkeypatch.setattr(native_library, "compiler", lambda: str(compiler))
+    monkeypatch.setenv("CC", str(script(tmp_path / "compiler", "echo 'disk is full' >&2\nexit 1")))
     for _ in range(2):
         assert native_library.native_library_or_none() is None
         with pytest.raises(NotImplementedError):

@@ -2,7 +2,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.neuron.kernels.conftest import AssertClose
+from tests.neuron.kernels.conftest import AssertClose, combinations
 
 from cortex.neuron.kernels.activations import ACTIVATIONS
 from cortex.neuron.kernels.dense.experts import dense_grouped_product, grouped_reference, row_blocks
@@ -23,21 +23,21 @@ from cortex.neuron.kernels.shared_memory import SMALLEST, SharedMemory
 TILES = [Tiling(16, 16, 16, 4), Tiling(32, 64, 32, 4)]
 
 
-@pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("shape", [(64, 32, 6, 0), (40, 25, 7, 1), (192, 8, 20, 0)])
-@pytest.mark.parametrize(("tokens", "bias"), [(5, 0.0), (41, 0.0), (41, 9.0)])
+@pytest.mark.parametrize(
+    ("tile", "shape", "load"),
+    combinations(TILES, [(64, 32, 6, 0), (40, 25, 7, 1), (192, 8, 20, 0)], [(5, 0.0), (41, 0.0), (41, 9.0)], one_of=2),
+)
 def test_products_and_sum_match_their_references(
     tile: Tiling,
     shape: tuple[int, int, int, int],
-    tokens: int,
-    bias: float,
+    load: tuple[int, float],
     device: torch.device,
     dtype: torch.dtype,
     assert_close: AssertClose,
 ) -> None:
-    """`bias` routes every token to the same expert, which then has several tiles while others have none. With the last
-    shape a program takes several blocks of the second product's rows."""
-    hidden, inner, routed, shared = shape
+    """`load`: tokens, and a bias that routes all of them to the same expert, which then has several tiles while others
+    have none. With the last shape a program takes several blocks of the second product's rows."""
+    (hidden, inner, routed, shared), (tokens, bias) = shape, load
 
     def random(*size: int) -> torch.Tensor:
         return torch.randn(*size, device=device, dtype=dtype)

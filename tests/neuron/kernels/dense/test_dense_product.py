@@ -1,6 +1,6 @@
 import pytest
 import torch
-from tests.neuron.kernels.conftest import AssertClose
+from tests.neuron.kernels.conftest import AssertClose, combinations
 
 from cortex.neuron.kernels.activations import ACTIVATIONS
 from cortex.neuron.kernels.dense.matrix import DenseMatrix
@@ -10,13 +10,13 @@ from cortex.neuron.kernels.matrix import Epilogue, Prologue
 SHAPES = [(576, 130), (2500, 17), (100, 7), (8, 24)]
 
 
-@pytest.mark.parametrize("rows", [1, 3, 16, 29])
-@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
-@pytest.mark.parametrize("extras", ["", "norm", "norm bias residual", *ACTIVATIONS])
+@pytest.mark.parametrize(
+    ("rows", "shape", "extras"),
+    combinations([1, 3, 16, 29], SHAPES, ["", "norm", "norm bias residual", *ACTIVATIONS], one_of=2),
+)
 def test_small_product_matches_its_reference(
     rows: int,
-    inputs: int,
-    outputs: int,
+    shape: tuple[int, int],
     extras: str,
     device: torch.device,
     dtype: torch.dtype,
@@ -25,6 +25,7 @@ def test_small_product_matches_its_reference(
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=device, dtype=dtype)
 
+    inputs, outputs = shape
     activation = extras if extras in ACTIVATIONS else None
     x, weight = random(rows, inputs), random(outputs * (1 if activation is None else 2), inputs) * inputs**-0.5
     bias = random(outputs) if "bias" in extras else None

@@ -15,7 +15,7 @@ from cortex.neuron.kernels.jit import INTERPRETED
 from cortex.neuron.kernels.layouts import DeviceLayout
 from cortex.neuron.kernels.matrix import ExpertMatrix
 from cortex.neuron.kernels.moe.experts import Experts
-from cortex.neuron.kernels.moe.host_exchange import exchange_of
+from cortex.neuron.kernels.moe.host_exchange import ExchangeRule, exchange_of
 from cortex.neuron.kernels.moe.host_layers import MAX_ROWS, HostBlock, HostExperts
 from cortex.neuron.kernels.moe.host_memory import HostMatrix, processors_of_one_node
 from cortex.neuron.kernels.moe.host_team import HostRates, HostTeam
@@ -293,6 +293,6 @@ def test_ranks_share_processors_of_memory_nodes(
 
 def test_exchange_pays_only_for_experts_that_are_used_far_more_often() -> None:
     on, places = torch.tensor([0, 1]), torch.tensor([2, -1, 3])
-    assert exchange_of(torch.tensor([50, 40, 90, 45]), on, places) == (1, 0)
-    assert exchange_of(torch.tensor([50, 40, 70, 45]), on, places) is None
-    assert exchange_of(torch.tensor([0, 0, 0, 0]), on, places) is None
+    assert exchange_of(torch.tensor([50, 40, 90, 45]), on, places, ExchangeRule()) == (1, 0)
+    assert exchange_of(torch.tensor([50, 40, 70, 45]), on, places, ExchangeRule()) is None
+    assert exchange_of(torch.tensor([0, 0, 0, 0]), on, places, ExchangeRule()) is None

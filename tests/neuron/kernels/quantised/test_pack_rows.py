@@ -20,7 +20,7 @@ from cortex.neuron.kernels.quantised.quantise import quantised
 
 LAYOUTS = [layouts.Q2, layouts.Q3, layouts.Q4, layouts.Q5, layouts.Q6, layouts.Q8]
 each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.bits}bit")
-ROWS = 5
+ROWS = 37
 
 
 def values_like(kind: str, columns: int, device: torch.device) -> Tensor:

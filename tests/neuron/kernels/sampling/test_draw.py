@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.neuron.kernels.conftest import combinations
 from torch import Tensor
 
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
@@ -109,24 +110,26 @@ def test_every_pair_of_options_draws_what_the_reference_draws(kind: str, half: b
     assert_same(sampler, logits, draws, drawn, names)
 
 
-@pytest.mark.parametrize("listed", [1024, 64], ids=["listed", "searched"])
-@pytest.mark.parametrize("kind", ["flat", "peaked", "ties"])
-@pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
+CUTS = [(20, 1.0), (1, 1.0), (900, 1.0), (0, 0.9), (0, 1e-6), (0, 0.999), (50, 0.7)]
+"""top_k and top_p"""
+
+
 @pytest.mark.parametrize(
-    ("top_k", "top_p"), [(20, 1.0), (1, 1.0), (900, 1.0), (0, 0.9), (0, 1e-6), (0, 0.999), (50, 0.7)]
+    ("listed", "kind", "half", "cut"),
+    combinations([1024, 64], ["flat", "peaked", "ties"], [False, True], CUTS, one_of=3),
 )
 def test_cut_keeps_the_tokens_of_the_reference(
-    kind: str, half: bool, top_k: int, top_p: float, listed: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    listed: int, kind: str, half: bool, cut: tuple[int, float], device: torch.device
 ) -> None:
     """Also where the list of candidates is too short, and all tokens are searched."""
-    monkeypatch.setattr(cuts, "MAX_LISTED", listed)
     vocab, count = (1500 if INTERPRETED else 128_256), (2 if INTERPRETED else 5)
+    top_k, top_p = cut
     params = SamplingParams(temperature=0.8, top_k=top_k, top_p=top_p, seed=1)
     sampler = Sampler(count, vocab, CONTEXT, device)
     draws, _ = place(sampler, [EngineRequest("r", (1,), 9, params)] * count, [()] * count, None)
     logits = logits_of(kind, count, vocab, device, torch.bfloat16 if half else torch.float32)
     values = logits.float()
-    kept = _kept(logits, draws, sampler)
+    kept = _kept(logits, draws, sampler, listed)
     for own, row in zip(kept, values, strict=True):
         expected = cut_reference(row / 0.8, top_k or vocab, top_p) > -torch.inf
         if top_p == 1.0:
@@ -136,12 +139,12 @@ def test_cut_keeps_the_tokens_of_the_reference(
         assert weights[own != expected].sum() <= max(1e-5, float(weights[expected].min()) * 1.01)
 
 
-def _kept(logits: Tensor, draws: Draws, sampler: Sampler) -> Tensor:
+def _kept(logits: Tensor, draws: Draws, sampler: Sampler, most_listed: int) -> Tensor:
     from cortex.neuron.kernels.sampling.draw import first_pass
 
     tables = sampler.tables
     figures, _, highest, _ = first_pass(logits, draws, tables, adjusts=False)
-    found = cuts.cut_vocabulary(logits, draws, tables, highest, figures, adjusts=False)
+    found = cuts.cut_vocabulary(logits, draws, tables, highest, figures, adjusts=False, most_listed=most_listed)
     shift = 16 if logits.dtype == torch.bfloat16 else 0
     values = logits.float()
     values[values == 0] = 0.0

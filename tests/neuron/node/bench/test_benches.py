@@ -1,6 +1,5 @@
 """Measurements on a node with the real engine, and of models that cannot be measured."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -12,7 +11,6 @@ from faulty_models import parts
 
 from cortex.neuron.config import Limits, ModelEntry, NeuronConfig
 from cortex.neuron.engine.request import EngineRequest
-from cortex.neuron.node.bench import results
 from cortex.neuron.node.bench.workload import Workload
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.models import Models
@@ -24,9 +22,9 @@ from cortex.wire.node.bench import BenchRequest, BenchStatus
 from cortex.wire.node.orders import UnloadRequest
 from cortex.wire.node.protocol import ModelState
 
-from ....waiting import WAIT_S
+from ....waiting import WAIT_S, until
 from ...generations import Reader
-from ..node_calls import generate, load, tokens_of, until, write_source
+from ..node_calls import generate, load, tokens_of, write_source
 
 SMALL = Workload(
     decode_tokens=24, prompt_tokens=200, prompt_repeats=1, warm_up_s=WAIT_S, streams_s=WAIT_S, prompt_s=WAIT_S
@@ -35,22 +33,14 @@ SMALL = Workload(
 ONLY_PROMPTS = replace(SMALL, streams=())
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Only that of the results: with CORTEX_CACHE, workers would compile the native library again."""
-    monkeypatch.setattr(results, "cache_folder", lambda: tmp_path / "cache")
-    return tmp_path / "cache"
-
-
 @asynccontextmanager
 async def node_with(
     tmp_path: Path, workers: WorkerFactory, workload: Workload = SMALL, **limits: Any
 ) -> AsyncIterator[Node]:
     model = ModelEntry(id="a", source=write_source(tmp_path / "a", seed=1), context_tokens=512)
     config = NeuronConfig(models=(model,), limits=Limits(max_num_seqs=8, **limits), drain_s=5.0)
-    node = await Node.start(
-        config, parts(make_workers=lambda: workers, timeouts=None, policy=BackoffPolicy(), workload=workload)
-    )
+    changes = {"make_workers": lambda: workers, "timeouts": None, "policy": BackoffPolicy()}
+    node = await Node.start(config, parts(**changes, workload=workload, bench_folder=tmp_path / "bench"))
     try:
         yield node
     finally:
@@ -59,8 +49,7 @@ async def node_with(
 
 async def measured(node: Node, **options: bool) -> BenchStatus:
     node.benches.start(BenchRequest(model_id="a", **options))
-    while node.benches.status("a").state == "running":
-        await asyncio.sleep(0.05)
+    await until(lambda: node.benches.status("a").state != "running")
     return node.benches.status("a")
 
 
@@ -75,7 +64,7 @@ async def test_measurement_leaves_nothing_in_the_prefix_cache(tmp_path: Path, wo
         assert node.engine_stats()["a"].cached_pages == before.cached_pages
 
 
-async def test_measures_a_model_and_keeps_the_result(tmp_path: Path, workers: WorkerFactory, cache: Path) -> None:
+async def test_measures_a_model_and_keeps_the_result(tmp_path: Path, workers: WorkerFactory) -> None:
     async with node_with(tmp_path, workers, sleep_mb=256) as node:
         with pytest.raises(Overloaded, match="not loaded"):
             node.benches.start(BenchRequest(model_id="a"))
@@ -103,7 +92,7 @@ async def test_measures_a_model_and_keeps_the_result(tmp_path: Path, workers: Wo
     async with node_with(tmp_path, workers) as node:
         await until(lambda: node.model("a").digest is not None)
         assert node.model("a").bench == result, "it is kept on disk"
-    for file in (cache / "bench").iterdir():
+    for file in (tmp_path / "bench").iterdir():
         file.write_bytes(b"{")
     async with node_with(tmp_path, workers) as node:
         assert node.model("a").bench is None

@@ -20,8 +20,8 @@ from cortex.neuron.kernels.quantised.recipes import RECIPES
 from cortex.neuron.models.packing import MatrixDevice
 from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.node.harness.forecast import Forecast
+from cortex.neuron.node.inspection_process.preflight import ModelMetadata, inspect
 from cortex.neuron.node.library import KnownModel
-from cortex.neuron.node.survey_process.preflight import ModelFacts, inspect
 from cortex.system.cache_folder import cache_folder
 from cortex.wire.node.protocol import Device
 
@@ -89,9 +89,9 @@ def test_stored_copy_of_a_tied_embedding_takes_no_memory(tmp_path: Path) -> None
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
 def test_engine_accepts_a_model_with_its_least_bytes(tmp_path: Path, family: str) -> None:
     FAMILIES[family]().save_pretrained(tmp_path)
-    facts, rows = inspect(tmp_path), 8
+    metadata, rows = inspect(tmp_path), 8
     forecaster = forecast("float32", max_num_seqs=rows)
-    least_bytes = forecaster.least_bytes(model_at(tmp_path), facts, cpu_device())
+    least_bytes = forecaster.least_bytes(model_at(tmp_path), metadata, cpu_device())
     loaded = load_model(
         LoadSpec(str(tmp_path), dtype="float32", max_num_seqs=rows, memory_bytes=least_bytes),
         CPU,
@@ -99,43 +99,43 @@ def test_engine_accepts_a_model_with_its_least_bytes(tmp_path: Path, family: str
         lambda: False,
     )
     assert loaded.weight_bytes + loaded.memory.num_bytes <= least_bytes
-    assert least_bytes <= forecaster.expected_bytes(model_at(tmp_path), facts, cpu_device())
+    assert least_bytes <= forecaster.expected_bytes(model_at(tmp_path), metadata, cpu_device())
 
 
 def test_demo_model_takes_the_forecast_bytes() -> None:
     path = cache_folder() / "models" / SMOLLM2.file_name
     if not path.exists():
         pytest.skip("the demo model is not in the cache; `cortex up --demo` fetches it")
-    forecaster, facts = forecast(), inspect(path)
+    forecaster, metadata = forecast(), inspect(path)
     loaded = load_model(LoadSpec(str(path)), CPU, lambda *_: None, lambda: False)
     taken = loaded.weight_bytes + loaded.memory.num_bytes
     # The engine measures at load which form is faster; the forecast goes by the processor.
     dtype = str(loaded.dtype).removeprefix("torch.")
     dense_bytes, packed_bytes = (
-        ModelSizes.of(facts.architecture, facts.storage(MatrixDevice("cpu", dtype, is_coded))).fixed_bytes(
+        ModelSizes.of(metadata.architecture, metadata.storage(MatrixDevice("cpu", dtype, is_coded))).fixed_bytes(
             loaded.context_tokens
         )
         for is_coded in (False, True)
     )
     assert loaded.weight_bytes in (dense_bytes, packed_bytes)
-    expected = forecaster.expected_bytes(model_at(path), facts, cpu_device())
+    expected = forecaster.expected_bytes(model_at(path), metadata, cpu_device())
     assert loaded.weight_bytes == dense_bytes or abs(expected - taken) < 0.03 * taken
-    assert forecaster.least_bytes(model_at(path), facts, cpu_device()) < expected
+    assert forecaster.least_bytes(model_at(path), metadata, cpu_device()) < expected
 
 
 def test_gpu_gives_a_model_a_few_full_contexts_if_free(tmp_path: Path) -> None:
     FAMILIES["llama"]().save_pretrained(tmp_path)
-    facts, forecaster = inspect(tmp_path), forecast(max_num_seqs=8, min_free_vram_mb=0)
-    sizes = ModelSizes.of(facts.architecture, facts.storage(GPU))
-    whole = forecaster.expected_bytes(model_at(tmp_path), facts, gpu(24 * GIB))
+    metadata, forecaster = inspect(tmp_path), forecast(max_num_seqs=8, min_free_vram_mb=0)
+    sizes = ModelSizes.of(metadata.architecture, metadata.storage(GPU))
+    whole = forecaster.expected_bytes(model_at(tmp_path), metadata, gpu(24 * GIB))
     assert whole == pytest.approx(sizes.weight_bytes + 4 * 8 * sizes.page_bytes, rel=0.03)
-    small = gpu(GIB + forecaster.least_bytes(model_at(tmp_path), facts, gpu(GIB)) + 5 * sizes.page_bytes)
-    less = forecaster.expected_bytes(model_at(tmp_path), facts, small)
+    small = gpu(GIB + forecaster.least_bytes(model_at(tmp_path), metadata, gpu(GIB)) + 5 * sizes.page_bytes)
+    less = forecaster.expected_bytes(model_at(tmp_path), metadata, small)
     assert sizes.weight_bytes < less < whole
-    assert forecaster.expected_bytes(model_at(tmp_path, memory_bytes=less), facts, gpu(24 * GIB)) <= less
+    assert forecaster.expected_bytes(model_at(tmp_path, memory_bytes=less), metadata, gpu(24 * GIB)) <= less
     too_small = gpu(GIB)
-    assert forecaster.expected_bytes(model_at(tmp_path), facts, too_small) == forecaster.least_bytes(
-        model_at(tmp_path), facts, too_small
+    assert forecaster.expected_bytes(model_at(tmp_path), metadata, too_small) == forecaster.least_bytes(
+        model_at(tmp_path), metadata, too_small
     )
 
 
@@ -151,14 +151,16 @@ def test_forecast_counts_the_buffer_for_messages_between_ranks(
     tmp_path: Path, options: dict[str, Any], kind: Literal["cuda", "cpu"], expected: int
 ) -> None:
     FAMILIES["llama"]().save_pretrained(tmp_path)
-    facts, forecaster = inspect(tmp_path, num_ranks=options.get("tensor_parallel", 1)), forecast(min_free_vram_mb=0)
+    metadata, forecaster = inspect(tmp_path, num_ranks=options.get("tensor_parallel", 1)), forecast(min_free_vram_mb=0)
     plain, divided = (KnownModel(id="m", source=str(tmp_path), **each) for each in ({}, options))
     device = Device(index=0, kind=kind, name="device", total_bytes=24 * GIB)
-    assert forecaster.least_bytes(divided, facts, device) - forecaster.least_bytes(plain, facts, device) == expected
+    assert (
+        forecaster.least_bytes(divided, metadata, device) - forecaster.least_bytes(plain, metadata, device) == expected
+    )
     if kind == "cuda":
-        limited = KnownModel(id="m", source=str(tmp_path), memory_bytes=facts.num_ranks * GIB, **options)
-        sizes = ModelSizes.of(facts.architecture, facts.storage(GPU))
-        taken = forecaster.expected_bytes(limited, facts, device)
+        limited = KnownModel(id="m", source=str(tmp_path), memory_bytes=metadata.num_ranks * GIB, **options)
+        sizes = ModelSizes.of(metadata.architecture, metadata.storage(GPU))
+        taken = forecaster.expected_bytes(limited, metadata, device)
         assert GIB - sizes.page_bytes < taken <= GIB
         assert (taken - expected - sizes.weight_bytes) % sizes.page_bytes == 0
 
@@ -166,9 +168,9 @@ def test_forecast_counts_the_buffer_for_messages_between_ranks(
 def test_dense_weights_are_forecast_in_every_quantised_form_that_a_gpu_can_give_them(tmp_path: Path) -> None:
     FAMILIES["llama"]().save_pretrained(tmp_path)
     forecaster, devices = forecast(max_num_seqs=8), (gpu(24 * GIB),)
-    facts = inspect(tmp_path)
-    found = forecaster.quantised(model_at(tmp_path), facts, devices)
-    dense = forecaster.footprint(model_at(tmp_path), facts, devices)
+    metadata = inspect(tmp_path)
+    found = forecaster.quantised(model_at(tmp_path), metadata, devices)
+    dense = forecaster.footprint(model_at(tmp_path), metadata, devices)
     assert set(found) == set(RECIPES)
     least = [found[name].least_bytes for name in ("q4_k", "q5_k", "q6_k", "q8_0")]
     assert least == sorted(set(least))
@@ -180,11 +182,11 @@ def test_dense_weights_are_forecast_in_every_quantised_form_that_a_gpu_can_give_
 
 def test_footprint_covers_only_the_allowed_devices(tmp_path: Path) -> None:
     FAMILIES["llama"]().save_pretrained(tmp_path)
-    facts, forecaster = inspect(tmp_path), forecast(max_num_seqs=8)
+    metadata, forecaster = inspect(tmp_path), forecast(max_num_seqs=8)
     tight = Device(index=0, kind="cuda", name="card", total_bytes=GIB + (256 << 20) + 700_000)
     wide = Device(index=1, kind="cuda", name="card", total_bytes=24 * GIB)
-    anywhere = forecaster.footprint(model_at(tmp_path), facts, (tight, wide))
-    confined = forecaster.footprint(KnownModel(id="m", source=str(tmp_path), devices=(0,)), facts, (tight, wide))
+    anywhere = forecaster.footprint(model_at(tmp_path), metadata, (tight, wide))
+    confined = forecaster.footprint(KnownModel(id="m", source=str(tmp_path), devices=(0,)), metadata, (tight, wide))
     assert anywhere.expected_bytes > confined.expected_bytes
     assert anywhere.least_bytes == confined.least_bytes
 
@@ -216,25 +218,25 @@ def test_load_that_can_take_the_size_of_a_context_gets_that_context(
 ) -> None:
     """And so does one that can take more."""
     config = {**tiny_sizes(vocab_size=512, num_hidden_layers=6, max_position_embeddings=131_072), "model_type": "qwen3"}
-    facts = ModelFacts(Path("/m"), read_architecture(config | LONG_MODELS[family]))
+    metadata = ModelMetadata(Path("/m"), read_architecture(config | LONG_MODELS[family]))
     model = KnownModel(id="m", source="/m", context_tokens=named)
     device = Device(index=0, kind=kind, name="device", total_bytes=1 << 40)
     forecaster = forecast()
-    contexts = forecaster.contexts(model, facts, device, named or 131_072)
+    contexts = forecaster.contexts(model, metadata, device, named or 131_072)
     assert (contexts.full_tokens, contexts.wanted_tokens) == (named or 131_072, named or 32_768)
-    assert contexts.sizes[0].num_bytes == forecaster.least_bytes(model, facts, device)
+    assert contexts.sizes[0].num_bytes == forecaster.least_bytes(model, metadata, device)
     for size in contexts.sizes[1:]:
         for more_bytes in (0, 1, 4096, 1 << 20, 10 << 20, 1 << 30, 1 << 38):
-            plan = forecaster._plan(model, facts, device, size.num_bytes + more_bytes, None)  # noqa: SLF001
+            plan = forecaster._plan(model, metadata, device, size.num_bytes + more_bytes, None)  # noqa: SLF001
             assert plan.context_tokens >= size.tokens
-        less = forecaster._plan(model, facts, device, size.num_bytes * 9 // 10, None)  # noqa: SLF001
+        less = forecaster._plan(model, metadata, device, size.num_bytes * 9 // 10, None)  # noqa: SLF001
         assert less.context_tokens < size.tokens, "nor is it much more than needed"
 
 
 def test_engine_gives_a_model_the_context_that_its_memory_is_for(tmp_path: Path) -> None:
     FAMILIES["llama"]().save_pretrained(tmp_path)
-    facts, forecaster = inspect(tmp_path), forecast("float32", max_num_seqs=8)
+    metadata, forecaster = inspect(tmp_path), forecast("float32", max_num_seqs=8)
     for tokens in (64, 100, 256):
-        need_bytes = forecaster.context_bytes(model_at(tmp_path), facts, cpu_device(), tokens)
+        need_bytes = forecaster.context_bytes(model_at(tmp_path), metadata, cpu_device(), tokens)
         spec = LoadSpec(str(tmp_path), dtype="float32", max_num_seqs=8, memory_bytes=need_bytes)
         assert load_model(spec, CPU, lambda *_: None, lambda: False).context_tokens >= tokens

@@ -14,7 +14,7 @@ from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.harness.estimates import Footprint, NodeLimits
 from cortex.neuron.node.library import KnownModel
 from cortex.neuron.node.memory.allocation import ChosenDevices, DeviceAllocation
-from cortex.neuron.text.model import TextSurvey
+from cortex.neuron.text.model import TextInspection
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
 from cortex.wire.node.load_options import SamplingDefaults
@@ -51,15 +51,15 @@ class EchoEstimates(NodeLimits):
     loads_in_worker = False
     need_bytes = 1 << 20
 
-    def least_bytes(self, model: KnownModel, facts: EchoFacts, device: Device) -> int:
+    def least_bytes(self, model: KnownModel, metadata: EchoFacts, device: Device) -> int:
         return self.need_bytes
 
     smallest_bytes = expected_bytes = least_bytes
 
-    def context_bytes(self, model: KnownModel, facts: EchoFacts, device: Device, tokens: int) -> int:
+    def context_bytes(self, model: KnownModel, metadata: EchoFacts, device: Device, tokens: int) -> int:
         return self.need_bytes
 
-    def footprint(self, model: KnownModel, facts: EchoFacts, devices: Sequence[Device]) -> Footprint:
+    def footprint(self, model: KnownModel, metadata: EchoFacts, devices: Sequence[Device]) -> Footprint:
         return Footprint(self.need_bytes, self.need_bytes)
 
     def stages(self, *_: Any) -> None:
@@ -84,8 +84,8 @@ class EchoHarness:
     def needs_files(self, model: KnownModel) -> bool:
         return True
 
-    async def read_text(self, model: KnownModel, path: Path) -> TextSurvey:
-        return TextSurvey(Capabilities(chat=True), SamplingDefaults())
+    async def read_text(self, model: KnownModel, path: Path) -> TextInspection:
+        return TextInspection(Capabilities(chat=True), SamplingDefaults())
 
     def upstream(self, model: KnownModel) -> None: ...
 
@@ -97,11 +97,11 @@ class EchoHarness:
         return EchoFacts(path), {}
 
     async def host(
-        self, model: KnownModel, facts: EchoFacts, room: DeviceAllocation
+        self, model: KnownModel, metadata: EchoFacts, room: DeviceAllocation
     ) -> tuple[ModelHost, ChosenDevices]:
         return self.host_of_model, room.chosen
 
-    def replica(self, model: KnownModel, facts: EchoFacts, chosen: ChosenDevices) -> ModelHost:
+    def replica(self, model: KnownModel, metadata: EchoFacts, chosen: ChosenDevices) -> ModelHost:
         return self.host_of_model
 
 

@@ -1,7 +1,6 @@
 """The default models of a node, and downloads from the hub."""
 
 import asyncio
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,8 +11,7 @@ from cortex.neuron.weights.errors import HubUnreachable
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import ModelState
 
-from ....waiting import WAIT_S
-from ..node_calls import until
+from ....waiting import WAIT_S, until, wait_until
 
 
 async def test_failed_default_model_does_not_stop_the_next(tmp_path: Path) -> None:
@@ -64,13 +62,10 @@ async def test_download_reports_progress_and_can_be_cancelled(tmp_path: Path) ->
         cancelled: Callable[[], bool],
         sources: FileSources,
     ) -> Path:
-        for done in range(1000):
-            progress(done, 1000)
-            time.sleep(0.01)
-            if cancelled():
-                cancelled_seen.append(True)
-                raise HubUnreachable("cancelled")
-        return tmp_path
+        progress(1, 1000)
+        wait_until(cancelled)
+        cancelled_seen.append(True)
+        raise HubUnreachable("cancelled")
 
     async with running_node(tmp_path, fetch=fetch, find_local=lambda *_: None) as node:
         await node.load(LoadRequest(model_id="org/model"), wait=False)

@@ -25,7 +25,8 @@ from cortex.wire.node.contexts import ContextSize, ContextSizes
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import ModelState, ModelStatus
 
-from ..node_calls import generate, load, tokens_of, until, write_source
+from ....waiting import until
+from ..node_calls import generate, load, tokens_of, write_source
 
 FULL, SHORTER = 131_072, 73_728
 EAGER = ContextRules(min_idle_s=0.0, check_s=0.05, num_checks=2)

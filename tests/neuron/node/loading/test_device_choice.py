@@ -10,10 +10,10 @@ import pytest
 from cortex.neuron.config import Limits, NeuronConfig
 from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.node.harness.forecast import Forecast
+from cortex.neuron.node.inspection_process.preflight import ModelMetadata
 from cortex.neuron.node.library import KnownModel
 from cortex.neuron.node.loading.device_choice import DeviceChoice
 from cortex.neuron.node.memory.allocation import ChosenDevices
-from cortex.neuron.node.survey_process.preflight import ModelFacts
 from cortex.neuron.worker.discovery import DeviceReading
 from cortex.wire.errors import InsufficientCapacity, LoadFailed, ModelUnsupported
 from cortex.wire.node.protocol import Device
@@ -30,13 +30,13 @@ CONFIG = {  # 13.8 GiB in bfloat16, of which embedding and head take 2.3
     "head_dim": 128,
     "max_position_embeddings": 8192,
 }
-FACTS = ModelFacts(Path("/m"), read_architecture(CONFIG))
+FACTS = ModelMetadata(Path("/m"), read_architecture(CONFIG))
 CARD = Device(index=0, kind="cuda", name="card", total_bytes=24 * GIB)
 FORECAST = Forecast(NeuronConfig(limits=Limits(max_num_seqs=8, min_free_vram_mb=0)))
 
 
 def chosen(
-    free_gib: list[float], total_gib: list[float] | None = None, facts: ModelFacts = FACTS, **options: Any
+    free_gib: list[float], total_gib: list[float] | None = None, metadata: ModelMetadata = FACTS, **options: Any
 ) -> ChosenDevices:
     totals = total_gib or free_gib
     devices = [
@@ -49,7 +49,7 @@ def chosen(
     }
     settings: dict[str, Any] = {"pipeline_parallel": 2, **options}
     model = KnownModel(id="m", source="/m", **settings)
-    return DeviceChoice(model, facts, devices, readings, FORECAST).choose()
+    return DeviceChoice(model, metadata, devices, readings, FORECAST).choose()
 
 
 def layers(found: ChosenDevices) -> list[int]:
@@ -121,10 +121,10 @@ def test_ceilings_of_devices_decide_like_their_free_memory() -> None:
 
 
 def test_rejects_stages_of_a_model_that_a_library_runs() -> None:
-    facts = ModelFacts(Path("/m"), read_architecture(CONFIG | {"model_type": "gpt_neox"}))
+    metadata = ModelMetadata(Path("/m"), read_architecture(CONFIG | {"model_type": "gpt_neox"}))
     with pytest.raises(ModelUnsupported, match=r"m cannot be divided by layers, because .* library runs it"):
-        chosen([24, 24], facts=facts)
-    assert FORECAST.empty_stages(KnownModel(id="m", source="/m", pipeline_parallel=2), facts, [CARD] * 2) is None
+        chosen([24, 24], metadata=metadata)
+    assert FORECAST.empty_stages(KnownModel(id="m", source="/m", pipeline_parallel=2), metadata, [CARD] * 2) is None
 
 
 def test_rejects_more_stages_than_layers_by_name() -> None:
@@ -142,11 +142,11 @@ def test_rejects_stages_between_layers_that_share_keys_and_values(num_layers: in
         "layer_types": ["full_attention"] * num_layers,
     }
     gemma = {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "sliding_window": 512}
-    facts = ModelFacts(Path("/m"), read_architecture({**CONFIG, **gemma, **sharing}))
+    metadata = ModelMetadata(Path("/m"), read_architecture({**CONFIG, **gemma, **sharing}))
     with pytest.raises(ModelUnsupported, match=f"share keys and values .* {advice}"):
-        chosen([24] * num_layers, facts=facts, pipeline_parallel=num_layers)
+        chosen([24] * num_layers, metadata=metadata, pipeline_parallel=num_layers)
     if num_layers > 2:
-        assert len(chosen([24, 24], facts=facts).stages) == 2
+        assert len(chosen([24, 24], metadata=metadata).stages) == 2
 
 
 @pytest.mark.parametrize(("free_gib", "options"), [([16.2], {"pipeline_parallel": 1}), ([8.6, 8.6], {})])

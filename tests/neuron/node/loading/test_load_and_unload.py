@@ -13,9 +13,9 @@ from faulty_models import models, running_node, write_model
 from cortex.neuron.engine.memory.dtypes import likely_multiplies_codes
 from cortex.neuron.node.harness.estimates import Footprint
 from cortex.neuron.node.harness.forecast import Forecast
+from cortex.neuron.node.inspection_process.preflight import ModelMetadata
 from cortex.neuron.node.library import KnownModel
 from cortex.neuron.node.loading.loader import Inspection, ModelLoader
-from cortex.neuron.node.survey_process.preflight import ModelFacts
 from cortex.neuron.worker.discovery import DeviceReading, Inventory
 from cortex.wire.errors import (
     InsufficientCapacity,
@@ -28,9 +28,9 @@ from cortex.wire.errors import (
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import Device, ModelState
 
-from ....waiting import NEVER_S, WAIT_S
+from ....waiting import NEVER_S, WAIT_S, until
 from ...generations import Reader
-from ..node_calls import has_worker, held, load, request, tokens_of, until, worker_bytes, worker_of
+from ..node_calls import has_worker, held, load, request, tokens_of, worker_bytes, worker_of
 
 
 async def test_loads_generates_and_unloads(tmp_path: Path) -> None:
@@ -180,18 +180,18 @@ async def test_rejection_for_lack_of_memory_says_what_the_model_needs_when_quant
         assert status.least_bytes == sizes["q4_k"].least_bytes
 
 
-async def test_survey_of_the_library_does_not_replace_that_of_a_load(
+async def test_inspection_of_the_library_does_not_replace_that_of_a_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read, is_slow, may_end, ended = ModelLoader.read, asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def slow_for_the_library(loader: ModelLoader, model: KnownModel, path: Path) -> Inspection:
-        survey = await read(loader, model, path)
+        inspection = await read(loader, model, path)
         if model.quant is None and not is_slow.is_set():
             is_slow.set()
             await may_end.wait()
             asyncio.get_running_loop().call_soon(ended.set)
-        return survey
+        return inspection
 
     monkeypatch.setattr(ModelLoader, "read", slow_for_the_library)
     card = Device(index=0, kind="cuda", name="card", total_bytes=1 << 30)
@@ -220,9 +220,9 @@ async def test_polls_compute_an_estimate_again_only_if_something_has_changed(
 ) -> None:
     footprint, computed = Forecast.footprint, list[KnownModel]()
 
-    def counted(forecast: Forecast, model: KnownModel, facts: ModelFacts, devices: Sequence[Device]) -> Footprint:
+    def counted(forecast: Forecast, model: KnownModel, metadata: ModelMetadata, devices: Sequence[Device]) -> Footprint:
         computed.append(model)
-        return footprint(forecast, model, facts, devices)
+        return footprint(forecast, model, metadata, devices)
 
     async with running_node(tmp_path, models(tmp_path, m={})) as node:
         await until(lambda: node.model("m").estimate_bytes)

@@ -24,24 +24,25 @@ from cortex.wire.errors import InsufficientCapacity
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import Device, ModelState, ModelStatus
 
+from ....waiting import until
 from ...worker.hosts.fake_host import FakeHost
 from ..harness.test_harness import EchoEstimates, EchoFacts, EchoHarness
-from ..node_calls import load, until
+from ..node_calls import load
 
 GIB = 1 << 30
 CARD = Device(index=0, kind="cuda", name="card", total_bytes=40 * GIB)
 
 
 class SizedEstimates(EchoEstimates):
-    """The size of a model is in its name: `a-10` takes 10 GiB."""
+    """The size of a model is in its name: `a-10` takes 10 GiB, and the size of `a-0` is unknown."""
 
-    def least_bytes(self, model: KnownModel, facts: EchoFacts, device: Device) -> int:
+    def least_bytes(self, model: KnownModel, metadata: EchoFacts, device: Device) -> int:
         return int(model.id.split("-")[1]) * GIB
 
     smallest_bytes = expected_bytes = least_bytes
 
-    def footprint(self, model: KnownModel, facts: EchoFacts, devices: Any) -> Footprint:
-        size = self.least_bytes(model, facts, devices[0])
+    def footprint(self, model: KnownModel, metadata: EchoFacts, devices: Any) -> Footprint:
+        size = self.least_bytes(model, metadata, devices[0])
         return Footprint(size, size)
 
 
@@ -55,7 +56,7 @@ class SlowHarness(EchoHarness):
         self.free_bytes = free_bytes
 
     async def host(
-        self, model: KnownModel, facts: EchoFacts, room: DeviceAllocation
+        self, model: KnownModel, metadata: EchoFacts, room: DeviceAllocation
     ) -> tuple[ModelHost, ChosenDevices]:
         host = self.hosts[model.id] = FakeHost(0)
         host.may_load.clear()
@@ -135,6 +136,17 @@ async def test_load_without_room_next_to_another_waits_and_says_for_what(tmp_pat
         await finish(tmp_path, node, harness, "slow-30")  # it is as large as expected
         await until(lambda: node.model("next-10").state is ModelState.FAILED)
         assert "too little is free" in (node.model("next-10").reason or "")
+
+
+async def test_load_of_unknown_size_takes_the_rest_of_the_device_until_it_is_measured(tmp_path: Path) -> None:
+    async with card_node(tmp_path) as (node, harness):
+        await begin(tmp_path, node, harness, "docker-0")
+        assert node.model("docker-0").estimate_bytes is None
+        for model_id in ("next-0", "next-10"):
+            await node.load(server(tmp_path, model_id), wait=False)
+        await until(lambda: all("docker-0" in waits_for(node, each) for each in ("next-0", "next-10")))
+        await finish(tmp_path, node, harness, "docker-0")
+        await until(lambda: {"next-0", "next-10"} & harness.hosts.keys())
 
 
 async def test_load_that_waited_begins_when_the_other_one_is_cancelled(tmp_path: Path) -> None:

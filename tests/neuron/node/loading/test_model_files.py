@@ -17,7 +17,7 @@ from cortex.wire.errors import InvalidValue, LoadFailed, ModelInUse, ModelNotFou
 from cortex.wire.node.orders import AssembleRequest, FilesRequest, LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import ModelState
 
-from ....waiting import WAIT_S
+from ....waiting import WAIT_S, until
 
 MODEL = "org/model"
 REQUEST = FilesRequest(model_id=MODEL)
@@ -46,10 +46,8 @@ def real_files(monkeypatch: pytest.MonkeyPatch, start_hub: Any, tmp_path: Path) 
 
 
 async def ended(node: Node) -> str:
-    async with asyncio.timeout(WAIT_S):
-        while (status := node.files.pull_status(MODEL)).state == "running":
-            await asyncio.sleep(0.01)
-    return status.state
+    await until(lambda: node.files.pull_status(MODEL).state != "running")
+    return node.files.pull_status(MODEL).state
 
 
 async def test_pulled_model_is_on_disk_listed_and_loads(real_files: Any, tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from cortex.wire.errors import LoadFailed, ModelInUse, ModelUnsupported
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import ModelState
 
-from ..node_calls import load, until
+from ....waiting import until
+from ..node_calls import load
 
 
 def put(path: Path, *, age_s: float = 60) -> None:
@@ -100,16 +101,16 @@ async def test_model_that_a_catalogue_names_by_path_is_sized_or_found_missing_wi
     roots.mkdir()
     write_model(tmp_path / "copy").rename(path)
     async with running_node(tmp_path, {"model_roots": [str(roots)]}) as node:
-        status = await node.survey(LoadRequest(model_id="m", source=str(path), context_tokens=64))
+        status = await node.inspect(LoadRequest(model_id="m", source=str(path), context_tokens=64))
         assert (status.state, status.reason) == (ModelState.COLD, None)
         assert status.estimate_bytes is not None
-        longer = await node.survey(LoadRequest(model_id="m", source=str(path), context_tokens=4096))
+        longer = await node.inspect(LoadRequest(model_id="m", source=str(path), context_tokens=4096))
         assert (longer.estimate_bytes or 0) > status.estimate_bytes, "the options of the catalogue count"
-        status = await node.survey(LoadRequest(model_id="m", source=str(roots / "typo")))
+        status = await node.inspect(LoadRequest(model_id="m", source=str(roots / "typo")))
         assert (status.reason_code, status.estimate_bytes) == ("source_not_found", None)
         assert f"no complete model at {roots / 'typo'}" in (status.reason or "")
         with pytest.raises(LoadFailed, match="outside the model roots"):
-            await node.survey(LoadRequest(model_id="other", source=str(tmp_path / "elsewhere")))
+            await node.inspect(LoadRequest(model_id="other", source=str(tmp_path / "elsewhere")))
         assert {each.id for each in node.models()} == {"m"}
         await node.unload(UnloadRequest(model_id="m", forget=True))
         assert node.models() == ()
@@ -119,35 +120,35 @@ async def test_options_that_a_catalogue_takes_back_hold_no_more(tmp_path: Path) 
     path = write_model(tmp_path / "m")
     plain = LoadRequest(model_id="m", source=str(path))
     async with running_node(tmp_path, {"model_roots": [str(tmp_path)]}) as node:
-        given = await node.survey(replace(plain, context_tokens=64))
-        plain_bytes = (await node.survey(plain)).estimate_bytes
+        given = await node.inspect(replace(plain, context_tokens=64))
+        plain_bytes = (await node.inspect(plain)).estimate_bytes
         assert (plain_bytes or 0) > (given.estimate_bytes or 0)
-        await node.survey(replace(plain, context_tokens=64))
+        await node.inspect(replace(plain, context_tokens=64))
         loaded = await node.load(plain, wait=True)
-        assert loaded.estimate_bytes == given.estimate_bytes, "a load that names none has those of the survey"
-        await node.survey(plain)
+        assert loaded.estimate_bytes == given.estimate_bytes, "a load that names none has those of the inspection"
+        await node.inspect(plain)
         await node.unload(UnloadRequest(model_id="m"))
         assert (await node.load(plain, wait=True)).estimate_bytes == plain_bytes, "also while it was in memory"
         await node.unload(UnloadRequest(model_id="m"))
-        described = await node.survey(replace(plain, context_tokens=64))
+        described = await node.inspect(replace(plain, context_tokens=64))
         assert described.estimate_bytes == given.estimate_bytes, "not those of the last load"
-        moved = await node.survey(replace(plain, source=str(write_model(tmp_path / "moved"))))
+        moved = await node.inspect(replace(plain, source=str(write_model(tmp_path / "moved"))))
         assert moved.source == str(tmp_path / "moved")
 
 
-async def test_survey_with_an_unknown_harness_is_rejected_and_not_kept(tmp_path: Path) -> None:
+async def test_inspection_with_an_unknown_harness_is_rejected_and_not_kept(tmp_path: Path) -> None:
     path = write_model(tmp_path / "m")
     async with running_node(tmp_path, {"model_roots": [str(tmp_path)]}) as node:
         with pytest.raises(ModelUnsupported, match="no harness 'other'"):
-            await node.survey(LoadRequest(model_id="m", source=str(path), harness="other"))
+            await node.inspect(LoadRequest(model_id="m", source=str(path), harness="other"))
         assert node.models() == ()
 
 
-async def test_files_that_are_being_deleted_are_not_surveyed(tmp_path: Path) -> None:
+async def test_files_that_are_being_deleted_are_not_inspected(tmp_path: Path) -> None:
     async with running_node(tmp_path) as node:
         node.files._deleting.add("org/m")  # noqa: SLF001 - a deletion takes no time that a test could use
         with pytest.raises(ModelInUse, match="being deleted"):
-            await node.survey(LoadRequest(model_id="org/m"))
+            await node.inspect(LoadRequest(model_id="org/m"))
 
 
 async def test_truncated_files_are_damaged_until_they_change(tmp_path: Path) -> None:
@@ -188,7 +189,7 @@ async def test_changed_files_of_a_loaded_model_are_reported_once_and_read_by_the
         assert (again.full_context_tokens, loaded.full_context_tokens) == (2048, 4096)
 
 
-async def test_survey_follows_the_files_of_a_model_that_is_not_in_memory(tmp_path: Path) -> None:
+async def test_inspection_follows_the_files_of_a_model_that_is_not_in_memory(tmp_path: Path) -> None:
     path = write_model(tmp_path / "m")
     async with running_node(tmp_path, {"models": [{"id": "m", "source": str(path)}]}, scan_s=0.05) as node:
         await until(lambda: node.model("m").estimate_bytes is not None)

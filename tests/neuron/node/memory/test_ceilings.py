@@ -26,6 +26,7 @@ from cortex.wire.errors import InsufficientCapacity
 from cortex.wire.node.orders import UnloadRequest
 from cortex.wire.node.protocol import Device, ModelState
 
+from ....waiting import until
 from ..node_calls import load
 
 MEBIBYTE = 1 << 20
@@ -138,9 +139,8 @@ async def test_ceilings_are_reported_and_bound_the_estimate(tmp_path: Path) -> N
         health = node.health()
         assert (health.ceiling_bytes, health.devices[0].ceiling_bytes) == (44 * MEBIBYTE, 42 * MEBIBYTE)
         await load(node, "first")
-        estimate_bytes = node.model("second").estimate_bytes
-        assert estimate_bytes is not None
-        assert estimate_bytes <= 42 * MEBIBYTE
+        await until(lambda: node.model("second").estimate_bytes)
+        assert (node.model("second").estimate_bytes or 0) <= 42 * MEBIBYTE
 
 
 async def test_ceiling_of_a_device_that_is_not_there_is_a_warning(

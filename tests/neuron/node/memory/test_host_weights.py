@@ -15,7 +15,8 @@ from cortex.wire.errors import InsufficientCapacity, LoadFailed
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import ModelState
 
-from ..node_calls import load, until, worker_of
+from ....waiting import until
+from ..node_calls import load, worker_of
 
 MIB = 1 << 20
 MIXTURE = {

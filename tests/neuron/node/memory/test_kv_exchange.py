@@ -27,8 +27,7 @@ from cortex.neuron.worker.protocol import Command, FindBlocks
 from cortex.wire.node.kv_blocks import PAGES, PATH, BlocksRequest
 from cortex.wire.node.neighbours import Neighbour
 
-from ....waiting import NEVER_S, WAIT_S
-from ..node_calls import until
+from ....waiting import NEVER_S, WAIT_S, until
 
 MODEL = bytes(range(16))
 KIND = BlockKind(MODEL, 0, 4096)
@@ -210,10 +209,10 @@ async def test_address_or_authority_that_cannot_be_used_fails_no_request(
 
 @pytest.mark.parametrize("lost", ["digests", "checksums", "part"])
 async def test_header_without_a_field_fails_no_request(tmp_path: Path, lost: str) -> None:
-    facts = {"format": 1, "model": MODEL.hex(), "model_id": "m", "part": 0, "num_bytes": 1, "digests": [1]}
-    facts |= {"checksums": []}
-    del facts[lost]
-    rest = json.dumps(facts).encode()
+    metadata = {"format": 1, "model": MODEL.hex(), "model_id": "m", "part": 0, "num_bytes": 1, "digests": [1]}
+    metadata |= {"checksums": []}
+    del metadata[lost]
+    rest = json.dumps(metadata).encode()
     header = struct.pack("<8sII", b"cortexkv", len(rest), zlib.crc32(rest)) + rest
     async with node_with(header.ljust(4096, b"\0"), 32, []) as source:
         assert await KvExchange(tmp_path, 1 << 30, []).fetch("m", INFO, SLOW, REQUEST, source) == 0

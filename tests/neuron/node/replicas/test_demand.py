@@ -21,9 +21,9 @@ from cortex.wire.errors import CortexError, Recovering
 from cortex.wire.node.orders import UnloadRequest
 from cortex.wire.node.protocol import Device, ModelState
 
-from ....waiting import WAIT_S
+from ....waiting import WAIT_S, until
 from ...generations import Reader
-from ..node_calls import load, tokens_of, until, worker_of
+from ..node_calls import load, tokens_of, worker_of
 
 FREE_BYTES = 1 << 43
 MODEL_BYTES = 64 << 20

@@ -21,7 +21,8 @@ from cortex.wire.node.protocol import ModelState
 from cortex.wire.packed_request import pack
 from cortex.wire.requests import GenerateRequest
 
-from ..node_calls import has_worker, load, until
+from ....waiting import until
+from ..node_calls import has_worker, load
 
 
 async def test_reads_text_without_loading_the_weights(tmp_path: Path) -> None:
@@ -53,19 +54,22 @@ async def test_cold_model_reports_its_size_without_starting_a_tokenizer(tmp_path
         assert len(made) == 1
 
 
-@pytest.mark.parametrize("pieces", [1, 1000])
-async def test_unreadable_tokenizer_fails_the_load_and_leaves_nothing_loaded(tmp_path: Path, pieces: int) -> None:
+@pytest.mark.parametrize("has_weights", [True, False])
+async def test_unreadable_tokenizer_fails_the_load_and_leaves_nothing_loaded(tmp_path: Path, has_weights: bool) -> None:
     """Whether the weights are loaded before or after it."""
     broken = True
 
     class BrokenText(faulty_models.PlainText):
         async def read(self) -> TextModel:
             if broken:
-                await asyncio.sleep(0.3)
+                worker = node.devices.supervisors[0]
+                await until(lambda: worker.has_models)
+                if has_weights:
+                    await worker.memory()  # which it measures after the load
                 raise TextFileMalformed("tokenizer.json is not a tokenizer; download the model again")
             return await super().read()
 
-    behaviour = {"pieces": pieces, "piece_s": 0.005}
+    behaviour = {} if has_weights else {"pieces": 100_000, "piece_s": 0.005}
     async with running_node(tmp_path, models(tmp_path, m=behaviour, n={}), open_text=BrokenText) as node:
         with pytest.raises(LoadFailed, match="tokenizer"):
             await load(node, "m")
@@ -88,7 +92,7 @@ async def test_load_cancelled_while_the_tokenizer_is_read_leaves_nothing(tmp_pat
     async with running_node(tmp_path, models(tmp_path, m={}), open_text=SlowText) as node:
         loading = asyncio.create_task(load(node, "m"))
         await until(lambda: node.devices.supervisors[0].has_models)
-        await asyncio.sleep(0.2)  # by now the worker has loaded it
+        await node.devices.supervisors[0].memory()  # by now the worker has loaded it
         await node.unload(UnloadRequest(model_id="m"))
         with pytest.raises(LoadFailed, match="unloaded while"):
             await loading

@@ -212,6 +212,12 @@ def _allowed(matcher: Matcher, grammar: str) -> list[int]:
     return allowed(row)
 
 
+@pytest.fixture(scope="module")
+def large(demo_model: Path) -> tuple[Matcher, Matcher]:
+    """Matchers of a large vocabulary with classes of tokens, and without."""
+    return Matcher(demo_model, 49152), Matcher(demo_model, 49152, slices=())
+
+
 @pytest.mark.parametrize(
     "grammar",
     [
@@ -221,13 +227,9 @@ def _allowed(matcher: Matcher, grammar: str) -> list[int]:
         'start: %json {"type": "array", "items": {"type": "string", "pattern": "^[a-z0-9_]{3,40}$"}}',
     ],
 )
-def test_classes_of_tokens_make_no_difference_to_masks(
-    grammar: str, demo_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    matcher = Matcher(demo_model, 49152)
-    state = matcher.compile(grammar)
-    monkeypatch.setattr("cortex.neuron.text.grammar.matcher._SLICES", ())
-    plain = Matcher(demo_model, 49152).compile(grammar)
+def test_classes_of_tokens_make_no_difference_to_masks(grammar: str, large: tuple[Matcher, Matcher]) -> None:
+    matcher, without_classes = large
+    state, plain = matcher.compile(grammar), without_classes.compile(grammar)
     row, expected = (numpy.zeros(matcher.mask_words, dtype=numpy.int32) for _ in range(2))
     for step in range(12):
         state.fill_mask(row)

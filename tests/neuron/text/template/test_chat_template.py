@@ -16,7 +16,7 @@ from cortex.neuron.text.template.chat_template import ChatTemplate
 from cortex.neuron.text.template.conversation import CallForm, call_form
 from cortex.wire.errors import InvalidValue, TemplateRenderFailed, UnsupportedModality
 from cortex.wire.node.load_options import SamplingDefaults
-from cortex.wire.requests import GenerateRequest, Image, Message, Text, Thinking, ToolCall, ToolResult
+from cortex.wire.requests import GenerateRequest, Message, PicturePart, Text, Thinking, ToolCall, ToolResult
 
 from ..conftest import TEMPLATES, load_text, write_model
 from .conversations import ARGUMENTS, CALLING, TOOLS, WEATHER, said
@@ -206,7 +206,7 @@ def test_template_cannot_leave_its_sandbox(make_model: Any, source: str) -> None
 
 
 def test_rejects_images_in_any_position(make_model: Any) -> None:
-    picture = Image(width=64, height=64)
+    picture = PicturePart(width=64, height=64)
     result = Message(role="tool", parts=(ToolResult(call_id="1", parts=(picture,)),))
     for message in (Message(role="user", parts=(Text(text="see"), picture)), result):
         with pytest.raises(UnsupportedModality, match="image"):

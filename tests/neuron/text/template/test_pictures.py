@@ -10,12 +10,12 @@ from tests.neuron.text.conftest import load_text, write_model
 from tokenizers import AddedToken, Tokenizer
 
 from cortex.neuron.families.registry import BY_TYPE
+from cortex.neuron.pictures.spec import PictureText
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import prepare
 from cortex.neuron.text.template.prompt import PromptRules
-from cortex.neuron.vision.spec import PictureText
 from cortex.wire.errors import ContextLengthExceeded, InvalidValue, TemplateRenderFailed, UnsupportedModality
-from cortex.wire.requests import GenerateRequest, Image, Message, Part, Text, ToolCall, ToolResult
+from cortex.wire.requests import GenerateRequest, Message, Part, PicturePart, Text, ToolCall, ToolResult
 
 TEMPLATE = (
     "{%- macro show(content) %}{% if content is string %}{{ content }}{% else %}{% for part in content %}"
@@ -51,8 +51,8 @@ def model_of(directory: Path, backend: Tokenizer, family: str, tool: str = "{{ s
     return load_text(path)
 
 
-def picture(number: int, width: int = 64, height: int = 96, detail: Any = "auto") -> Image:
-    return Image(number=number, width=width, height=height, detail=detail, param=f"messages[{number}]")
+def picture(number: int, width: int = 64, height: int = 96, detail: Any = "auto") -> PicturePart:
+    return PicturePart(number=number, width=width, height=height, detail=detail, param=f"messages[{number}]")
 
 
 def ask(*turns: tuple[Part, ...] | Message, **fields: Any) -> GenerateRequest:

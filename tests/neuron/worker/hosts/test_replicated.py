@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
@@ -18,7 +18,7 @@ from cortex.neuron.worker.hosts.replicated import ReplicatedHost
 from cortex.neuron.worker.model_host import Damaged, LoadRejected, SleepRejected
 from cortex.neuron.worker.process import WorkerLost
 
-from ....waiting import WAIT_S
+from ....waiting import WAIT_S, until
 from ..recording_sink import RecordingSink
 from .fake_host import INFO, FakeHost
 
@@ -37,12 +37,6 @@ async def loaded() -> AsyncIterator[Loaded]:
     await replicas.load(sink)
     yield replicas, hosts, sink
     replicas.stop_reloads()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0)
 
 
 def request(name: str, tokens: int = 4, first: int = 0) -> EngineRequest:
@@ -376,5 +370,4 @@ async def test_reload_that_sleep_interrupts_is_repeated_after_the_wake(loaded: L
     await replicas.sleep()
     assert first.sink is old
     await replicas.wake()
-    async with asyncio.timeout(WAIT_S):
-        await until(lambda: first.sink is not old)
+    await until(lambda: first.sink is not old)

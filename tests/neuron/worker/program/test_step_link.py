@@ -12,7 +12,6 @@ import pytest
 from cortex.neuron.engine.errors import GroupBroken
 from cortex.neuron.engine.request import RankSpec
 from cortex.neuron.engine.scheduling.step_plan import StepPlan
-from cortex.neuron.worker.program import step_link
 from cortex.neuron.worker.program.step_link import FollowerLink, LeaderLink
 
 from ....waiting import WAIT_S
@@ -35,9 +34,8 @@ def test_every_rank_gets_the_plan_also_in_a_directory_with_a_long_path(tmp_path:
     leader.close()
 
 
-def test_rank_that_never_connects_breaks_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_link, "ACCEPT_S", 0.05)
-    leader = LeaderLink(RankSpec(0, 2, str(tmp_path)), lambda: None)
+def test_rank_that_never_connects_breaks_the_group(tmp_path: Path) -> None:
+    leader = LeaderLink(RankSpec(0, 2, str(tmp_path)), lambda: None, accept_s=0.05)
     with pytest.raises(GroupBroken, match="does not take the next step"):
         leader.announce(PLAN)
     leader.close()

@@ -7,9 +7,9 @@ from cortex.wire.dialects.anthropic_messages import parse
 from cortex.wire.errors import InvalidValue, UnsupportedModality
 from cortex.wire.requests import (
     GenerateRequest,
-    Image,
     Message,
     OutputFormat,
+    PicturePart,
     Reasoning,
     Text,
     Thinking,
@@ -73,8 +73,8 @@ def test_parses_a_conversation_with_every_kind_of_block() -> None:
             role="user",
             parts=(
                 Text(text="look"),
-                Image(data=b"\0", media_type="image/png", param="messages[0].content[1]"),
-                Image(url="https://example.org/x.png", param="messages[0].content[2]"),
+                PicturePart(data=b"\0", media_type="image/png", param="messages[0].content[1]"),
+                PicturePart(url="https://example.org/x.png", param="messages[0].content[2]"),
                 Text(text="a text"),
             ),
         ),

@@ -8,7 +8,7 @@ import pytest
 from cortex.wire.dialects.ollama import chat, generate
 from cortex.wire.dialects.ollama.request import duration_s
 from cortex.wire.errors import InvalidValue, MissingModel
-from cortex.wire.requests import Image, Message, Reasoning, Text, Thinking, ToolCall, ToolResult
+from cortex.wire.requests import Message, PicturePart, Reasoning, Text, Thinking, ToolCall, ToolResult
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -149,10 +149,10 @@ def test_images_are_parts_of_their_message() -> None:
     request = parse_chat(messages=[{"role": "user", "content": "What?", "images": ["/9j/4AAQ", "iVBORw0K"]}])
     assert request.messages[0].parts == (
         Text(text="What?"),
-        Image(data=b"\xff\xd8\xff\xe0\0\x10", param="messages[0].images[0]"),
-        Image(data=b"\x89PNG\r\n", param="messages[0].images[1]"),
+        PicturePart(data=b"\xff\xd8\xff\xe0\0\x10", param="messages[0].images[0]"),
+        PicturePart(data=b"\x89PNG\r\n", param="messages[0].images[1]"),
     )
-    assert parse_generate(images=["UklGRg=="]).messages[0].parts[1] == Image(data=b"RIFF", param="images[0]")
+    assert parse_generate(images=["UklGRg=="]).messages[0].parts[1] == PicturePart(data=b"RIFF", param="images[0]")
 
 
 def test_generate_is_a_turn_or_a_raw_prompt() -> None:

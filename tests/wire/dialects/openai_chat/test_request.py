@@ -8,9 +8,9 @@ from cortex.wire.errors import InvalidValue, UnsupportedModality
 from cortex.wire.fields.tools import MAX_TOOLS
 from cortex.wire.requests import (
     GenerateRequest,
-    Image,
     Message,
     OutputFormat,
+    PicturePart,
     Reasoning,
     Text,
     Thinking,
@@ -62,8 +62,8 @@ def test_parses_a_conversation_with_tools_reasoning_and_images() -> None:
             role="user",
             parts=(
                 Text(text="what is this"),
-                Image(data=b"\0", media_type="image/png", param="messages[2].content[1]"),
-                Image(url="https://example.org/cat.png", param="messages[2].content[2]"),
+                PicturePart(data=b"\0", media_type="image/png", param="messages[2].content[1]"),
+                PicturePart(url="https://example.org/cat.png", param="messages[2].content[2]"),
             ),
         ),
         Message(

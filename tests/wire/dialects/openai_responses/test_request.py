@@ -7,9 +7,9 @@ from cortex.wire.dialects.openai_responses import parse
 from cortex.wire.errors import InvalidValue
 from cortex.wire.requests import (
     GenerateRequest,
-    Image,
     Message,
     OutputFormat,
+    PicturePart,
     Reasoning,
     Text,
     Tool,
@@ -57,7 +57,8 @@ def test_joins_items_of_one_assistant_turn() -> None:
     assert request.messages == (
         Message(role="developer", parts=(Text(text="rules"),)),
         Message(
-            role="user", parts=(Text(text="hi"), Image(url="https://example.org/x.png", param="input[1].content[1]"))
+            role="user",
+            parts=(Text(text="hi"), PicturePart(url="https://example.org/x.png", param="input[1].content[1]")),
         ),
         Message(
             role="assistant",

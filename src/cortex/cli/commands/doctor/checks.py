@@ -30,10 +30,10 @@ from cortex.system.engine_packages import REMEDY, missing_packages
 from cortex.wire.node.protocol import Discovery, Health
 from cortex.wire.words import plural
 
-VERSIONS_REMEDY = "install versions that were tested: packaging/requirements-neuron.lock, in a checkout, has them"
+VERSIONS_REMEDY = "install the tested versions: packaging/requirements-neuron.lock in a checkout"
 _LIBRARIES = ("torch", "triton", "transformers")
 LOW_DISK_BYTES = 20 << 30
-"""Most model downloads do not fit into less."""
+"""Most model downloads need more than this."""
 
 
 class Severity(StrEnum):
@@ -60,24 +60,24 @@ def versions() -> Iterator[Finding]:
 def engine() -> Iterator[Finding]:
     """Whether this machine can run models natively."""
     if missing := missing_packages():
-        what = f"{', '.join(missing)} not installed: a gateway, or a node whose models all have a command as harness"
+        what = f"{', '.join(missing)} not installed: enough for a gateway, or for a node that runs harnesses only"
         yield Finding("engine", Severity.NOTE, what, f"to run models natively on this machine: {REMEDY}")
         return
     # Here, because a gateway-only installation lacks it.
     from cortex.neuron.kernels.native.library import compiler, may_have_library
 
     if (command := compiler()) is None:
-        what = "no C compiler: CPUs use slower products that take more memory, and kernels for GPUs cannot be built"
+        what = "no C compiler: matrix products on CPUs are slower and take more memory, and GPU kernels cannot be built"
         yield Finding("engine", Severity.NOTE, what, "install gcc or clang, for example: apt install gcc libc6-dev")
     elif not may_have_library():
-        what = f"C compiler {command} has failed: CPUs use slower products that take more memory"
-        yield Finding("engine", Severity.NOTE, what, "the log of the node has the reason; then load a model again")
+        what = f"C compiler {command} failed: matrix products on CPUs are slower and take more memory"
+        yield Finding("engine", Severity.NOTE, what, "fix the cause, which the node's log has, and load a model again")
     else:
         yield Finding("engine", Severity.FINE, f"C compiler {command}")
 
 
 def libraries() -> Iterator[Finding]:
-    """What the engine uses of torch, Triton and transformers although they do not promise it. Imports torch."""
+    """The private interfaces of torch, Triton and transformers that the engine uses. Imports torch."""
     if missing_packages():
         return
     try:
@@ -93,7 +93,7 @@ def libraries() -> Iterator[Finding]:
             yield Finding("libraries", Severity.NOTE, what, VERSIONS_REMEDY)
     if all(entry.problem is None for entry in entries):
         versions = ", ".join(f"{name} {found}" for name in _LIBRARIES if (found := _version(name)) is not None)
-        yield Finding("libraries", Severity.FINE, f"{versions}: all that the engine uses is there")
+        yield Finding("libraries", Severity.FINE, f"{versions}: everything that the engine uses is available")
 
 
 def _version(package: str) -> str | None:
@@ -129,7 +129,7 @@ def models(client: GatewayClient) -> Iterator[Finding]:
 
 @dataclass(frozen=True, slots=True)
 class NodeEndpoint:
-    """A node as another program reaches it."""
+    """A node, as seen by the program that connects to it."""
 
     topic: str
     name: str
@@ -139,7 +139,7 @@ class NodeEndpoint:
     kind: str = "neuron"
 
     def check(self, program: str) -> Iterator[Finding]:
-        """`program`: the one that has the key."""
+        """`program`: the one that needs the key."""
         key = os.environ.get(self.key_variable, "").strip() if self.key_variable else None
         if self.key_variable and not key:
             yield self._problem(f"{self.key_variable} is not set", f"export {self.key_variable}=… where {program} runs")
@@ -177,7 +177,7 @@ class NodeEndpoint:
     def _fallbacks(self, health: Health) -> Iterator[Finding]:
         for device in health.devices:
             for fallback in device.fallbacks:
-                what = f"{self.name}: device {device.index} does without {fallback.name}: {fallback.reason}"
+                what = f"{self.name}: device {device.index} runs without {fallback.name}: {fallback.reason}"
                 yield Finding(self.topic, Severity.NOTE, what, VERSIONS_REMEDY)
 
 
@@ -230,8 +230,11 @@ def disk(hub_cache: Path | None = None) -> Iterator[Finding]:
             yield Finding("disk", Severity.FINE, what)
 
 
-def kv_disk(folder: Path, kv_disk_mb: int, root: Path = Path("/")) -> Iterator[Finding]:
-    """Whether KV pages could go, or go, to a disk that is fast enough. `root` is for tests."""
+def kv_disk(
+    folder: Path, kv_disk_mb: int, root: Path = Path("/"), low_bytes: int = LOW_DISK_BYTES
+) -> Iterator[Finding]:
+    """Whether the disk for KV pages, configured or possible, is fast enough and has more than `low_bytes` free. `root`
+    is for tests."""
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free_bytes, is_rotating = shutil.disk_usage(existing).free, _is_rotating(existing, root)
     if kv_disk_mb and is_rotating:
@@ -240,14 +243,14 @@ def kv_disk(folder: Path, kv_disk_mb: int, root: Path = Path("/")) -> Iterator[F
     elif kv_disk_mb and free_bytes < kv_disk_mb << 20:
         what = f"{folder}: {size(free_bytes)} free, less than limits.kv_disk_mb"
         yield Finding("disk", Severity.NOTE, what, "free space, or lower limits.kv_disk_mb")
-    elif not kv_disk_mb and is_rotating is False and free_bytes >= 2 * LOW_DISK_BYTES:
+    elif not kv_disk_mb and is_rotating is False and free_bytes >= 2 * low_bytes:
         what = f"{folder} is on an SSD: conversations could survive restarts there"
         remedy = f"to keep KV pages on disk, set limits.kv_disk_mb = {free_bytes // 10 >> 20}"
         yield Finding("disk", Severity.FINE, f"{what}; {remedy}")
 
 
 def _is_rotating(path: Path, root: Path) -> bool | None:
-    """Whether the disk of a file rotates; None: that is not known, as of a network or of RAM."""
+    """Whether the disk of a file rotates; None if unknown, as for network or RAM file systems."""
     device = path.stat().st_dev
     link = root / "sys/dev/block" / f"{os.major(device)}:{os.minor(device)}"
     for folder in (link, link / ".."):  # a partition has no queue of its own

@@ -1,4 +1,4 @@
-"""`cortex doctor`: check the usual problems and say how to fix them."""
+"""`cortex doctor`: checks for common problems and suggests fixes."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ _MARKS = {Severity.FINE: ("✓", "green"), Severity.NOTE: ("!", "yellow"), Sever
 @gateway_options
 @json_option
 def doctor(config: Path | None, gateway: GatewayClient, as_json: bool) -> int:
-    """Check the usual problems and say how to fix them.
+    """Check for common problems and suggest fixes.
 
-    Checks versions, libraries, configuration, databases, gateway, models, nodes, devices, ports, disk and cache. Exit
-    code 1 when there is a problem.
-    With --config, the gateway is expected at the address in that file, unless --url names another. Variables come also
-    from the file next to it that the systemd unit reads: cortex.env for cortex.toml.
+    Checks versions, libraries, configuration, databases, gateway, models, nodes, devices, ports, disk and cache. Exits
+    with code 1 if it finds a problem. With --config, the gateway is expected at the address in that file, unless --url
+    names another. Also reads the variables file of the systemd unit beside it: cortex.env for cortex.toml.
     """
     environment = list(configuration_checks.environment(config))
     listens = configuration_checks.addresses(config)
@@ -60,7 +59,7 @@ def doctor(config: Path | None, gateway: GatewayClient, as_json: bool) -> int:
 
 
 def report(findings: Iterable[Finding], as_json: bool) -> int:
-    """Print the findings; return the exit code, FAILED when there is a problem."""
+    """Print the findings; return the exit code, FAILED if there is a problem."""
     listed = list(findings)
     if as_json:
         print_json([asdict(finding) for finding in listed])

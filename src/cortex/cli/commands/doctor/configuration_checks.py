@@ -1,4 +1,4 @@
-"""The checks of `cortex doctor` that follow the gateway's configuration: what it says, and what it names."""
+"""The checks of `cortex doctor` on the gateway's configuration and on what it names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def environment(path: Path | None) -> Iterator[Finding]:
         if (file := use_environment_file(path)) is not None:
             yield Finding("config", Severity.FINE, f"{file}: variables of the service")
     except PermissionError as error:
-        what = f"{error.filename} cannot be read, so the variables of the service are not known here"
+        what = f"{error.filename} cannot be read, so the variables of the service are unknown"
         yield Finding("config", Severity.NOTE, what, "run this command as root")
 
 
@@ -69,7 +69,7 @@ def discovery(path: Path | None) -> Iterator[Finding]:
     if found:
         yield Finding("config", Severity.FINE, f"{name} resolves to {', '.join(found)}")
     else:
-        remedy = "correct discovery.dns, or start the nodes that it should name"
+        remedy = "correct discovery.dns, or start the nodes of that name"
         yield Finding("config", Severity.PROBLEM, f"{name} resolves to no node ({problem or 'no addresses'})", remedy)
 
 
@@ -90,7 +90,7 @@ def _nodes(settings: Config) -> tuple[NeuronSection, ...]:
 
 
 def references(path: Path | None) -> Iterator[Finding]:
-    """Names and addresses in the configuration that must fit each other."""
+    """Names and addresses in the configuration that must be consistent."""
     if (settings := _settings(path)) is None:
         return
     try:
@@ -104,16 +104,16 @@ def references(path: Path | None) -> Iterator[Finding]:
             yield Finding("config", Severity.PROBLEM, what, f"correct `{key}`, or add the node under [[neurons]]")
     for alias, model in catalogue.alias_targets.items():
         if model in catalogue.aliases:
-            what = f"alias {alias} stands for {model}, which is an alias itself"
-            yield Finding("config", Severity.PROBLEM, what, "an alias is followed once: name the model")
+            what = f"alias {alias} points to {model}, which is itself an alias"
+            yield Finding("config", Severity.PROBLEM, what, "aliases are not chained: name the model")
         elif not catalogue.has(model):
-            what = f"alias {alias} stands for {model}, which is not in the catalogue"
+            what = f"alias {alias} points to {model}, which is not in the catalogue"
             yield Finding("config", Severity.NOTE, what, "it works only while a node lists the model; check its name")
     yield from _shared_addresses(settings)
 
 
 def _shared_addresses(settings: Config) -> Iterator[Finding]:
-    """Addresses that two things have: the gateway's own, and those of nodes."""
+    """Addresses that are used twice, by the gateway or by nodes."""
     own = {"gateway.listen": settings.gateway.listen, "gateway.metrics_listen": settings.gateway.metrics_listen}
     users: dict[str, list[str]] = {}
     for name, listen in own.items():

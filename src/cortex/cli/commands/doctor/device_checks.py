@@ -1,4 +1,4 @@
-"""The devices of this machine: what each can do natively, and what through a harness."""
+"""The devices of this machine: what each can run natively, and what through a harness."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _OTHER_DRIVERS = {"i915": "Intel", "xe": "Intel", "asahi": "Apple", "nouveau": "
 
 
 def devices(config: NeuronConfig | None = None, root: Path = Path("/")) -> Iterator[Finding]:
-    """As a neuron with this configuration sees them. None: of a machine that may be no node. `root`: of the files that
-    drivers write, for tests."""
+    """The devices, as a neuron with this configuration sees them; None for a machine that may not be a node. `root` of
+    the drivers' files is for tests."""
     from cortex.neuron.config import NeuronConfig  # here: it imports much of a node
     from cortex.neuron.node.devices import inventory_of
     from cortex.neuron.servers.ready_made import usable
@@ -34,7 +34,9 @@ def devices(config: NeuronConfig | None = None, root: Path = Path("/")) -> Itera
         and (missing_packages() or inventory.devices[0].kind == "rocm")
     ):
         remedy = "add a server under [[harnesses]] of neuron.toml, or install the engine"
-        yield Finding("devices", Severity.PROBLEM, "nothing runs models here: no engine and no harness", remedy)
+        yield Finding(
+            "devices", Severity.PROBLEM, "this host cannot run models: it has neither the engine nor a harness", remedy
+        )
     if config is not None:
         yield from missing_programs(config)
     if inventory.driver_problem and Path("/dev/nvidiactl").exists():
@@ -61,7 +63,7 @@ def findings(
 
 
 def missing_programs(config: NeuronConfig) -> Iterator[Finding]:
-    """Configured harnesses whose program this machine does not have. One that a variable names is not looked for."""
+    """Configured harnesses whose program is missing on this machine. A program named by a variable is not checked."""
     for entry in config.commands:
         program, path = entry.commands["cmd"][0], entry.env.get("PATH")
         if "${" not in program + (path or "") and shutil.which(program, path=path) is None:
@@ -83,7 +85,7 @@ def _abilities(device: Device, config: NeuronConfig, missing: tuple[str, ...]) -
 
 
 def _other_gpus(root: Path) -> Iterator[str]:
-    """Those whose memory no driver here reports."""
+    """GPUs whose memory no installed driver reports."""
     for card in sorted((root / "sys/class/drm").glob("card[0-9]")):
         driver = (card / "device" / "driver").resolve().name
         if driver in _OTHER_DRIVERS:

@@ -1,1 +1,1 @@
-"""Streams of what happens in the fleet, and what of it each key may see."""
+"""Streams of fleet events, and what each key may see of them."""

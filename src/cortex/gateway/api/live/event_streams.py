@@ -24,8 +24,8 @@ _Access = tuple[str, bool] | None
 class EventStreams:
     """The open streams of one gateway. Used on the loop's thread only.
 
-    A stream never ends by itself, so a shutdown ends them all first: it would wait for them otherwise. A stream ends
-    when its key is revoked, has expired, or becomes or ceases to be an operator's.
+    A stream never ends by itself, so a shutdown, which waits for responses, ends all streams first. A stream ends when
+    its key is revoked, has expired, or becomes or ceases to be an operator's.
     """
 
     def __init__(self, clock: Callable[[], float], metering: Metering) -> None:
@@ -48,8 +48,8 @@ class EventStreams:
         exchange.on_disconnect(lambda: self._ended(exchange))
 
     def tick(self, keepalive_s: float) -> None:
-        """Called regularly: end the streams of keys that have changed, and write a comment to every other one once in
-        `keepalive_s`, because proxies close idle ones."""
+        """Called regularly: end the streams of changed keys, and write a comment to the others every `keepalive_s`,
+        because proxies close idle connections."""
         for exchange, access in tuple(self._access.items()):
             if self._access_of(exchange.request) != access:
                 self._end(exchange)
@@ -113,15 +113,17 @@ class Following(Generic[StatusT]):
         *,
         described: str,
         after_restart: str,
+        poll_s: float = POLL_S,
     ) -> None:
-        """`described`: what the work is, as in "the download on beast". `after_restart`: what to say when the node does
-        not know the work any more."""
+        """`described` names the work, such as "the download on beast". `after_restart` is the error when the node no
+        longer knows the work."""
         self.status: StatusT | None = None
         self.cancelled = asyncio.Event()
-        """Setting it ends the work soon."""
+        """Set to cancel the work."""
         self._start, self._poll, self._cancel = start, poll, cancel
         self._described = described
         self._after_restart = after_restart
+        self._poll_s = poll_s
 
     async def outcome(self) -> CortexError | None:
         """Why the work failed; None when it is done."""
@@ -138,10 +140,10 @@ class Following(Generic[StatusT]):
         is_cancelling = False
         while status.state == "running":
             if is_cancelling:
-                await asyncio.sleep(POLL_S)
+                await asyncio.sleep(self._poll_s)
             else:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(POLL_S):
+                    async with asyncio.timeout(self._poll_s):
                         await self.cancelled.wait()
             is_cancelling = self.cancelled.is_set()
             try:

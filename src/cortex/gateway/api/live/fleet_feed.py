@@ -28,8 +28,8 @@ class _Reader:
     view: FleetView
     has_missed: bool = False
     """Whether it was too slow for a change."""
-    facts: bytes = b""
-    """What it was last sent, without ages, if it sees no single nodes."""
+    encoded: bytes = b""
+    """What it was sent last, without ages, if it sees no individual nodes."""
 
 
 class _Frame:
@@ -46,26 +46,26 @@ class _Frame:
         return self._encoded[view]
 
 
-class _Everything(_Frame):
+class _Snapshot(_Frame):
     """The whole fleet at one moment."""
 
     def __init__(self, nodes: list[dict[str, Any]], waiting: dict[str, int]) -> None:
         super().__init__("fleet", lambda view: {"nodes": view.nodes(nodes), "waiting": view.waiting(waiting)})
-        self._facts: dict[FleetView, bytes] = {}
+        self._encoded: dict[FleetView, bytes] = {}
 
-    def facts(self, view: FleetView) -> bytes:
-        """Equal where a view shows nothing new but the ages of models."""
-        if view not in self._facts:
+    def encoded(self, view: FleetView) -> bytes:
+        """Equal if only the ages of models differ."""
+        if view not in self._encoded:
             shown = self._shown_in(view)
             nodes = [node | {"models": [model | _NO_AGES for model in node["models"]]} for node in shown["nodes"]]
-            self._facts[view] = msgspec.json.encode(shown | {"nodes": nodes})
-        return self._facts[view]
+            self._encoded[view] = msgspec.json.encode(shown | {"nodes": nodes})
+        return self._encoded[view]
 
 
 class FleetFeed:
     """Writes events `fleet`, `node` and `waiting` to its readers. Owned by the loop's thread.
 
-    `fleet` has everything and comes first, and again to a reader that was too slow for a change, or that sees no single
+    `fleet` has snapshot and comes first, and again to a reader that was too slow for a change, or that sees no single
     nodes. `node` replaces one node, `waiting` the depths of the queues.
     """
 
@@ -95,24 +95,24 @@ class FleetFeed:
         if not self._readers:
             return
         frames = self._changes()
-        everything: _Everything | None = None
+        snapshot: _Snapshot | None = None
         for exchange, reader in self._readers.items():
             if exchange.paused:
                 reader.has_missed = reader.has_missed or bool(frames)
             elif reader.has_missed or (frames and reader.view.is_restricted):
-                everything = everything or self._everything()
-                self._write(exchange, reader, everything)
+                snapshot = snapshot or self._everything()
+                self._write(exchange, reader, snapshot)
             else:
                 for frame in frames:
                     exchange.write(frame.encoded(reader.view))
 
-    def _write(self, exchange: Exchange, reader: _Reader, everything: _Everything) -> None:
+    def _write(self, exchange: Exchange, reader: _Reader, snapshot: _Snapshot) -> None:
         reader.has_missed = False
         if reader.view.is_restricted:
-            if (facts := everything.facts(reader.view)) == reader.facts:
+            if (encoded := snapshot.encoded(reader.view)) == reader.encoded:
                 return
-            reader.facts = facts
-        exchange.write(everything.encoded(reader.view))
+            reader.encoded = encoded
+        exchange.write(snapshot.encoded(reader.view))
 
     def _changes(self) -> list[_Frame]:
         """Frames with what has changed since the last call."""
@@ -133,8 +133,8 @@ class FleetFeed:
             frames.append(_Frame("waiting", lambda view: view.waiting(waiting)))
         return frames
 
-    def _everything(self) -> _Everything:
-        return _Everything(node_statuses(self._dispatcher.fleet), dict(self._dispatcher.queue_depths))
+    def _everything(self) -> _Snapshot:
+        return _Snapshot(node_statuses(self._dispatcher.fleet), dict(self._dispatcher.queue_depths))
 
 
 def _node_in(status: dict[str, Any], view: FleetView) -> dict[str, Any]:
@@ -190,13 +190,12 @@ def _node_status(node: Node, catalogue: Catalogue) -> dict[str, Any]:
 
 
 def _comparable(node: Node) -> object:
-    """What decides whether a node has changed: all of it but the ages of its models, of which those that are cold are
-    only listed."""
+    """What decides whether a node has changed: snapshot but the ages of its models; of cold models only the names."""
     models = [
         msgspec.structs.replace(held, status=msgspec.structs.replace(held.status, state_age_s=0.0, idle_s=0.0))
         for held in node.residencies.values()
         if held.state is not ModelState.COLD
     ]
     sizes = [(id, held.status.disk_bytes, held.is_absent, held.failure) for id, held in node.residencies.items()]
-    facts = [(held.status, held.in_flight, held.pinned) for held in models]
-    return msgspec.structs.replace(node, residencies={}), facts, sizes
+    encoded = [(held.status, held.in_flight, held.pinned) for held in models]
+    return msgspec.structs.replace(node, residencies={}), encoded, sizes

@@ -1,4 +1,4 @@
-"""What keys that are not operators' see of the fleet: everything but reasons of failures, files and addresses.
+"""The fleet as keys without operator rights see it: everything but reasons of failures, files and addresses.
 
 Reasons quote messages of nodes and of the network, which name files and hosts. A key with `models` sees these models,
 as if one node without devices had them all.
@@ -17,7 +17,7 @@ from cortex.wire.node.protocol import ModelState
 
 HIDDEN = "an operator's key shows the reason"
 _QUOTING = (Verdict.FAILED.value, Verdict.UNSUPPORTED.value, Verdict.UNHEALTHY.value)
-"""Verdicts whose reason is a message from elsewhere. The others are our own words about memory."""
+"""Verdicts whose reason quotes a message from elsewhere. The other reasons are about memory."""
 
 
 WHOLE_FLEET = "fleet"
@@ -35,9 +35,9 @@ _NO_PLACE: dict[str, Any] = {
     "host_bytes": 0,
     "host_splits": None,
 }
-"""What of a model's status says where it is, and by its speed and its memory on which devices."""
+"""Fields of a model's status that reveal its node or, by speed and memory, its devices."""
 _OF_ANY_PLACE = ("kind", "at", "model", "cause", "bytes")
-"""What of an event says nothing about nodes and other models."""
+"""Fields of an event that reveal nothing about nodes and other models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ def _everywhere(places: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _as_one(nodes: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Nodes that have been filtered, as one that has the models of all and says nothing about any of them."""
+    """Filtered nodes merged into one, which has the models of all and reveals nothing about any of them."""
     found: dict[str, list[dict[str, Any]]] = {}
     for model in (model for node in nodes for model in node["models"]):
         found.setdefault(model["id"], []).append(model)

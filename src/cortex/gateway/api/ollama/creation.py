@@ -47,7 +47,7 @@ PREFIX = "/api/"
 
 
 class CreationRoutes:
-    """Stateless, besides the node that gets the next upload."""
+    """Remembers only the node that gets the next upload."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class CreationRoutes:
         created: CreatedModels,
         change: Change,
     ) -> None:
-        """`change` makes an entry of the catalogue, or removes one, and puts it in force."""
+        """`change` adds or removes an entry of the catalogue and puts that in force."""
         self._dispatcher = dispatcher
         self._nodes = nodes
         self._files = files
@@ -75,11 +75,13 @@ class CreationRoutes:
             Route("POST", f"{PREFIX}copy", self._begin_copy),
             Route("GET", models.BLOBS, self._begin_finding),
             Route("POST", models.BLOBS, self._begin_upload),
+            Route("GET", "/fleet/created", self._show_created),
+            Route("DELETE", "/fleet/created/(?P<name>.+)", self._begin_delete),
         ]
 
     async def delete(self, name: str) -> bool:
-        """Remove a created model, with the files that were uploaded for it alone; what was made of it stays. False:
-        there is none of this name."""
+        """Remove a created model and the files that were uploaded for it alone; models made from it stay. False if no
+        created model has this name."""
         created = self._created_models.read()
         if name not in created.ids and name not in created.aliases:
             return False
@@ -95,6 +97,21 @@ class CreationRoutes:
             await self._delete_uploads(spec, created)
         await self._change(name, None)
         return True
+
+    def _show_created(self, exchange: Exchange) -> Response:
+        self._metering.meter.authenticate_operator(exchange.request)
+        created = self._created_models.read()
+        return json_response({"models": sorted((*created.ids, *created.aliases))})
+
+    def _begin_delete(self, exchange: Exchange, name: str) -> None:
+        self._metering.meter.authenticate_operator(exchange.request)
+
+        async def deleted() -> Response:
+            if not await self.delete(name):
+                raise ModelNotFound(f"No model {shorten(name)} was created here.", param="model")
+            return json_response({"model": name})
+
+        self._deferred.respond(exchange, deleted())
 
     def _begin_finding(self, exchange: Exchange, digest: str) -> None:
         self._metering.meter.authenticate_operator(exchange.request)
@@ -112,7 +129,7 @@ class CreationRoutes:
         return Response(200, (), b"")
 
     async def _upload(self, digest: str, body: Body) -> Response:
-        """Have a node keep a file, the same one for all files of a model."""
+        """Store a file on a node: all files of a model on the same one."""
         node = self._dispatcher.fleet.node(self._upload_node)
         if node is None or not (node.healthy and node.takes_orders):
             self._upload_node = self._files.roomiest_node()
@@ -121,7 +138,7 @@ class CreationRoutes:
             await client.upload(digest, body)
         except UpstreamFault as fault:
             self._upload_node = ""
-            raise UpstreamUnavailable(f"Node {client.name} did not take the upload: {fault}") from fault
+            raise UpstreamUnavailable(f"Node {client.name} did not accept the upload: {fault}") from fault
         except CortexError:  # its disk may be full
             self._upload_node = ""
             raise
@@ -135,7 +152,7 @@ class CreationRoutes:
                 if all([await self._nodes[name].has_upload(digest) for digest in digests]):
                     return self._nodes[name]
             except UpstreamFault as fault:
-                log.debug("%s was not asked for uploads: %s", name, fault)
+                log.debug("%s cannot list its uploads: %s", name, fault)
         return None
 
     def _begin_create(self, exchange: Exchange) -> None:
@@ -204,7 +221,7 @@ class CreationRoutes:
         return entry if self._files.are_shared else msgspec.structs.replace(entry, only_on=(client.name,))
 
     async def _template_of_files(self, creation: modelfile.Creation, client: NodeClient, repository: str) -> str | None:
-        """What `_converted` returns. Raises InvalidValue, and deletes the files, where TEMPLATE cannot be converted."""
+        """As `_converted`. Deletes the files and raises InvalidValue if TEMPLATE cannot be converted."""
         if not creation.template:
             return None
         try:
@@ -215,7 +232,7 @@ class CreationRoutes:
             raise
 
     async def _entry_of_source(self, creation: modelfile.Creation) -> ModelSpec | Alias:
-        """A model of one that is here, of the hub, or of a path on a node."""
+        """A model made from one in the fleet, one on the hub, or a path on a node."""
         fleet, source = self._dispatcher.fleet, creation.source
         try:
             base = None if is_path(source) else self._dispatcher.resolve(source)
@@ -227,7 +244,9 @@ class CreationRoutes:
             context_tokens = min(filter(None, (described.context_tokens, named)), default=None)
             template = None
             if creation.template:
-                own = base.spec.chat_template or await chat_template(fleet, self._nodes, base.model_id)
+                own = base.spec.chat_template or await chat_template(
+                    fleet, self._nodes, listing.files_of(fleet, base.spec)
+                )
                 template = _converted(creation.template, own)
             return created_entry(creation, base, None, context_tokens, template)
         files = None if is_path(source) else self._files.source_of(plain_name(source))
@@ -243,8 +262,8 @@ class CreationRoutes:
 
 
 async def chat_template(fleet: Fleet, nodes: Mapping[str, NodeClient], model: str) -> str:
-    """The chat template of a model, from the first node that knows it; empty where none does: only a server knows it,
-    or the files are not there."""
+    """The chat template of a model, from the first node that knows it. Empty if none does: only a server knows it, or
+    no node has the files."""
     for node in fleet.listing(model):
         if node.healthy and node.takes_orders:
             try:
@@ -255,22 +274,22 @@ async def chat_template(fleet: Fleet, nodes: Mapping[str, NodeClient], model: st
 
 
 def _converted(template: str, own_template: str) -> str | None:
-    """A TEMPLATE as a chat template; None: it has the shape of the model's own one, which also has a place for tools.
-    Raises InvalidValue."""
+    """A TEMPLATE as a chat template. None if it matches the model's own template, which also supports tools. Raises
+    InvalidValue."""
     if modelfile.foreign_markers(template, own_template) == ():
         return None
     try:
         return to_jinja(template)
     except TemplateProblem as problem:
         raise InvalidValue(
-            f"This TEMPLATE cannot be converted: {problem}. What can be is {SUPPORTED}. Without TEMPLATE, the model is "
+            f"This TEMPLATE cannot be converted: {problem}. Supported are {SUPPORTED}. Without TEMPLATE, the model is "
             "prompted with the template of its files.",
             param="template",
         ) from problem
 
 
 def _repository_for(creation: modelfile.Creation) -> str:
-    """What the repository of the model's files is called: it has the same name as long as they are the same."""
+    """The repository's name, which is the same for the same files."""
     listed = "".join(f"{path}\0{digest}\n" for path, digest in sorted(creation.files.items()))
     slug = re.sub(r"[^A-Za-z0-9]+", "-", creation.name).strip("-")[:64] or "model"
     return f"{UPLOADED}/{slug}-{hashlib.sha256(listed.encode()).hexdigest()[:8]}"
@@ -294,9 +313,9 @@ def created_entry(
     context_tokens: int | None,
     chat_template: str | None,
 ) -> ModelSpec | Alias:
-    """The entry of the catalogue: another name for a model that is here, or a model of its own where it is not, or is
-    loaded in another way. `base`: the model that is here, with `context_tokens`. `files`: those of the hub.
-    `chat_template`: in place of that of its files."""
+    """The catalogue entry: another name for an existing model, or a model of its own if there is none or it is loaded
+    differently. `base`: the existing model, with `context_tokens`. `files`: those on the hub. `chat_template` replaces
+    that of the files."""
     preset = creation.preset if base is None or base.preset is None else creation.preset.over(base.preset)
     wanted = creation.context_tokens
     is_longer = wanted is not None and (context_tokens is None or wanted > context_tokens)

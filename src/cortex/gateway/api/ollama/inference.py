@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 
 
 class OllamaInference:
-    """Serves the routes that generate. Whom a model may be taken from is a matter of operators: other keys do not
-    unload it, and neither do web pages of others where no key is needed."""
+    """Serves the routes that generate. Only operators' keys may unload models; without keys, pages of other sites may
+    not."""
 
     def __init__(self, inference: Inference, operator: OperatorCommands, cross_site: CrossSiteCheck) -> None:
         self._inference = inference
@@ -39,25 +39,25 @@ class OllamaInference:
         self._inference.receive(exchange, route, self._serve)
 
     def _serve(self, received: ReceivedRequest) -> None:
-        facts = received.envelope.facts
-        if facts.unloads and facts.loads_only:
+        summary = received.envelope.summary
+        if summary.unloads and summary.loads_only:
             self._unload_only(received)
             return
-        if facts.context_tokens:
-            self._ask_for_context(received.key, facts.model, facts.context_tokens)
+        if summary.context_tokens:
+            self._ask_for_context(received.key, summary.model, summary.context_tokens)
         keeper: _AfterResponse | None = None
-        if facts.unloads:
+        if summary.unloads:
             try:
                 self._check_operator(received)
-                keeper = _AfterResponse(partial(self._unload_idle, facts.model))
+                keeper = _AfterResponse(partial(self._unload_idle, summary.model))
             except (OperatorOnly, CrossSiteRequest) as error:
-                log.debug("%s stays loaded after a response: %s", facts.model, error)
-        elif facts.keep_alive_s and self._inference.services.dispatcher.fleet.rules.max_keep_alive_s:
-            keeper = _AfterResponse(partial(self._keep, facts.model, facts.keep_alive_s))
+                log.debug("%s stays loaded after a response: %s", summary.model, error)
+        elif summary.keep_alive_s and self._inference.services.dispatcher.fleet.rules.max_keep_alive_s:
+            keeper = _AfterResponse(partial(self._keep, summary.model, summary.keep_alive_s))
         self._inference.serve(received, keeper)
 
     def _ask_for_context(self, key: KeySection | None, name: str, tokens: int) -> None:
-        """Unload the model where its next load, which the request then waits for, has that context."""
+        """Unload the model where the next load, for which the request then waits, gets that context."""
         dispatcher = self._inference.services.dispatcher
         try:
             model = dispatcher.resolve(name).model_id
@@ -86,7 +86,7 @@ class OllamaInference:
             raise OperatorOnly("Only an operator's key unloads models; leave keep_alive out.")
 
     def _unload_only(self, received: ReceivedRequest) -> None:
-        name = received.envelope.facts.model
+        name = received.envelope.summary.model
         try:
             self._check_operator(received)
             self._inference.services.dispatcher.resolve(name)  # raises ModelNotFound
@@ -116,7 +116,7 @@ class OllamaInference:
 
 
 class _AfterResponse:
-    """A `ResponseKeeper` that keeps nothing; `then` follows a response without an error."""
+    """A `ResponseKeeper` that keeps nothing and calls `then` after a response without an error."""
 
     kept: KeptResponse | None = None
     headers: Headers = ()

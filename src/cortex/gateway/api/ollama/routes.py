@@ -33,9 +33,9 @@ from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.system.tasks import OwnedTasks
 from cortex.wire.dialects.ollama import lines, models
+from cortex.wire.dialects.ollama.errors import OLLAMA
 from cortex.wire.errors import (
     CortexError,
-    Family,
     LoadFailed,
     ModelNotFound,
     NotImplementedHere,
@@ -102,7 +102,7 @@ class OllamaRoutes:
         self._deferred.respond(exchange, self._delete(models.read_name(exchange.request.body)))
 
     async def close(self) -> None:
-        """Stop following; nodes finish their downloads without us."""
+        """Stop following; nodes finish their downloads by themselves."""
         await self._tasks.cancel()
 
     def _listing(self, name: str, key: KeySection | None) -> dict[str, Any]:
@@ -114,7 +114,8 @@ class OllamaRoutes:
 
     async def _show(self, resolution: Resolution, name: str) -> Response:
         spec = resolution.spec
-        template = spec.chat_template or await chat_template(self._dispatcher.fleet, self._nodes, spec.id)
+        files = listing.files_of(self._dispatcher.fleet, spec)
+        template = spec.chat_template or await chat_template(self._dispatcher.fleet, self._nodes, files)
         described = listing.described(self._dispatcher.fleet, spec, self._created, self._dispatcher.now, name)
         alias = self._dispatcher.catalogue.aliases.get(resolution.alias or "")
         license = alias.license if isinstance(alias, Alias) else None
@@ -128,7 +129,7 @@ class OllamaRoutes:
         return json_response(models.show(described))
 
     async def _delete(self, name: str) -> Response:
-        """Deletes the files of a model, or the quantisation that `name` has, from every node that has them."""
+        """Deletes a model's files, or only the quantisation in `name`, from every node that has them."""
         if await self._creations.delete(name):
             return Response(200, (), b"")
         resolution = self._dispatcher.resolve(name)
@@ -168,7 +169,7 @@ async def _wait_for(exchange: Exchange, job: Job) -> None:
     job.on_end(ended.set)
     await ended.wait()
     error = _error(job)
-    response = json_response({"status": "success"}) if error is None else error_response(error, Family.OLLAMA)
+    response = json_response({"status": "success"}) if error is None else error_response(error, OLLAMA)
     exchange.respond(*response)
 
 

@@ -52,9 +52,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 READ_TIMEOUT_S = 5.0
-"""The limit of calls that read a state, and of polls of foreign servers: a busy one is late, and not down."""
+"""Limit for calls that read state, and for polls of foreign servers: a busy one responds late but is not down."""
 LOAD_CALL_TIMEOUT_S = 3600.0
-"""A node may hold the load call until the model is ready; polls show meanwhile that the node is up."""
+"""A node may respond to a load only when the model is ready; polls show meanwhile that it is up."""
 CONTROL_TIMEOUT_S = 30.0
 DELETE_TIMEOUT_S = 120.0
 """Deleting hundreds of gigabytes takes a slow disk a while."""
@@ -63,7 +63,7 @@ HUB_TIMEOUT_S = 60.0
 """A node tries several times to reach the hub."""
 PREPARE_TIMEOUT_S = 300.0
 """A server may take long to print its version."""
-SURVEY_TIMEOUT_S = 300.0
+INSPECTION_TIMEOUT_S = 300.0
 """The headers of a large model on a slow disk take a while."""
 USAGE_TIMEOUT_S = 10.0
 """A node waits briefly for the end of the request whose usage is read."""
@@ -136,8 +136,7 @@ def _blob(digest: str) -> bytes:
 
 
 def num_kept(num_files: int, num_nodes: int) -> int:
-    """How many idle connections to each node a process that may open `num_files` keeps: together half of its
-    reserve."""
+    """How many idle connections per node a process with a limit of `num_files` keeps: half of its reserve in all."""
     return max(1, min(MAX_KEPT, open_files.reserve(num_files) // 2 // max(1, num_nodes)))
 
 
@@ -169,7 +168,7 @@ class NodeClient:
         self.headers: Headers = ((b"authorization", f"Bearer {key}".encode()),) if key else ()
         """Sent with every call to this node."""
         self.served_needs: set[tuple[str, str]] = set()
-        """What a foreign server has responded to without an error: model and need."""
+        """Requests that a foreign server has served without an error: model and need."""
 
     @classmethod
     def of(
@@ -197,7 +196,7 @@ class NodeClient:
         )
 
     def as_neighbour(self, repository: str) -> Neighbour:
-        """This node as another one reaches it for the files of a repository. Raises OSError: its `ca_file` is gone."""
+        """How another node reaches this one for the files of a repository. Raises OSError if its `ca_file` is gone."""
         return Neighbour(
             name=self.name,
             url=self.section.endpoint.rstrip("/").removesuffix("/v1"),
@@ -247,12 +246,12 @@ class NodeClient:
         return status
 
     async def prepare_member(self, request: PrepareMember) -> PreparedMember:
-        """Have the node choose the ports of a member of a group, and hold them for its load."""
+        """Make the node choose the ports of a group member and hold them for its load."""
         return await self._post(b"/groups/prepare", request, PreparedMember, PREPARE_TIMEOUT_S)
 
-    async def survey(self, request: LoadRequest) -> ModelStatus:
-        """Have the node list the model and read its files, without a load. Raises the node's error when it may not."""
-        return await self._post(b"/models/survey", request, ModelStatus, SURVEY_TIMEOUT_S)
+    async def inspect(self, request: LoadRequest) -> ModelStatus:
+        """Make the node list the model and read its files, without a load. Raises the node's error if it must not."""
+        return await self._post(b"/models/inspect", request, ModelStatus, INSPECTION_TIMEOUT_S)
 
     async def request_usage(self, attempt_id: str) -> Usage:
         """The usage of a request whose client disconnected."""
@@ -267,7 +266,7 @@ class NodeClient:
         return (await self._get(f"/props?model={quote(model, safe='')}".encode(), _Props)).chat_template
 
     async def forget_size(self, model: str) -> ModelStatus:
-        """Have the node estimate the model as if it had never been loaded there."""
+        """Discard the node's measured size of the model, so that it estimates again."""
         return await self._post(
             b"/models/forget-size", ForgetSizeRequest(model_id=model), ModelStatus, CONTROL_TIMEOUT_S
         )
@@ -277,7 +276,7 @@ class NodeClient:
         return (await self._post(f"/devices/{device}/recycle".encode(), {}, Recycled, timeout_s)).recycled
 
     async def suspend(self) -> Suspended:
-        """Have the node suspend itself; it has begun to when this returns. Raises ModelInUse while it works."""
+        """Make the node suspend itself; returns when it has begun to. Raises ModelInUse while it is busy."""
         return await self._post(b"/suspend", {}, Suspended, CONTROL_TIMEOUT_S)
 
     async def pull(self, request: FilesRequest) -> PullStatus:
@@ -313,14 +312,14 @@ class NodeClient:
         return response.status == 200
 
     async def upload(self, digest: str, body: Body) -> None:
-        """Have the node keep a file for `assemble`."""
+        """Store a file on the node for `assemble`."""
         response = await self.pool.fetch(b"POST", _blob(digest), self.headers, body, timeout_s=UPLOAD_TIMEOUT_S)
         if response.status >= 400:
             raise error_from(self.name, response.status, response.body)
 
     async def assemble(self, request: AssembleRequest) -> AssembledFiles:
-        """Have the node make a repository of uploaded files."""
-        return await self._post(b"/files/assemble", request, AssembledFiles, SURVEY_TIMEOUT_S)
+        """Make a repository of uploaded files on the node."""
+        return await self._post(b"/files/assemble", request, AssembledFiles, INSPECTION_TIMEOUT_S)
 
     async def hub_repository(self, source: str) -> HubRepository:
         """What a repository of the hub offers, as the node sees it."""

@@ -16,7 +16,7 @@ Resolve = Callable[[str], Awaitable[Collection[str]]]
 """The addresses of a name; empty where the name has none. Raises OSError when there is no response."""
 
 MAX_MISSES = 3
-"""A node leaves after this many resolutions in a row without its address: one response may be incomplete."""
+"""A node leaves after this many consecutive resolutions without its address, because a response may be incomplete."""
 TIMEOUT_S = 5.0
 _NO_ADDRESSES = (socket.EAI_NONAME, socket.EAI_NODATA)
 

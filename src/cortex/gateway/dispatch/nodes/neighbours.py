@@ -1,4 +1,4 @@
-"""Which nodes have the files that another one is about to get, so that it asks them before the hub."""
+"""Finds nodes that have files that another node needs, which asks them before the hub."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Neighbours:
         self.is_on = is_on
 
     def in_load(self, node: str, request: LoadRequest) -> LoadRequest:
-        """The order with the neighbours that it names to `node`."""
+        """The order, with the neighbours for `node` filled in."""
         return msgspec.structs.replace(request, neighbours=self._named(node, request.model_id, request.source))
 
     def in_pull(self, node: str, request: FilesRequest, also: Collection[str] = ()) -> FilesRequest:
@@ -53,7 +53,7 @@ class Neighbours:
         ]
 
     def is_on_path(self, model: str, source: str | None) -> bool:
-        """Whether the files of the model are at a path on a node, which no other node asks for."""
+        """Whether the model's files are at a path on a node; such files are not shared."""
         return self._repository(self._read_fleet(), model, source) is None
 
     def _named(self, node: str, model: str, source: str | None, also: Collection[str] = ()) -> tuple[Neighbour, ...]:
@@ -65,11 +65,11 @@ class Neighbours:
             try:
                 found.append(self._nodes[name].as_neighbour(repository))
             except OSError as error:
-                log.warning("%s cannot be asked for files: %s", name, error)
+                log.warning("%s is left out as a source of files: %s", name, error)
         return tuple(found)
 
     def _repository(self, fleet: Fleet, model: str, source: str | None) -> str | None:
-        """That of the model: by the order, by a node that knows it, or by its name."""
+        """The model's repository: from the order, from a node that knows it, or from its name."""
         if source is None:
             held = (node.residencies.get(model) for node in fleet.nodes)
             source = next((each.status.source for each in held if each is not None and each.status.source), model)

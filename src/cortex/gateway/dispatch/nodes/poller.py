@@ -11,10 +11,11 @@ import msgspec
 from cortex.gateway.dispatch.nodes.client import ForeignModel, NodeClient
 from cortex.http.upstream.faults import UpstreamFault
 from cortex.system.tasks import SupervisedTask, Supervisor
+from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import CortexError
-from cortex.wire.node.protocol import Capabilities, Dialect, Discovery, Health, ModelState, ModelStatus
+from cortex.wire.node.protocol import Capabilities, Discovery, Health, ModelState, ModelStatus
 
-FOREIGN_DIALECTS: tuple[Dialect, ...] = ("openai_chat", "openai_completions")
+FOREIGN_DIALECTS = tuple(name for name, dialect in DIALECTS.items() if dialect.spoken_by == "servers")
 """The dialects of any OpenAI-compatible server."""
 REDISCOVER_EVERY = 60
 """The hardware of a node is read again after this many polls."""
@@ -31,7 +32,7 @@ class PollListener(Protocol):
 
 
 def merged(last: Health | None, health: Health) -> Health | None:
-    """The whole report, where `health` is the change since `last`. None: it is the change since another one."""
+    """The whole report, if `health` has the changes since `last`. None if it has those since another report."""
     if health.since is None:
         return health
     if last is None or last.revision != health.since:
@@ -123,8 +124,8 @@ class Poller:
         return self._discovery, health
 
     async def _read_foreign(self) -> tuple[Discovery, Health]:
-        """A foreign server counts as a node without devices whose models are always ready. It does not say what they
-        can do: embeddings and ranks count once it has made some."""
+        """A foreign server counts as a node without devices whose models are always ready. It does not report
+        capabilities: a model has embeddings or ranks once it has served some."""
         models = await self._client.foreign_models()
         if named := self._client.section.models:
             listed = {model.id: model for model in models}

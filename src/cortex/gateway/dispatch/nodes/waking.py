@@ -19,7 +19,7 @@ def magic_packet(mac: str) -> bytes:
 
 
 async def wake(rules: WakeRules, env: Mapping[str, str] = os.environ) -> None:
-    """Returns when the node was told; it responds later. Raises UpstreamUnavailable."""
+    """Returns when the command was sent; the node responds later. Raises UpstreamUnavailable."""
     if rules.mac is not None:
         try:
             send_packet(rules)

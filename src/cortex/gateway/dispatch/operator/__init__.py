@@ -1,1 +1,1 @@
-"""What operators order by hand, and what of it outlives a restart."""
+"""Operators' manual orders, and those that outlive a restart."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -21,15 +23,6 @@ EXPIRE_S = 600.0
 """How often entries that are too old are deleted."""
 MAX_WAITING = 10_000
 """Entries that wait in memory for the database; the oldest ones beyond it are lost."""
-MAX_ENTRIES = 1_000_000
-"""The oldest entries beyond it are deleted, so that no key can fill the disk."""
-MAX_REJECTED = 100_000
-"""The oldest of rejected requests beyond it are deleted first, so that no key without rights can push out the changes
-of others."""
-MAX_WITHOUT_KEY = 20_000
-"""The same for what failed without a valid key, as sign-ins do: unauthenticated clients push out no records of keys."""
-MAX_SIGN_INS = 100_000
-"""The same for sign-ins, which every key may make as often as it likes."""
 SIGN_IN_ACTIONS = ("POST /session", "GET /session/callback", "HEAD /session/callback")
 MAX_DETAIL = 1000
 
@@ -81,7 +74,7 @@ class AuditEntry(msgspec.Struct, frozen=True):
 
     at_ms: int
     key_id: str
-    """Empty: there is no key, on an open gateway, for a failed sign-in, a change of the configuration file or a command
+    """Empty without a key: on an open gateway, for a failed sign-in, a change of the configuration file, or a command
     that writes to the database."""
     key_name: str
     client: str
@@ -89,19 +82,40 @@ class AuditEntry(msgspec.Struct, frozen=True):
     action: str
     """Method and path, such as `POST /fleet/models/small/unload`."""
     detail: str
-    """The body of the request, shortened; for a sign-in, what came of it."""
+    """The body of the request, shortened; for a sign-in, its outcome."""
     status: int
     """The HTTP status of the response; 0 where there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditLimits:
+    """Numbers of entries to keep; older ones are deleted."""
+
+    entries: int = 1_000_000
+    """All entries, so that no key can fill the disk."""
+    rejected: int = 100_000
+    """Rejected requests, which are deleted first, so that no key without rights can displace the changes of others."""
+    without_key: int = 20_000
+    """Failures without a valid key, such as sign-ins, so that unauthenticated clients displace no records of keys."""
+    sign_ins: int = 100_000
+    """Sign-ins, which every key may repeat without limit."""
 
 
 class AuditLog:
     """Belongs to the loop."""
 
-    def __init__(self, database: Database, retention_days: int, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        database: Database,
+        retention_days: int,
+        clock: Callable[[], float] = time.time,
+        limits: AuditLimits | None = None,
+    ) -> None:
         """0 days: nothing is recorded. A database that does not exist is created when there is something to write."""
         self._database = database.use(SCHEMA)
         self._retention_days = retention_days
         self._clock = clock
+        self._limits = limits or AuditLimits()
         self._waiting = WaitingRows(database, _add, MAX_WAITING)
         self._expired_at = clock()
 
@@ -129,7 +143,8 @@ class AuditLog:
         if not self._waiting and not is_due:
             return
         oldest_ms = int((now - self._retention_days * DAY_S) * 1000)
-        if await self._waiting.flush((lambda execute: _expire(execute, oldest_ms)) if is_due else None) and is_due:
+        expire = partial(_expire, oldest_ms=oldest_ms, limits=self._limits)
+        if await self._waiting.flush(expire if is_due else None) and is_due:
             self._expired_at = now
 
     async def read(self, since: float, until: float, limit: int, key: str = "") -> list[AuditEntry]:
@@ -145,7 +160,7 @@ class AuditLog:
 
 
 def record_changed_keys(audit: AuditLog, before: Sequence[NamedKey], after: Sequence[NamedKey]) -> None:
-    """Record the keys that a reload of the configuration file has put in or out of force."""
+    """Record the keys that a reload of the configuration file has added or removed."""
     old, new = ({key.id: key for key in keys} for keys in (before, after))
     for change, ids in (
         ("added", new.keys() - old.keys()),
@@ -171,13 +186,13 @@ def _add(execute: Execute, entry: AuditEntry) -> None:
     execute(_ADD, msgspec.structs.astuple(entry))
 
 
-def _expire(execute: Execute, oldest_ms: int) -> None:
+def _expire(execute: Execute, oldest_ms: int, limits: AuditLimits) -> None:
     execute(_EXPIRE, (oldest_ms,))
     for nth, expire, max_entries in (
-        (_NTH_WITHOUT_KEY, _EXPIRE_WITHOUT_KEY, MAX_WITHOUT_KEY),
-        (_NTH_SIGN_IN, _EXPIRE_SIGN_INS, MAX_SIGN_INS),
-        (_NTH_REJECTED, _EXPIRE_REJECTED, MAX_REJECTED),
-        (_NTH, _EXPIRE, MAX_ENTRIES),
+        (_NTH_WITHOUT_KEY, _EXPIRE_WITHOUT_KEY, limits.without_key),
+        (_NTH_SIGN_IN, _EXPIRE_SIGN_INS, limits.sign_ins),
+        (_NTH_REJECTED, _EXPIRE_REJECTED, limits.rejected),
+        (_NTH, _EXPIRE, limits.entries),
     ):
         for (beyond_ms,) in execute(nth, (max_entries,)):
             execute(expire, (beyond_ms + 1,))

@@ -1,4 +1,4 @@
-"""What operators decided and restarts must not undo: pinned models and drained nodes, kept in the gateway's database.
+"""Operators' decisions that survive restarts, pinned models and drained nodes, kept in the gateway's database.
 
 Gateways that share a database share these decisions. While the database is unavailable, a gateway goes on with what it
 knows and writes its own changes later.
@@ -22,9 +22,9 @@ SCHEMA = Schema(
 )
 INTERVAL_S = 1.0
 STORE_S = 10.0
-"""How long an order waits for the database; what it changed is written later then."""
+"""How long an order waits for the database; after that its change is written later."""
 READ_EVERY = 5
-"""A gateway that has nothing to write reads the changes of other gateways once in this many calls."""
+"""A gateway without changes of its own reads those of other gateways once in this many calls."""
 
 
 class Decisions(NamedTuple):
@@ -55,7 +55,7 @@ class OperatorState:
         self._dispatcher = dispatcher
         self._database = database.use(SCHEMA)
         self._stored = Decisions()
-        """As the database had it last."""
+        """As last read from the database."""
         self._num_calls = 0
         self._turn = asyncio.Lock()
 
@@ -66,7 +66,7 @@ class OperatorState:
             await self.synchronise()
 
     async def synchronise(self) -> None:
-        """Write what changed here, and adopt what changed elsewhere. Never raises."""
+        """Write local changes and adopt those of other gateways. Never raises."""
         async with self._turn:
             await self._synchronise()
 

@@ -1,1 +1,1 @@
-"""What is recorded of a request when it has ended: usage, counters, span, log line, activity."""
+"""Records of a completed request: usage, counters, span, log line, activity."""

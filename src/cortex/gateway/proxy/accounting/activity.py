@@ -1,7 +1,7 @@
 """The latest requests, kept in memory for operators and for the owners of keys.
 
-A request costs one object when it ends. JSON is made only when somebody reads. Prompts and responses are kept only
-where the operator turned that on, up to a number of bytes, and without the text that the operator's patterns match.
+A request costs one object when it ends. JSON is made only on reading. Prompts and responses are kept only if the
+operator enables it, up to a number of bytes, and with text that matches the operator's patterns redacted.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from cortex.wire.words import about, os_error_in_words
 
 REDACTED = b"[redacted]"
 _MARGIN_BYTES = 4096
-"""Text after the part of a request that is kept, which is searched too: a match may begin before it and end in it."""
+"""Text after the kept part of a request that is searched too, because a match may extend into it."""
 
 Subscriber = Callable[["RequestRecord"], None]
 
 
 class Capture(NamedTuple):
-    """What is kept of the texts of one request."""
+    """The kept texts of one request."""
 
     request: bytes
     """The start of the client's body."""
@@ -43,11 +43,11 @@ class Capture(NamedTuple):
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One request that has ended. Thousands of them are kept, so the garbage collector does not look at them: a record
-    refers only to values."""
+    """One completed request. Thousands are kept, so the garbage collector does not track them: a record refers only to
+    values."""
 
     number: int
-    """Counts all requests of this gateway, from 1."""
+    """Number of the request at this gateway, from 1."""
     id: bytes
     ended_at: float
     """Seconds since 1970."""
@@ -70,7 +70,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     load_s: float = 0.0
     """The part of `waited_s` in which the model was loaded or woken."""
     first_token_s: float | None = None
-    """Time to the first token; None where it is not known: for a whole response of another server."""
+    """Time to the first token; None if unknown, as for a whole response of another server."""
     duration_s: float = 0.0
     num_attempts: int = 0
     request_class: str = "default"
@@ -101,7 +101,7 @@ class ActivityLog:
         self.configure(section)
 
     def configure(self, section: ActivitySection) -> None:
-        """Use a changed configuration. Captures that it does not allow any more are dropped."""
+        """Use a changed configuration. Captures that it no longer allows are dropped."""
         self._section = section
         self.captures = section.capture
         """Whether `capture` keeps anything."""
@@ -117,8 +117,7 @@ class ActivityLog:
     def capture(self, request: bytes, response_end: bytes, *, is_stream: bool) -> Capture:
         """The texts of a request as they may be kept.
 
-        Of a stream nothing is kept where there are patterns: its text is divided among events, so that they would not
-        match.
+        With patterns, nothing of a stream is kept: its text is split over events, where they would not match.
         """
         limit = self._section.capture_kb * 1024
         if is_stream and self._patterns:
@@ -158,7 +157,7 @@ class ActivityLog:
         return reversed(self._records)
 
     def forget(self, matches: Callable[[RequestRecord], bool]) -> int:
-        """Remove the records that match, with what was captured of them; returns how many."""
+        """Remove the matching records and their captures; returns how many."""
         kept = [record for record in self._records if not matches(record)]
         num_removed = len(self._records) - len(kept)
         self.version += 1
@@ -189,7 +188,7 @@ MOST_RECORDS = 10_000
 
 
 class ActivityFile:
-    """Reading and writing never raise: on failure they log, and the activity ends with the process.
+    """Reading and writing never raise: a failure is logged, and the activity is lost with the process.
 
     A gateway that takes over from another one claims the file with its first write; the other writes no more.
     """
@@ -200,7 +199,7 @@ class ActivityFile:
         self._inode: int | None = None
         """The inode of the file that this process wrote last."""
         self._written = 0
-        """The version of the activity that it has."""
+        """The version of the activity that it contains."""
         self._failing = False
 
     async def restore(self) -> None:
@@ -215,7 +214,7 @@ class ActivityFile:
             await self.save()
 
     async def save(self) -> None:
-        """Write the requests if there are others than in the file."""
+        """Write the requests if they differ from the file."""
         version = self._activity.version
         if version != self._written:
             await asyncio.to_thread(self._write, version, self._activity.latest(MOST_RECORDS))

@@ -22,7 +22,7 @@ from cortex.wire.events import Usage
 from cortex.wire.words import duration
 
 SHOWN_QUEUE_MS = 100
-"""The record of a request says why it waited for a slot if that took as long."""
+"""A request that waited this long for a slot has the reason in its record."""
 
 log = logging.getLogger("cortex.access")
 budget_log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ BYTES_PER_STREAMED_TOKEN = 200
 
 @dataclass(slots=True, eq=False)
 class RequestAccounting:
-    """The facts about one request. The `ProxyRequest` writes them and calls `close` exactly once."""
+    """The record of one request. The `ProxyRequest` writes it and calls `close` exactly once."""
 
     services: Services
     route: InferenceRoute
@@ -48,12 +48,12 @@ class RequestAccounting:
     admitted: AdmittedRequest
     stream: bool
     started_at: float
-    """When all of its bytes were there."""
+    """When all of its bytes had arrived."""
     status: int = 0
     """The HTTP status for the client; 0 before there is one."""
     error_code: str | None = None
     relayed_code: str | None = None
-    """The code in an error response that a node sent and the client got as it was."""
+    """The code of a node's error response that the client got unchanged."""
     error_message: str | None = None
     """For operators: it may name nodes and files."""
     capture: Capture | None = None
@@ -67,9 +67,9 @@ class RequestAccounting:
     num_attempts: int = 0
     """How often it was sent to a node."""
     attempt_number: int = 0
-    """Differs for every attempt of this gateway."""
+    """Unique for every attempt of this gateway."""
     overhead_s: float | None = None
-    """The time that the gateway itself took until it first sent the request."""
+    """The gateway's own time until it first sent the request."""
     sent_at: float = 0.0
     """When it was last sent to a node."""
     first_data_at: float | None = None
@@ -100,8 +100,7 @@ class RequestAccounting:
         return self.sent_at - self.started_at
 
     def _first_token_s(self) -> float | None:
-        """The first byte of a whole response comes with its last token: its node says when the first one came, if it is
-        ours."""
+        """The first byte of a whole response comes with its last token. A neuron reports the time of the first."""
         if not self.stream:
             reported_s = self.reported_first_token_s
             return None if reported_s is None else self.held_s + reported_s
@@ -113,11 +112,11 @@ class RequestAccounting:
         return b"%b-%x" % (_GATEWAY_ID, self.attempt_number)
 
     def failed_with(self, error: CortexError) -> None:
-        """The client gets this error, or as much of it as its key may see."""
+        """The client gets this error, as far as its key may see it."""
         self.error_code, self.error_message = error.code, error.message
 
     def failed_at(self, lease: Lease) -> None:
-        """A node did not serve the request; another one may."""
+        """A node failed to serve the request; another may serve it."""
         self.failed_nodes += (lease.node,)
         self.services.metrics.retries.labels(self.admitted.model, lease.node).inc()
 
@@ -167,14 +166,14 @@ class RequestAccounting:
             self._log(node, outcome, usage)
 
     def _estimate(self, num_response_bytes: int) -> Usage:
-        """A rough estimate by size, for a response that reports no usage: it must not be free. No node uses more tokens
+        """A rough estimate by size, so that a response without reported usage is not free. No node uses more tokens
         than the request reserved."""
         if self.route.need == "relay":
             spec = self.services.dispatcher.catalogue.spec(self.admitted.model)
             minutes = (self.services.clock() - self.sent_at) / 60
             return Usage(prompt_tokens=spec.tokens_per_request + round(spec.tokens_per_minute * minutes))
         bytes_per_token = BYTES_PER_STREAMED_TOKEN if self.stream else BYTES_PER_TOKEN
-        prompt = (len(self.received.body) - self.received.envelope.facts.picture_bytes) // BYTES_PER_TOKEN
+        prompt = (len(self.received.body) - self.received.envelope.summary.picture_bytes) // BYTES_PER_TOKEN
         completion = num_response_bytes // bytes_per_token if self.route.generates else 0
         if (limit := self.admitted.reservation.token_limit) is not None:
             prompt = min(prompt, limit)
@@ -231,10 +230,11 @@ class RequestAccounting:
         )
 
     def _ended_at_budget(self, usage: Usage) -> bool:
-        """Whether the budget, and not the client's limit or the model, ended the choices: each has its part of it."""
+        """Whether the budget ended the choices, not the client's limit or the model. Each choice has an equal part of
+        it."""
         reservation = self.admitted.reservation
         limit = reservation.token_limit
-        num_choices = self.received.envelope.facts.num_choices
+        num_choices = self.received.envelope.summary.num_choices
         if limit is None or usage.prompt_tokens + usage.completion_tokens + num_choices <= limit:
             return False
         return reservation.may_end_response and self.route.generates
@@ -268,7 +268,7 @@ class RequestAccounting:
         return "prefill" if self.num_attempts else "wait"
 
     def _result(self, outcome: Outcome) -> str:
-        """The outcome for operators. A stream that ended with an error event is complete for the relay only."""
+        """The outcome for operators. A stream that ended with an error event counts as complete only for the relay."""
         return "failed" if self.error_code is not None and outcome is _COMPLETE else outcome
 
     def _failure(self) -> str | None:
@@ -310,7 +310,7 @@ class RequestAccounting:
             "cortex.outcome": self._result(outcome),
             "cortex.attempts": self.num_attempts,
             MODEL: self.admitted.model,
-            OPERATION: operation_name(self.route.dialect if self.route.generates else self.route.need),
+            OPERATION: self.route.codec.operation if self.route.generates else operation_name(self.route.need),
             STATUS_CODE: self.status,
         }
         if usage is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -19,11 +20,6 @@ DAY_S = 86400
 FLUSH_S = 1.0
 EXPIRE_S = 600.0
 """How often requests that are too old are deleted."""
-MAX_WAITING = 20_000
-"""Requests that wait in memory for the database; the oldest ones beyond it are lost."""
-MAX_SEARCHED = 500_000
-"""Requests that one reading looks at, some seconds of its thread."""
-_PAGE = 500
 _MANY = 2**53
 _NEVER_S = 1e11
 
@@ -51,18 +47,35 @@ _FORGET = "DELETE FROM request_log WHERE request_id = ? AND key_id = ? AND ended
 Matches = Callable[[RequestRecord], bool]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogLimits:
+    waiting: int = 20_000
+    """Requests that may wait in memory for the database; older ones beyond it are lost."""
+    searched: int = 500_000
+    """Requests that one search reads at most, which takes seconds on its thread."""
+    page: int = 500
+    """Requests that are read at once."""
+
+
 class SearchTooLong(Exception):
-    """More than `MAX_SEARCHED` requests were read, and too few of them match."""
+    """`LogLimits.searched` requests were read, and too few match."""
 
 
 class RequestLog:
     """Belongs to the loop."""
 
-    def __init__(self, activity: ActivityLog, database: Database, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        activity: ActivityLog,
+        database: Database,
+        clock: Callable[[], float] = time.time,
+        limits: LogLimits | None = None,
+    ) -> None:
         """A database that does not exist is created when there is something to write or to read."""
+        self.limits = limits or LogLimits()
         self._database = database.use(SCHEMA)
         self._clock = clock
-        self._waiting = WaitingRows(database, _add, MAX_WAITING)
+        self._waiting = WaitingRows(database, _add, self.limits.waiting)
         self._expired_at = 0.0
         self._activity = activity
         self._retention_days = 0
@@ -70,7 +83,7 @@ class RequestLog:
 
     @property
     def retention_days(self) -> int:
-        """0: nothing is written, and requests pass here unseen."""
+        """0 disables the log."""
         return self._retention_days
 
     @retention_days.setter
@@ -89,7 +102,8 @@ class RequestLog:
             await self.flush()
 
     async def flush(self) -> None:
-        """Write what has ended, and delete what is too old. Never raises. Goes on where its caller is cancelled."""
+        """Write completed requests and delete those that are too old. Never raises. Continues if its caller is
+        cancelled."""
         now = self._clock()
         is_due = self.retention_days > 0 and now - self._expired_at >= EXPIRE_S
         if not self._waiting and not is_due:
@@ -108,18 +122,18 @@ class RequestLog:
         key_id: str | None = None,
         request_id: str | None = None,
     ) -> list[RequestRecord]:
-        """The newest `limit` requests that ended in [since, until) and match, newest first; only those of one key or
-        id where it is given, without reading the others. Raises StoreError and SearchTooLong."""
+        """The newest `limit` matching requests that ended in [since, until), newest first. A key or id restricts what
+        is read. Raises StoreError and SearchTooLong."""
         await self.flush()
         wanted = {"key_id": key_id, "request_id": request_id}
         return await self._database.report(
-            lambda execute: _read(execute, since, until, limit, matches, wanted, most=MAX_SEARCHED)
+            lambda execute: _read(execute, since, until, limit, matches, wanted, self.limits)
         )
 
     async def forget(self, matches: Matches, *, request_id: str | None = None) -> int:
-        """Delete the requests that match, of one id where it is given; returns how many. Raises StoreError."""
+        """Delete the matching requests, only those of an id if it is given; returns how many. Raises StoreError."""
         await self.flush()
-        return await self._database.report(lambda execute: _forget(execute, matches, request_id))
+        return await self._database.report(lambda execute: _forget(execute, matches, request_id, self.limits))
 
 
 def _add(execute: Execute, record: RequestRecord) -> None:
@@ -127,8 +141,8 @@ def _add(execute: Execute, record: RequestRecord) -> None:
     execute(_ADD, (_ended_ms(record), record.id.decode(), record.key_id or "", text))
 
 
-def _forget(execute: Execute, matches: Matches, request_id: str | None) -> int:
-    found = _read(execute, 0, _NEVER_S, _MANY, matches, {"request_id": request_id}, most=_MANY)
+def _forget(execute: Execute, matches: Matches, request_id: str | None, limits: LogLimits) -> int:
+    found = _read(execute, 0, _NEVER_S, _MANY, matches, {"request_id": request_id}, replace(limits, searched=_MANY))
     # Clients choose ids, so that requests of others may have the same.
     rows = {(record.id.decode(), record.key_id or "", _ended_ms(record)) for record in found}
     return sum(len(execute(_FORGET, row)) for row in rows)
@@ -145,10 +159,9 @@ def _read(
     limit: int,
     matches: Matches,
     wanted: Mapping[str, str | None],
-    *,
-    most: int,
+    limits: LogLimits,
 ) -> list[RequestRecord]:
-    """`wanted`: values of columns; None: any. Raises SearchTooLong after `most` requests."""
+    """`wanted`: values of columns; None: any. Raises SearchTooLong."""
     values = {column: value for column, value in wanted.items() if value is not None}
     statement = _READ.format(where="".join(f" AND {column} = ?" for column in values))
     found: list[RequestRecord] = []
@@ -156,12 +169,12 @@ def _read(
     # Several requests may end in one millisecond: only those are skipped by their number.
     last_ms, num_at_last, num_read = int(until * 1000) - 1, 0, 0
     while len(found) < limit:
-        if num_read >= most:
+        if num_read >= limits.searched:
             raise SearchTooLong
-        rows = execute(statement, (int(since * 1000), last_ms, *values.values(), _PAGE, num_at_last))
+        rows = execute(statement, (int(since * 1000), last_ms, *values.values(), limits.page, num_at_last))
         records = (msgspec.json.decode(row[1], type=RequestRecord) for row in rows)
         found += [record for record in records if matches(record)]
-        if len(rows) < _PAGE:
+        if len(rows) < limits.page:
             break
         oldest_ms = rows[-1][0]
         num_at_last = sum(row[0] == oldest_ms for row in rows) + (num_at_last if oldest_ms == last_ms else 0)

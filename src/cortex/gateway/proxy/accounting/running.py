@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 import msgspec
 
 Phase = Literal["wait", "prefill", "decode"]
-"""In a queue or waiting for a load; at a node, before the first byte of the response; after it."""
+"""Queued or waiting for a load; at a node before the first byte of the response; after that byte."""
 
 
 class RunningRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +34,7 @@ class Cancellable(Protocol):
     def running(self) -> RunningRequest: ...
 
     def cancel(self, by: str) -> None:
-        """End it: at its node, and for the client with an error. `by`: who wants that."""
+        """End it at its node, and with an error for the client. `by` names who cancelled it."""
 
 
 class RunningRequests:
@@ -53,5 +53,5 @@ class RunningRequests:
         self._requests.pop(request, None)
 
     def __iter__(self) -> Iterator[tuple[Cancellable, RunningRequest]]:
-        """Oldest first. Requests may end while it is read."""
+        """Oldest first. Requests may end during iteration."""
         return ((request, request.running()) for request in tuple(self._requests))

@@ -1,1 +1,1 @@
-"""Requests that only the server of their model understands: speech, images, and all that is below `/upstream/`."""
+"""Requests that only the server of their model understands: speech, images, and everything below `/upstream/`."""

@@ -1,13 +1,13 @@
-"""The handler of opaque requests that are not JSON: forms with files, queries, and all that is below `/upstream/`."""
+"""The handler of opaque requests that are not JSON: forms with files, queries, and everything below `/upstream/`."""
 
 from __future__ import annotations
 
 import asyncio
 
 from cortex.gateway.ledger.keys import KeySection, check_operator
-from cortex.gateway.proxy.admission import ReceivedRequest
+from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest
 from cortex.gateway.proxy.inference import Inference, request_id_of
-from cortex.gateway.proxy.outgoing_body import OpaqueBody
+from cortex.gateway.proxy.outgoing_body import OpaqueBody, access_of
 from cortex.gateway.proxy.routes import InferenceRoute
 from cortex.http.cross_site import CrossSiteCheck
 from cortex.http.opaque_request import read_fields
@@ -23,7 +23,7 @@ from cortex.wire.request_summary import RequestSummary
 
 
 class OpaqueInference:
-    """Reads no more of a request than its model, and has `Inference` do the rest."""
+    """Reads only the model of a request and leaves the rest to `Inference`."""
 
     def __init__(self, inference: Inference) -> None:
         self.cross_site = CrossSiteCheck()
@@ -85,11 +85,15 @@ class OpaqueInference:
         envelope = Envelope(RequestSummary(name, stream=False, completion_limit=0, num_choices=1), ())
         received = ReceivedRequest(exchange, route, b"", envelope, key, id, span, received_at)
         is_check = route.is_upstream and request.method == b"GET" and found in HEALTH_CHECKS
-        self._inference.serve(received, make_body=lambda model: OpaqueBody(request, model, found), is_check=is_check)
+
+        def body(admitted: AdmittedRequest) -> OpaqueBody:
+            return OpaqueBody(request, admitted.model, found, access_of(admitted, has_budget=False))
+
+        self._inference.serve(received, make_body=body, is_check=is_check)
 
     def _split(self, request: Request) -> tuple[str, str]:
-        """The model in the path, and the path of its server. Exact names win over patterns, also over those that match
-        a shorter part of the path. Raises MalformedHTTP or ModelNotFound."""
+        """The model in the path, and the path at its server. Exact names take precedence over patterns, even over those
+        that match a shorter part of the path. Raises MalformedHTTP or ModelNotFound."""
         problem: CortexError = ModelNotFound("There is no model in the path; use /upstream/MODEL/PATH.")
         matched: tuple[str, str] | None = None
         for name, path in split_upstream(request.path.decode("latin-1")):

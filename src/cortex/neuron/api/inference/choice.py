@@ -38,7 +38,7 @@ _LEAST_LOGPROB = -9999.0
 
 @dataclass(frozen=True, slots=True)
 class ChoiceContext:
-    """What the choices of one response have in common."""
+    """Values shared by the choices of one response."""
 
     id: str
     created: int
@@ -52,7 +52,7 @@ class ChoiceContext:
 
 
 class Stopwatch:
-    """When a response began, and how long each part of it took."""
+    """Measures when a response began and the duration of its parts."""
 
     __slots__ = ("_arrived_s", "_first_s", "_gateway_s", "_submitted_s")
 
@@ -68,7 +68,7 @@ class Stopwatch:
             self._first_s = time.monotonic()
 
     def note_whole(self) -> None:
-        """The response is there at once: all of it counts as generated."""
+        """The response arrived as a whole: all of its time counts as generation."""
         self._first_s = self._submitted_s
 
     def timing(self) -> Timing:
@@ -115,16 +115,16 @@ class Choice:
             or request.thinking.inline
         ) and bool(request.tool_choice.parallel and request.sampling.max_tokens != 0)
         self._is_plain = False
-        """Whether an output that neither begins nor ends the response needs no more than its text."""
+        """Whether an output in the middle of the response needs only its text."""
         self._spellings: dict[int, tuple[str, tuple[int, ...]]] = {}
         self._is_inside = False
         """Whether the text has begun reasoning that it shows inline."""
         self._untold: list[int] = []
-        """Tokens whose ids no event has yet."""
+        """Tokens whose ids are not in an event yet."""
 
     @property
     def usage(self) -> Usage:
-        """Usage so far. The prompt, which its `n` choices share, counts for the first of them, from its start on."""
+        """Usage so far. The prompt, shared by `n` choices, counts for the first one, from its start."""
         accepted = min(self._num_predicted, self._context.num_predicted)
         counts_prompt = self.index % self._context.request.sampling.n == 0 and self._started
         return Usage(
@@ -175,7 +175,7 @@ class Choice:
         return made
 
     def _next(self, output: StepOutput) -> list[AnyEvent]:
-        """As `push`, for what most outputs are: a token in the middle of a response, of which the client wants the
+        """A fast path of `push` for the most common output: a token in the middle of a response that needs only
         text."""
         self._count(output)
         return self._parse(self._detokenizer.push(output.tokens), 1)
@@ -298,7 +298,7 @@ class Choice:
         )
 
     def _prompt_logprobs(self, entries: Sequence[TokenLogprobs], num_top: int) -> tuple[TokenLogprob, ...]:
-        """Those of prompt tokens. Nothing predicts the first; control tokens before the text are not part of it."""
+        """The log-probabilities of prompt tokens. The first has none; control tokens before the text are left out."""
         rendered, tokenizer = self._context.rendered, self._context.text.tokenizer
         tokens: list[TokenLogprob] = []
         is_before = bool(rendered.text)
@@ -330,8 +330,8 @@ def _is_plain_token(output: StepOutput) -> bool:
 
 
 def _token_by_token(output: StepOutput) -> Sequence[StepOutput]:
-    """An output for each token of a step that accepted drafts, as if there had been none: the response may end, or its
-    reasoning, with any of them."""
+    """One output per token of a step that accepted drafts, because the response or its reasoning may end with any of
+    them."""
     last = len(output.tokens) - 1
     if last < 1:
         return (output,)

@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
-from cortex.neuron.vision.picture import Picture
+from cortex.neuron.pictures.picture import Picture
 from cortex.wire.errors import InsufficientQuota, InvalidValue
 from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.requests import GenerateRequest, Sampling
@@ -23,7 +23,7 @@ _LEAST_TOP_P = 1e-6
 
 
 def sampling_params(sampling: Sampling, defaults: SamplingDefaults) -> SamplingParams:
-    """The client's values, then the model's recommended ones, then plain sampling at temperature 1."""
+    """The client's values, else the model's recommended ones, else plain sampling at temperature 1."""
     ours = SamplingParams()
     return SamplingParams(
         temperature=_first(sampling.temperature, defaults.temperature, ours.temperature),
@@ -108,7 +108,7 @@ def within_limit(request: GenerateRequest, num_prompt_tokens: int, token_limit: 
 
 
 def check_num_scores(request: GenerateRequest, num_prompt_tokens: int) -> None:
-    """Raises InvalidValue for more log-probabilities of prompts than one response should hold."""
+    """Raises InvalidValue if the log-probabilities of the prompts exceed the limit of one response."""
     num_top = _num_prompt_logprobs(request)
     if num_top is None:
         return

@@ -1,4 +1,4 @@
-"""Unloads a model after the response whose request says so: `keep_alive: 0` of Ollama's clients."""
+"""Unloads a model after a response whose request has `keep_alive: 0`, as Ollama's clients send."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class KeepAliveUnloads:
 
     @contextmanager
     def request(self, request: GenerateRequest, *, is_of_gateway: bool) -> Iterator[None]:
-        """The response is made inside. A gateway decides itself which models leave."""
+        """A context for the response. Has no effect for a gateway, which decides itself which models to unload."""
         model = request.model
         self._running[model] += 1
         try:

@@ -1,6 +1,6 @@
 """Requests that only the server of a model understands: speech, images, and everything below `/upstream/{model}/`.
 
-They pass through unread but for the model's name, with the queue, the load on demand and the limits of every request.
+They are relayed unread except for the model's name, with the same queue, load on demand and limits as other requests.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class OpaqueRoutes:
         ]
 
     async def by_field(self, call: ApiCall) -> None:
-        """The model stands in the body or in the query."""
+        """The model is in the body or in the query."""
         http, shared = call.request, self.inference
         with shared.drain_gate.enter(), shared.metrics.watch("opaque") as watch, traced(shared.tracer, http, watch):
             fields = await read_fields(http)
@@ -49,7 +49,7 @@ class OpaqueRoutes:
             await self._relay.pass_on(call, fields.model, sent, upstream, watch)
 
     async def by_path(self, call: ApiCall) -> Response | None:
-        """Everything but the path's beginning reaches the server as it is."""
+        """Everything after the path's prefix reaches the server unchanged."""
         http, shared = call.request, self.inference
         with shared.drain_gate.enter(), shared.metrics.watch("opaque") as watch, traced(shared.tracer, http, watch):
             ways = list(split_upstream(http.path.decode("latin-1")))

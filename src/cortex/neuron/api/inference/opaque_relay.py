@@ -1,4 +1,4 @@
-"""Passes a request that has a model on to the server of that model, and the response back, unread."""
+"""Relays a request to the server of its model, and the response back, unread."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _RELAYED: Headers = ((our_headers.RELAYED.encode(), b"1"),)
 
 @dataclass(frozen=True, slots=True)
 class OpaqueRelay:
-    """What such requests share."""
+    """Shared by all such requests."""
 
     backend: Backend
     drain_gate: DrainGate
@@ -57,11 +57,13 @@ class OpaqueRelay:
         *,
         is_check: bool = False,
     ) -> None:
-        """Loads the model, waits for a slot, and passes request and response on, unread unless the call translates.
-        `is_check`: it asks only whether the server works, loads nothing, and waits for no slot."""
+        """Loads the model, waits for a slot, and relays request and response, unread unless the call translates.
+        `is_check`: a health check, which loads nothing and waits for no slot."""
         http = call.request
         if http.method == b"HEAD":
-            raise MethodNotAllowed("A server is not asked for heads; use GET.", details={"allowed_methods": ["GET"]})
+            raise MethodNotAllowed(
+                "HEAD is not relayed to the model's server; use GET.", details={"allowed_methods": ["GET"]}
+            )
         if is_check and self.backend.served(model).state is not ModelState.READY:
             raise not_ready(model)
         watch.phase = lambda: "load"
@@ -104,7 +106,7 @@ class _Response:
     def __init__(self, ended: asyncio.Future[None]) -> None:
         self.ended = ended
         self.error: CortexError | None = None
-        """What ended a response that had begun."""
+        """The error that ended a response after it had begun."""
 
     def fail(self, problem: Exception) -> None:
         if not self.ended.done():

@@ -1,4 +1,4 @@
-"""The routes for embeddings, rerank and scores: texts in the shape of each, and vectors or scores in the same."""
+"""The routes for embeddings, rerank and scores, in each API's format."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ MAX_CHARACTERS: Final = 8 * MAX_TOKENS
 MAX_ELEMENTS: Final = 1 << 23
 """The limit for all vectors of a response together: as JSON they take about 160 MB."""
 INSTRUCTION: Final = "Given a web search query, retrieve relevant passages that answer the query"
-"""What rerankers with instructions look for, unless a request says otherwise."""
+"""Default instruction for rerankers."""
 _PROMPTS: Final[Mapping[str, tuple[str, ...]]] = {
     "query": ("query", "search_query", "retrieval.query"),
     "document": ("document", "passage", "search_document", "retrieval.passage"),
 }
-"""What models call their prompts for a purpose."""
+"""Names under which models publish their prompts for a purpose."""
 
 
 def texts_to_encode(request: PoolingRequest, pooling: PoolingConfig, context_tokens: int) -> TextsToEncode | None:
-    """What is tokenised; None if the client did that. Raises InvalidValue."""
+    """The texts to tokenise; None if the client sent tokens. Raises InvalidValue."""
     max_tokens = request.truncate_to
     if max_tokens is not None:
         max_tokens = context_tokens if max_tokens < 0 else min(max_tokens, context_tokens)
@@ -79,7 +79,7 @@ def texts_to_encode(request: PoolingRequest, pooling: PoolingConfig, context_tok
 
 
 def _check_pairs(request: PoolingRequest, pooling: PoolingConfig) -> None:
-    """Raises InvalidValue for more text than one request should have, before any pair is built."""
+    """Raises InvalidValue if the pairs have too much text, before any pair is built."""
     num_pairs = len(request.texts)
     around = 0 if pooling.template is None else len(pooling.template) + len(request.instruction or INSTRUCTION)
     in_queries = sum(map(len, request.queries)) * (num_pairs if len(request.queries) == 1 else 1)
@@ -93,8 +93,8 @@ def _check_pairs(request: PoolingRequest, pooling: PoolingConfig) -> None:
 
 
 def _filled(template: str, instruction: str, query: str, document: str) -> tuple[str, tuple[tuple[int, int], ...]]:
-    """The template with the texts, and where they are in it: they must not end the template's turns. Not by
-    `str.format`: the texts may have braces, and one text must not become a part of another."""
+    """The template with the texts, and their places in it, so that they cannot end the template's turns. Does not use
+    `str.format`: texts may contain braces or each other's placeholders."""
     parts = {"{instruction}": instruction, "{query}": query, "{document}": document}
     written, rest, spans = "", template, []
     for name, text in parts.items():
@@ -106,7 +106,7 @@ def _filled(template: str, instruction: str, query: str, document: str) -> tuple
 
 
 def _prompt(request: PoolingRequest, pooling: PoolingConfig) -> str:
-    """What precedes each text. Raises InvalidValue."""
+    """The prompt that precedes each text. Raises InvalidValue."""
     prompts = pooling.prompts
     if request.prompt_name is not None:
         if request.prompt_name not in prompts:
@@ -121,7 +121,7 @@ def _prompt(request: PoolingRequest, pooling: PoolingConfig) -> str:
 
 
 def _pair_prompts(request: PoolingRequest, pooling: PoolingConfig) -> tuple[str, str]:
-    """What precedes queries, and what precedes documents. The two sides of `/score` are alike."""
+    """The prompts that precede queries and documents. Both sides of `/score` get the same."""
     if request.shape == "score":
         prompt = _prompt(request, pooling)
         return prompt, prompt
@@ -173,7 +173,7 @@ _DIMENSIONS = our_headers.DIMENSIONS.encode()
 _VECTORS = (our_headers.VECTORS.encode(), our_headers.AS_BASE64.encode())
 _IGNORED = our_headers.IGNORED_FIELDS.encode()
 _YIELD_BYTES = 1 << 16
-"""The loop does other work after it has written this much of a response."""
+"""The loop does other work after writing this much of a response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +258,7 @@ class PoolingRoutes:
     async def _tokens(
         self, call: ApiCall, request: PoolingRequest, watch: RequestWatch
     ) -> tuple[PoolingConfig, PooledTexts]:
-        """What the loaded model does with texts, and the tokens of the request's."""
+        """The pooling of the loaded model, and the tokens of the request's texts."""
         shared, principal = self.inference, bodies.principal_of(call.request)
         watch.phase = lambda: "load"
         arrived_s = time.monotonic()
@@ -309,7 +309,7 @@ def _activated(score: float, request: PoolingRequest, pooling: PoolingConfig) ->
 
 
 def _check_limit(num_tokens: int, limit: int | None) -> None:
-    """At a server whose tokens nobody knows, each byte counts as one."""
+    """If the server's tokens are unknown, each byte counts as one."""
     if limit is not None and num_tokens > limit:
         raise InsufficientQuota(
             f"The texts have {num_tokens} tokens, and the budget of the key has {limit} left for this request; "
@@ -319,7 +319,7 @@ def _check_limit(num_tokens: int, limit: int | None) -> None:
 
 
 async def _joined(parts: Iterable[bytes]) -> bytes:
-    """A body that is long to write. Other requests have their turn meanwhile."""
+    """A long body, written in pieces so that other requests get their turn."""
     written, since = [], 0
     for part in parts:
         written.append(part)

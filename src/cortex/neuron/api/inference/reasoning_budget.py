@@ -1,8 +1,8 @@
 """Ends a model's reasoning at the client's budget, so that an answer still follows.
 
-The engine does not know of budgets. The sequence is cancelled, the model's own end marker is appended to its
-reasoning, and a second sequence continues from there; nearly all of its prompt is cached. Where the reasoning is cut
-depends on its tokens only, not on how they were batched.
+The engine does not know of budgets. The sequence is cancelled, the model's own end marker is appended to its reasoning,
+and a second sequence continues from there; nearly all of its prompt is cached. The cut depends on the tokens only, not
+on their batches.
 """
 
 from __future__ import annotations

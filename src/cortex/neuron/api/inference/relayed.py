@@ -35,7 +35,7 @@ from cortex.wire.tenant import EVERYBODY, SALT
 _PATH = b"/v1/chat/completions"
 _JSON: Headers = ((b"content-type", b"application/json"),)
 _STREAMS_WITH_OPTIONS = ("/v1/chat/completions", "/v1/completions")
-"""Paths whose streams report their usage only where the request has `stream_options`."""
+"""Paths whose streams report usage only if the request has `stream_options`."""
 
 
 class RelayedSession:
@@ -62,7 +62,7 @@ class RelayedSession:
         self.phase: Phase = "load"
         """The current phase; after the end, the last one."""
         self.first_token_s: float | None = None
-        """Not known: a server may send its first piece long after its first token."""
+        """Unknown: a server may send its first piece long after its first token."""
         self._backend = backend
         self._drain_gate = drain_gate
         self._packed = packed
@@ -74,7 +74,7 @@ class RelayedSession:
         self._token_limit = token_limit
         self._call: UpstreamCall | None = None
         self._num_sent_tokens = 0
-        """The most that the prompt can have, once it was sent."""
+        """Upper bound on the prompt's tokens, once it was sent."""
         self._num_deltas = 0
         self._gateway_s = gateway_s
         self._stopwatch: Stopwatch
@@ -82,8 +82,8 @@ class RelayedSession:
 
     @property
     def usage(self) -> Usage:
-        """What the server reported; until then, and where it reports nothing, what it was sent counts, and the
-        pieces of its response."""
+        """The usage that the server reported; without a report, an estimate from the request and the pieces of the
+        response."""
         total = total_usage(self._finishes)
         is_reported = total.prompt_tokens or total.completion_tokens
         return total if is_reported else Usage(prompt_tokens=self._num_sent_tokens, completion_tokens=self._num_deltas)
@@ -139,7 +139,7 @@ class RelayedSession:
             slot.release()
 
     def pause(self) -> None:
-        """Deliver nothing until `resume`: the client does not keep up."""
+        """Deliver nothing until `resume`, because the client reads too slowly."""
         if self._call is not None:
             self._call.pause()
 
@@ -156,8 +156,8 @@ class RelayedSession:
         return event
 
     def make_body(self) -> tuple[bytes, int]:
-        """A chat request as the client sent it, with the operator's fields; others as a chat request. And the most
-        tokens that its prompt can have. Raises InvalidValue or InsufficientQuota."""
+        """The body for the server: a chat request as the client sent it with the operator's fields, or another request
+        translated to chat; and an upper bound on its prompt tokens. Raises InvalidValue or InsufficientQuota."""
         head = self._packed.head
         if head.prompt is not None:
             raise InvalidValue(
@@ -170,7 +170,7 @@ class RelayedSession:
             chat = openai_chat.build(with_files(unpack(self._packed.whole()), self._packed.files))
         else:
             chat = self._chat
-        pictures = find_pictures(chat, openai_chat.FIELDS.scan(chat), "openai_chat")
+        pictures = find_pictures(chat, openai_chat.DIALECT.fields.scan(chat), "openai_chat")
         num_bytes = len(chat) - pictures.num_bytes
         path, num_tokens = _PATH.decode(), num_bytes + pictures.num_tokens
         fields, without = operator_fields(self._upstream, path, head, num_tokens, self._token_limit)
@@ -217,7 +217,7 @@ class _Response:
 
     @property
     def is_rejected(self) -> bool:
-        """Whether the server took no work for it."""
+        """Whether the server rejected it without work."""
         return 400 <= self._read.status < 500
 
     def chunk_receiver(self) -> None:
@@ -239,7 +239,7 @@ class _Response:
         self.fail(fault)
 
     def _guarded(self, decode: Callable[[], list[AnyEvent]]) -> None:
-        """Never raises: the connection would be blamed."""
+        """Never raises, because an exception would be blamed on the connection."""
         if self.ended.done():
             return
         try:

@@ -30,15 +30,15 @@ from cortex.parsing.parser import BodyParser
 from cortex.telemetry.spans import Tracer
 from cortex.wire import sse
 from cortex.wire.dialects import openai_responses
+from cortex.wire.dialects.dialect import EventEncoder
 from cortex.wire.dialects.openai_responses import kept
-from cortex.wire.dialects.registry import DIALECTS, EventEncoder, client_field
+from cortex.wire.dialects.registry import DIALECTS, client_field
 from cortex.wire.error_encoding import public
-from cortex.wire.errors import CortexError, Family
+from cortex.wire.errors import CortexError
 from cortex.wire.events import AnyEvent, Failure, Usage
 from cortex.wire.fields.body import check_content_type
 from cortex.wire.node import headers as our_headers
 from cortex.wire.node import usage_report
-from cortex.wire.node.protocol import Dialect as DialectName
 from cortex.wire.packed_request import PackedRequest
 
 _ATTEMPT_ID = our_headers.ATTEMPT_ID.encode()
@@ -47,13 +47,9 @@ _KEPT = kept.HEADER.encode()
 _USAGE = usage_report.HEADER.encode()
 
 
-_OPAQUE_DIALECTS: tuple[DialectName, ...] = ("openai_completions", "llama_cpp_infill")
-"""Which the server of a harness may have itself. Others reach it as chat."""
-
-
 @dataclass(frozen=True, slots=True)
 class Inference:
-    """What the inference routes share."""
+    """Shared by the inference routes."""
 
     backend: Backend
     drain_gate: DrainGate
@@ -64,7 +60,7 @@ class Inference:
     strip_billing_header: bool
     tracer: Tracer
     parser: BodyParser
-    departures: KeepAliveUnloads
+    keep_alive_unloads: KeepAliveUnloads
 
     @property
     def opaque(self) -> OpaqueRelay:
@@ -73,18 +69,18 @@ class Inference:
     async def server_body(
         self, http: Request, fields: dict[str, Any], without: tuple[str, ...], access: Access
     ) -> bytes:
-        """A JSON body as the server of a model gets it, with other fields and without some. Raises CortexError."""
+        """A JSON body for the server of a model, with some fields set and others removed. Raises CortexError."""
         client = bodies.client_of(http)
         read = await self.parser.server_body(http.path.decode(), http.body, client, without=without, access=access)
         return read.with_fields(fields)
 
-    def handler(self, name: DialectName) -> Handler:
+    def handler(self, name: str) -> Handler:
         """The handler of one dialect's route."""
 
         async def handle(call: ApiCall) -> Response | None:
-            http = call.request
+            http, dialect = call.request, DIALECTS[name]
             with self.drain_gate.enter(), self.metrics.watch(name) as watch, traced(self.tracer, http, watch):
-                if DIALECTS[name].FAMILY is not Family.OLLAMA:  # its clients do not declare their bodies
+                if dialect.family.declares_bodies:
                     check_content_type(http.text(b"content-type"))
                 strip_billing = bodies.strips_billing(http, self.strip_billing_header)
                 packed = await self.parser.parse(
@@ -97,7 +93,7 @@ class Inference:
                 check_task(self.backend, packed.head.model, served, "chat", is_of_gateway=is_of_gateway)
                 check_pictures(self.backend, packed.head, is_of_gateway=is_of_gateway)
                 try:
-                    with self.departures.request(packed.head, is_of_gateway=is_of_gateway):
+                    with self.keep_alive_unloads.request(packed.head, is_of_gateway=is_of_gateway):
                         return await self._respond(call, name, packed, watch)
                 except CortexError as error:
                     error.param = client_field(name, error.param, as_functions=packed.head.as_functions)
@@ -114,7 +110,7 @@ class Inference:
         return handle
 
     def _session(
-        self, http: Request, packed: PackedRequest, name: DialectName, *, id: str, created: int, principal: str
+        self, http: Request, packed: PackedRequest, name: str, *, id: str, created: int, principal: str
     ) -> Session | RelayedSession:
         request, token_limit, gateway_s = packed.head, bodies.token_limit_of(http), bodies.gateway_s_of(http)
         upstream = None if request.loads_only else self.backend.upstream(request.model)
@@ -144,11 +140,9 @@ class Inference:
             kv_source=bodies.kv_source_of(http),
         )
 
-    async def _respond(
-        self, call: ApiCall, name: DialectName, packed: PackedRequest, watch: RequestWatch
-    ) -> Response | None:
+    async def _respond(self, call: ApiCall, name: str, packed: PackedRequest, watch: RequestWatch) -> Response | None:
         http, request, dialect = call.request, packed.head, DIALECTS[name]
-        if name in _OPAQUE_DIALECTS and (upstream := self.backend.upstream(request.model)) is not None:
+        if dialect.is_passed_on and (upstream := self.backend.upstream(request.model)) is not None:
             path = http.path.decode()
             upstream.check_route(path)
             limit = bodies.token_limit_of(http)
@@ -156,8 +150,8 @@ class Inference:
             body = await self.server_body(http, fields, without, bodies.access_of(http))
             await self.opaque.pass_on_json(call, request.model, body, upstream, watch)
             return None
-        id = dialect.ID_PREFIX + uuid.uuid4().hex
-        if dialect is openai_responses and (stored := kept.from_header(http.text(_KEPT) or "")):
+        id = dialect.id_prefix + uuid.uuid4().hex
+        if dialect is openai_responses.DIALECT and (stored := kept.from_header(http.text(_KEPT) or "")):
             id, request = stored.id, stored.described(request)
         created = int(time.time())
         principal = bodies.principal_of(http)
@@ -179,18 +173,18 @@ class Inference:
                 headers.append((_USAGE, report.encode()))
             return Response(200, (*responses.JSON, *headers), body)
 
-        encoder: EventEncoder = dialect.Encoder(request, id=id, created=created, model=request.model)
+        encoder: EventEncoder = dialect.new_encoder(request, id=id, created=created, model=request.model)
         if principal:
-            has_lines = dialect.CONTENT_TYPE != sse.CONTENT_TYPE
+            has_lines = dialect.content_type != sse.CONTENT_TYPE
             encoder = MeteredEncoder(encoder, watch.usage, num_choices=request.num_choices, has_lines=has_lines)
-        keepalive, keepalive_s = dialect.KEEPALIVE, self.keepalive_s
+        keepalive, keepalive_s = dialect.keepalive, self.keepalive_s
         stream = EventStream(
             call.exchange,
             self.ticker,
             keepalive=keepalive,
             keepalive_s=keepalive_s,
             headers=headers,
-            content_type=dialect.CONTENT_TYPE,
+            content_type=dialect.content_type,
             source=session,
         )
 

@@ -16,7 +16,7 @@ class ServerSlot:
     def __init__(self, backend: Backend, model: str, request_id: str, principal: str, level: int) -> None:
         """`level`: of its class. Raises what `Backend.generate` raises."""
         self.on_lost: Callable[[CortexError], None] | None = None
-        """Called where the server is lost after `wait` has returned."""
+        """Called if the server is lost after `wait` has returned."""
         self._granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._generation = backend.generate(model, EngineRequest(request_id, (), 1, principal=principal, level=level))
         self._generation.follow(self._receive, self._fail)
@@ -41,7 +41,7 @@ class ServerSlot:
 
 
 class NoSlot:
-    """In place of a `ServerSlot`, for a request that is no work for the model: it waits for no other."""
+    """Used instead of a `ServerSlot` for a request that needs no work of the model and does not wait."""
 
     on_lost: Callable[[CortexError], None] | None = None
 

@@ -50,9 +50,9 @@ class Session:
         gateway_s: float = 0.0,
         kv_source: Neighbour | None = None,
     ) -> None:
-        """`client`: who shares the processes that decode pictures. `token_limit`: the most tokens of prompts and
-        choices together. `gateway_s`: how long a gateway held the request back. `kv_source`: a node that has computed
-        more of the prompt."""
+        """`client`: the unit of fairness for decoding pictures. `token_limit`: for prompts and choices together.
+        `gateway_s`: how long a gateway held the request back. `kv_source`: a node that has computed more of the prompt.
+        """
         self.phase: Phase = "load"
         """The current phase; after the end, the last one."""
         self._backend = backend
@@ -67,7 +67,7 @@ class Session:
         self.first_token_s: float | None = None
         """Time from the request's arrival to its first token."""
         self._at_end = (0, 0)
-        """What was measured of its choices when they had ended."""
+        """Measurements of its choices after their end."""
         self._arrived_s = time.monotonic()
         self._picture_work = PictureWork(client)
         self._choices: list[Choice] = []
@@ -86,7 +86,7 @@ class Session:
         return msgspec.structs.replace(used, queued_ms=queued_ms, energy_mj=energy_mj)
 
     def _measured(self) -> tuple[int, int]:
-        """How long its choices waited for slots, and what they drew, in thousandths."""
+        """How long its choices waited for slots, and their energy, in thousandths."""
         begun = self._generations
         return round(1000 * sum(each.queued_s for each in begun)), round(1000 * sum(each.energy_j for each in begun))
 
@@ -171,7 +171,7 @@ class Session:
             self._generations.clear()
 
     def pause(self) -> None:
-        """Deliver nothing until `resume`: the client does not keep up."""
+        """Deliver nothing until `resume`, because the client reads too slowly."""
         for generation in self._generations:
             generation.pause()
 
@@ -182,7 +182,7 @@ class Session:
     def _receive(
         self, deliver: Deliver, choice: Choice, generation: GenerationStream, outputs: Sequence[StepOutput]
     ) -> None:
-        """Never raises: what goes wrong in one response must not end the others."""
+        """Never raises, because a fault of one response must not end the others."""
         if self._ended is None or self._ended.done():
             return
         self.phase = "decode"
@@ -205,8 +205,8 @@ class Session:
 
 
 async def ready(backend: Backend, model_id: str, *, is_of_gateway: bool) -> ServedModel:
-    """The model once it is loaded. A recovering model is returned as is: `generate` raises when to retry. For a request
-    of a gateway, which has just had the model unloaded, nothing else is."""
+    """The model once it is loaded. A recovering model is returned as is, because `generate` raises with the retry
+    delay. A load for a gateway's request evicts nothing, because the gateway decides which models are unloaded."""
     served = backend.served(model_id)
     if served.state in (ModelState.READY, ModelState.RECOVERING):
         return served

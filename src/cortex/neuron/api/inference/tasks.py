@@ -1,4 +1,4 @@
-"""Rejects a request for what a model cannot do, with the reason and a model of the node that could."""
+"""Rejects a request for a task that a model cannot do, with the reason and a suitable model of the node."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CAPABILITIES: dict[Task, str] = {"chat": "chat", "embed": "embeddings", "score"
 def check_task(backend: Backend, model_id: str, served: ServedModel, task: Task, *, is_of_gateway: bool) -> None:
     """Raises UnsupportedModality; it names no other models to a gateway, whose client may not know them.
 
-    A model that is not known yet passes: it is checked again once it is loaded."""
+    A model that is not known yet passes, and is checked again once loaded."""
     actual: Task = served.pooling.task if served.pooling is not None else "chat"
     if actual == task or not served.is_read or (actual, task) == ("embed", "score"):  # whose scores are cosines
         return

@@ -17,7 +17,7 @@ from cortex.wire.response import total_usage
 
 @contextmanager
 def traced(tracer: Tracer, http: Request, watch: RequestWatch) -> Iterator[None]:
-    """Continues the caller's trace with a span, which records at the end what `watch` has observed."""
+    """Continues the caller's trace with a span, which records the observations of `watch` at its end."""
     span = tracer.begin(f"POST {loggable(http.path)}", http.header(b"traceparent"))
     error: str | None = None
     try:

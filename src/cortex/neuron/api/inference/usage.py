@@ -8,7 +8,7 @@ from collections.abc import Callable
 from cortex.http.server.server import Response
 from cortex.neuron.api import responses
 from cortex.neuron.api.calls import ApiCall, Route
-from cortex.wire.dialects.registry import EventEncoder
+from cortex.wire.dialects.dialect import EventEncoder
 from cortex.wire.errors import RouteNotFound, shorten
 from cortex.wire.events import AnyEvent, Failure, Finish, Usage
 from cortex.wire.node import failure_report, usage_report
@@ -55,7 +55,8 @@ class UsageRecords:
     Each record is returned once. The oldest are dropped beyond `MAX_RECORDS`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, wait_s: float = WAIT_S) -> None:
+        self._wait_s = wait_s
         self._records: dict[str, Usage] = {}
         self._awaited: dict[str, asyncio.Future[Usage]] = {}
 
@@ -83,7 +84,7 @@ class UsageRecords:
     async def _wait_for(self, attempt_id: str) -> Usage | None:
         awaited = self._awaited.setdefault(attempt_id, asyncio.get_running_loop().create_future())
         try:
-            async with asyncio.timeout(WAIT_S):
+            async with asyncio.timeout(self._wait_s):
                 return await asyncio.shield(awaited)
         except TimeoutError:
             return None

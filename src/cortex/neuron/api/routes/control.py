@@ -36,17 +36,18 @@ from cortex.wire.node.orders import (
 from cortex.wire.node.protocol import Endpoint, Health, ModelList, ModelState, ModelStatus
 
 MAX_GONE = 1024
-"""Beyond this many models that are not listed any more, callers get everything once."""
+"""Beyond this many delisted models, callers get the whole report once."""
 
 
 class ReportRevisions:
     """The statuses of the latest report, each with the revision that changed it. Belongs to the daemon's loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_gone: int = MAX_GONE) -> None:
+        self._max_gone = max_gone
         self._begin()
 
     def report(self, health: Health, since: str | None) -> Health:
-        """`health`, which has all models, as the change since a revision. All of it where that is not known."""
+        """The changes of `health`, which has all models, since a revision; all of it if the revision is unknown."""
         self._update({status.id: status for status in health.models})
         known = None if since is None else self._number(since)
         revision = f"{self._epoch}.{self._latest}"
@@ -62,14 +63,14 @@ class ReportRevisions:
 
     def _begin(self) -> None:
         self._epoch = secrets.token_hex(8)
-        """Another one in every process: revisions of an earlier one mean nothing here."""
+        """Different in every process, so that revisions of an earlier process are not accepted."""
         self._latest = 0
         self._statuses: dict[str, tuple[ModelStatus, int]] = {}
         self._gone: dict[str, int] = {}
 
     def _update(self, statuses: dict[str, ModelStatus]) -> None:
         gone = self._statuses.keys() - statuses.keys()
-        if len(self._gone) + len(gone) > MAX_GONE:
+        if len(self._gone) + len(gone) > self._max_gone:
             self._begin()
             gone = set()
         number = self._latest + 1
@@ -117,7 +118,7 @@ class Control:
             Route("GET", "/events", self.events),
             Route("GET", "/models", self.models),
             Route("POST", "/models/load", self.load),
-            Route("POST", "/models/survey", self.survey),
+            Route("POST", "/models/inspect", self.inspect),
             Route("POST", "/groups/prepare", self.prepare_member),
             Route("POST", "/models/unload", self.unload),
             Route("POST", "/models/forget-size", self.forget_size),
@@ -152,8 +153,8 @@ class Control:
         return responses.json(self.backend.discovery)
 
     async def health(self, call: ApiCall) -> Response:
-        """For a caller without a key, only the status: it is what load balancers and containers check. With
-        `?since=REVISION`, the models that have changed since that report."""
+        """For a caller without a key, only the status, for load balancers and container checks. With `?since=REVISION`,
+        only the models that have changed since that report."""
         health = self.backend.health()
         if self.drain_gate.closed:
             health = msgspec.structs.replace(health, status="draining")
@@ -203,11 +204,11 @@ class Control:
             status = await self.drain_gate.wait_for(self.backend.load(load_request, wait=wait))
         return responses.json(status, status=200 if status.state is ModelState.READY else 202)
 
-    async def survey(self, call: ApiCall) -> Response:
+    async def inspect(self, call: ApiCall) -> Response:
         """Lists a model with the options of a load, and responds when its files have been read. Loads nothing."""
         load_request = decode(_with_model_id(call.request.body), LoadRequest)
         check_name(load_request.model_id, "model_id")
-        return responses.json(await self.backend.survey(load_request))
+        return responses.json(await self.backend.inspect(load_request))
 
     async def prepare_member(self, call: ApiCall) -> Response:
         """Chooses the ports of a member of a group that will be loaded here."""
@@ -218,7 +219,7 @@ class Control:
         return responses.json(await self.backend.unload(unload_request))
 
     async def forget_size(self, call: ApiCall) -> Response:
-        """What the model has taken counts no more for its placement."""
+        """Discards the measured size of the model."""
         order = decode(_with_model_id(call.request.body), ForgetSizeRequest)
         return responses.json(self.backend.forget_size(order.model_id))
 
@@ -258,7 +259,7 @@ class Control:
         return responses.json(await self.backend.benches.cancel(bench_request.model_id))
 
     async def offer(self, call: ApiCall) -> Response:
-        """What a repository of the hub offers: its quantisations and their sizes. Nothing is downloaded."""
+        """The quantisations of a hub repository, with sizes. Nothing is downloaded."""
         return responses.json(await self.backend.files.offer(call.values["source"]))
 
     async def recycle(self, call: ApiCall) -> Response:
@@ -274,7 +275,7 @@ class Control:
         return responses.json(Recycled(device=index, recycled=recycled))
 
     async def suspend(self, call: ApiCall) -> Response:
-        """Suspends this host, if nothing runs on it. A gateway asks for it, which can wake the host again."""
+        """Suspends this host if nothing runs on it, by order of a gateway that can wake it."""
         del call
         return responses.json(Suspended(command=self.backend.suspend()), status=202)
 

@@ -1,4 +1,4 @@
-"""What other nodes of the fleet get from this one: files of models, and KV blocks. Files are read on threads."""
+"""Transfers to other nodes: files of models, and KV blocks. Files are read on threads."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class SharedFiles:
             raise ModelNotFound("this node sends no files to others: its `limits.share_mb_per_s` is 0")
 
     async def _send(self, exchange: Exchange, descriptor: int, position: int, num_bytes: int) -> None:
-        """A file that shrinks meanwhile ends the connection, which the client notices."""
+        """If the file shrinks meanwhile, the connection ends, which the client notices."""
         client = ClientPace(exchange)
         exchange.start(200, _OCTETS, num_bytes - position)
         async with aclosing(file_chunks(descriptor, position, num_bytes, _CHUNK_BYTES)) as chunks:

@@ -1,9 +1,9 @@
 """Batch-invariant steps: the result for a token depends on its own sequence only, not on the rest of the batch.
 
 Libraries and kernels choose how they split a sum by the shape of the batch. So the same row gives slightly different
-values in different batches, and in a prompt and in a response. Here every batch has the same shape: the tokens of a
-step, of prompts and responses alike, are cut into blocks of a fixed size, and the last one is padded. The kernels that
-read `Batch.batch_invariant` do the rest. A CPU computes one token at a time, as a decode step of one row.
+values in different batches, and in a prompt or a response. Here every batch has the same shape: the tokens of a step,
+of prompts and responses alike, are cut into blocks of a fixed size, and the last one is padded. The kernels that read
+`Batch.batch_invariant` do the rest. A CPU computes one token at a time, as a decode step of one row.
 """
 
 from __future__ import annotations

@@ -42,9 +42,9 @@ class DrawGraphs:
         self._captured: dict[tuple[int, int], Captured] = {}
         self._missed: Counter[tuple[int, int]] = Counter()
         self._is_given_up = False
-        """No more are captured, because one could not be: draws run without, and need the memory more."""
+        """A capture failed, so no more are tried: draws run without graphs and need the memory more."""
         self._tables = sampler.tables
-        """What the graphs of changed logits read. Where the sampler has made room for more, they are captured again."""
+        """The memory that graphs of changed logits read. When the sampler has enlarged it, they are captured again."""
 
     def prepare(self, steps: StepGraphs) -> bool:
         """Captures one more graph, for a size that a step of one token per row has; false if none is left."""
@@ -66,7 +66,7 @@ class DrawGraphs:
 
     def draw(self, logits: Tensor, lines: NDArray[np.int64]) -> Drawn | None:
         """Draws for `lines`, which have no grammar, from all logits of a step's graph: [size, vocab], the first ones in
-        the order of `lines`. None: there is no graph for it yet."""
+        the order of `lines`. None if there is no graph for it yet."""
         self._forget_old()
         size, count, rows = len(logits), len(lines), lines[:, 1]
         key = (size, self._sampler.kind(rows))
@@ -106,8 +106,11 @@ class DrawGraphs:
         try:
             captured = Captured(*self._captures[kind](step), (lines,))
         except (NotCaptured, torch.OutOfMemoryError):
-            log.info("draws of %d rows run one operation at a time: they cannot be captured as a graph", len(logits))
+            log.info(
+                "sampling of %d rows runs one operation at a time: it cannot be captured as a CUDA graph", len(logits)
+            )
             self._is_given_up = True
             return False
+        captured.replay_first(len(logits))
         self._captured[len(logits), kind] = captured
         return True

@@ -6,7 +6,7 @@ own, in which each token is a row: a graph serves any division of its tokens amo
 at a time: the smallest when the model is loaded, the others while the engine is idle, or after enough steps that lacked
 one. The ranks of a divided model capture the same graphs together, with the messages between them.
 
-On a CPU a graph is a list of operations in C. It computes the rows that there are, so one for the largest batch serves
+On a CPU a graph is a list of operations in C. It computes only existing rows, so one graph for the largest batch serves
 all.
 """
 
@@ -42,7 +42,7 @@ SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 
 DRAFT_SIZES = (2, 4, 8, 16, 32, 64)
 """Numbers of tokens of the steps that check drafts."""
 MAX_NATIVE_ROWS = 16
-"""On a CPU. The operations of larger batches take long enough for their launches not to matter."""
+"""On a CPU. In larger batches, operations take much longer than their launches."""
 CAPTURE_AFTER_MISSES = 8
 """Steps without a graph before one is captured between steps; a capture takes about as long as two such steps."""
 
@@ -50,16 +50,16 @@ _FIRST_SLOTS = 6
 """See `StepGraphs`."""
 
 Outputs = tuple[Tensor, ...]
-"""What a step computes: logits, argmax, whether all logits are finite, and the residual stream after the last
-layer, for each row."""
+"""The results of a step for each row: logits, argmax, whether all logits are finite, and the residual stream after the
+last layer."""
 
 
 class GraphSizes:
     """Which batch sizes have a graph, and which get one next. Pure."""
 
     def __init__(self, max_rows: int, sizes: Sequence[int] = SIZES, *, largest_second: bool = False) -> None:
-        """`max_rows` has a graph, and those of `sizes` below it. `largest_second`: graphs take much memory, which they
-        share: all others find room in that of the largest if it is captured before most of them."""
+        """`max_rows` and the `sizes` below it have graphs. `largest_second`: graphs share memory, which suffices for
+        all others if the largest is captured before most of them."""
         self._largest_second = largest_second
         self._missing = sorted({size for size in sizes if size < max_rows} | {max_rows})
         self._captured: list[int] = []
@@ -86,7 +86,7 @@ class GraphSizes:
         return self._missing[0] if self._missing else None
 
     def missed(self, num_rows: int) -> int | None:
-        """Counts a step that no captured size fits. Returns the size to capture for it after enough of them."""
+        """Counts a step that no captured size fits. After enough of them, returns the size to capture."""
         size = _smallest(self._missing, num_rows)
         if size is None:
             return None
@@ -151,8 +151,6 @@ class CudaCapture:
         except self._rejections as error:
             raise NotCaptured("a step of the model cannot be captured as a CUDA graph") from error
         self._pool = self._pool or graph.pool()
-        graph.replay()  # the first replay of a graph waits for the device: a later one would delay running requests
-        torch.cuda.synchronize()
         return _CudaGraph(graph), outputs
 
 
@@ -182,6 +180,12 @@ class Captured:
     inputs: tuple[Tensor, ...]
     """Which each replay reads."""
 
+    def replay_first(self, rows: int) -> None:
+        """Replays a new CUDA graph: its first replay waits for the device, and would later delay running requests."""
+        if self.inputs[0].is_cuda:
+            self.graph.replay(rows)
+            torch.cuda.synchronize()
+
 
 @dataclass(frozen=True, slots=True)
 class CaptureCosts:
@@ -198,7 +202,7 @@ class CaptureCosts:
 
 
 class SizedGraphs(ABC):
-    """Graphs of the same computation, for several numbers of rows. Belongs to the engine thread."""
+    """Graphs of one computation, for several numbers of rows. Belongs to the engine thread."""
 
     def __init__(self, sizes: GraphSizes, capture: Capture, group: ParallelGroup, device: torch.device) -> None:
         """`group`: the ranks that compute it together."""
@@ -227,7 +231,7 @@ class SizedGraphs(ABC):
 
     @property
     def smallest_missing(self) -> int | None:
-        """The smallest size that `prepare` will capture; None: none is left."""
+        """The smallest size that `prepare` will capture; None if none is left."""
         return self._sizes.smallest_missing
 
     @property
@@ -245,7 +249,7 @@ class SizedGraphs(ABC):
 
     @abstractmethod
     def _step(self, *inputs: Tensor) -> Outputs:
-        """What is captured."""
+        """The captured computation."""
 
     def _serving(self, count: int) -> Captured:
         """The graph for `count` rows, for which `fits` returned true."""
@@ -254,7 +258,7 @@ class SizedGraphs(ABC):
         return self._captured[size]
 
     def _room_bytes(self, size: int) -> int:  # noqa: ARG002
-        """The memory in which a step of `size` rows computes, if it is much."""
+        """The working memory of a step of `size` rows, if large."""
         return 0
 
     def _add(self, size: int) -> bool:
@@ -270,7 +274,9 @@ class SizedGraphs(ABC):
         try:
             captured = Captured(*self._capture(lambda: self._step(*inputs)), inputs)
         except NotCaptured as error:
-            log.info("steps of %d rows run one operation at a time: this model cannot be captured as a graph", size)
+            log.info(
+                "steps of %d rows run one operation at a time: this model cannot be captured as a CUDA graph", size
+            )
             log.debug("not captured: %s", error.__cause__)
         except torch.OutOfMemoryError:
             if not self._group.shard.is_whole:
@@ -279,6 +285,7 @@ class SizedGraphs(ABC):
             self._sizes.give_up()  # steps also run without graphs, and need the memory more
             return False
         assert captured is not None
+        captured.replay_first(size)
         self._captured[size] = captured
         self._sizes.add(size)
         taken_bytes, seconds = max(0, free_bytes - self._free_bytes()), time.perf_counter() - start
@@ -290,14 +297,15 @@ class SizedGraphs(ABC):
         return torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else 0
 
     def _usable_bytes(self) -> float:
-        """With what torch holds and does not use."""
+        """Free memory, including torch's unused cache."""
         if self._device.type != "cuda":
             return math.inf
         held_bytes = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return self._free_bytes() + held_bytes
 
     def _all(self, succeeded: bool) -> bool:
-        """Whether all ranks succeeded: those with a graph and those without would send messages of different sizes."""
+        """Whether all ranks succeeded, because ranks with and without a graph would send messages of different
+        sizes."""
         if self._group.shard.is_whole:
             return succeeded
         flag = torch.full((1,), float(succeeded), device=self._device)

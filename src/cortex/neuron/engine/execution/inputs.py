@@ -1,4 +1,4 @@
-"""A step's inputs on the host: the position of each token, and the slot of its KV."""
+"""A step's inputs on the host: each token's position and KV slot."""
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ class StepInputs:
     """[KV groups, tokens]"""
     drawn_before: NDArray[np.int64]
     last: NDArray[np.int64]
-    """The tokens that are drawn after: the last ones of each row that draws."""
+    """The tokens after which tokens are drawn: the last ones of each row that draws."""
     cuts: NDArray[np.int32]
     """[rows, 2]: after how many tokens of each row its recurrent state is also saved (0: nowhere), and the slot"""
     rope: NDArray[np.int64] | None = None
     """The row of the rotations' tables for each token; None: its position."""
     pictures: PictureInputs | None = None
     reach: NDArray[np.int32] | None = None
-    """How many positions of its row each token sees, where those of a picture see each other; None: up to itself"""
+    """How many positions of its row each token sees, if those of a picture see each other; None: up to itself"""
 
     @classmethod
     def of(

@@ -23,7 +23,7 @@ from cortex.neuron.engine.execution.inputs import StepInputs
 from cortex.neuron.engine.execution.prompt_graphs import PromptGraphs, mixed_sizes, prompt_sizes, stream_sizes
 from cortex.neuron.engine.memory.plan import max_graph_tokens
 from cortex.neuron.engine.scheduling.step_plan import StepPlan
-from cortex.neuron.kernels.device_facts import facts_of
+from cortex.neuron.kernels.device_properties import properties_of
 from cortex.neuron.kernels.jit import has_kernels
 from cortex.neuron.models.decoder import Decoder
 
@@ -59,7 +59,7 @@ class ModelGraphs:
     ) -> None:
         """`page_tables` and `last_tokens`: of the rows, the last of which is the padding row. `block_tokens`: of a
         batch-invariant step. `checks_drafts`: whether steps check draft tokens. `graph_tokens`: the most tokens of a
-        prompt whose step is captured, the same on all ranks; None: as many as pay on this device."""
+        captured prompt step, the same on all ranks; None for the best number on this device."""
         self.steps: StepGraphs | None = None
         self.drafts: StepGraphs | None = None
         self.prompts: PromptGraphs | None = None
@@ -88,7 +88,7 @@ class ModelGraphs:
                 sizes = GraphSizes(MAX_NATIVE_ROWS, sizes=())
             self.drafts = StepGraphs(*arguments, sizes, *shared, checks_drafts=True)
         if graph_tokens is None:
-            graph_tokens = max_graph_tokens(facts_of(last_tokens.device).total_bytes)
+            graph_tokens = max_graph_tokens(properties_of(last_tokens.device).total_bytes)
         most = max_captured_rows(graph_tokens, config.hidden, max_bytes)
         prompts = prompt_sizes(min(step_tokens, context_tokens), most) if has_kernels(last_tokens) else ()
         if prompts:
@@ -101,13 +101,13 @@ class ModelGraphs:
                 self.mixed_sizes[streams] = tuple(mixed)
 
     def taking(self, plan: StepPlan, inputs: StepInputs) -> PromptGraphs | None:
-        """The graphs that compute a step of prompts, or of prompts and streams; None: there are none."""
+        """The graphs that compute a step of prompts, or of prompts and streams; None if there are none."""
         every = (*(() if self.prompts is None else (self.prompts,)), *self.mixed)
         return next((graphs for graphs in every if graphs.take(plan, inputs)), None)
 
     def next_among(self, others: Iterable[SizedGraphs]) -> SizedGraphs | None:
-        """Those of which one is captured next, of these and `others`: the first ones of prompts and of single tokens,
-        then the smallest. Steps that check drafts are for small batches."""
+        """The graphs to capture next, of these and `others`: the first ones of prompts and of single tokens, then the
+        smallest. Steps that check drafts are for small batches."""
         if self.lacking_first:
             return self.lacking_first[0]
         missing = [
@@ -124,6 +124,6 @@ class ModelGraphs:
 
     @property
     def lacking_first(self) -> list[SizedGraphs]:
-        """The graphs that a short prompt and its response use, as far as none of them is captured."""
+        """The graphs for a short prompt and its response of which none is captured yet."""
         first = (self.steps, self.prompts)
         return [each for each in first if each is not None and not each.max_rows and each.smallest_missing is not None]

@@ -28,7 +28,7 @@ class PageTables:
         """The positions that the pages of each row reach in the first group."""
 
     def extend(self, new_pages: Sequence[NewPages]) -> None:
-        """Adds what a step adds to the tables. It does not wait for the device."""
+        """Applies a step's additions to the tables without waiting for the device."""
         for row, group, first, pages in new_pages:
             self.on_host[group][row, first : first + len(pages)] = pages
             if group == 0:
@@ -60,5 +60,5 @@ def joined(added: Iterable[Addition]) -> list[Addition]:
 
 
 def flat_places(added: Sequence[Addition], width: int) -> NDArray[np.int64]:
-    """Where additions to a table of `width` columns lie in its memory. Pure."""
+    """The memory offsets of additions to a table of `width` columns. Pure."""
     return np.concatenate([np.arange(row * width + first, row * width + first + count) for row, first, count in added])

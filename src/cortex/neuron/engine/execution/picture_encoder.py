@@ -1,5 +1,5 @@
-"""The vectors of pictures: computed by the tower when a step needs them, together with those of waiting requests, and
-kept for later requests with the same pictures."""
+"""Picture vectors: computed by the tower when a step needs them, together with those of waiting requests, and cached
+for later requests with the same pictures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from cortex.neuron.engine.scheduling.picture_positions import PictureSpan
 from cortex.neuron.models.towers.config import num_cached_vectors
 from cortex.neuron.models.towers.tower import PixelGrid, Tower
-from cortex.neuron.vision.picture import Picture
+from cortex.neuron.pictures.picture import Picture
 
 
 class PictureEncoder:
@@ -28,8 +28,8 @@ class PictureEncoder:
         is_batch_invariant: bool = False,
         max_vectors: int | None = None,
     ) -> None:
-        """`device`: where steps need the vectors. `is_batch_invariant`: a picture is computed alone, so that its
-        vectors do not depend on others. `max_vectors`: that are kept; None: as many as a load counts memory for."""
+        """`device`: where steps need the vectors. `is_batch_invariant`: pictures are computed alone, so that vectors do
+        not depend on others. `max_vectors`: the size of the cache; None: as many as the load reserved memory for."""
         self._tower = tower
         self._pass_patches = 0 if is_batch_invariant else pass_patches
         self._max_vectors = num_cached_vectors(pass_patches) if max_vectors is None else max_vectors
@@ -38,7 +38,7 @@ class PictureEncoder:
         self._users: Counter[bytes] = Counter()
         self._vectors: OrderedDict[bytes, Tensor] = OrderedDict()
         self.num_encoded = 0
-        """Pictures that the tower has computed."""
+        """Number of pictures that the tower has computed."""
 
     def add(self, pictures: Iterable[Picture]) -> None:
         """Pictures of a request that may need their vectors from now on."""
@@ -67,7 +67,7 @@ class PictureEncoder:
         return joined.to(self._device, non_blocking=True)
 
     def _encode(self, needed: set[bytes]) -> None:
-        """Computes those of `needed` that are not kept. Other pictures of waiting requests fill the last pass."""
+        """Computes those of `needed` that are not cached. Other pictures of waiting requests fill the last pass."""
         missing = [self._pictures[key] for key in self._pictures if key in needed and key not in self._vectors]
         if not missing:
             return
@@ -86,7 +86,7 @@ class PictureEncoder:
                 self._vectors[picture.key] = own
 
     def _passes(self, pictures: Sequence[Picture], needed: set[bytes]) -> Iterable[list[Picture]]:
-        """Pictures that are computed at once. None of the passes is only for pictures that no step needs yet."""
+        """Batches of pictures, each with at least one that a step needs."""
         batch: list[Picture] = []
         num_patches = 0
         for picture in pictures:

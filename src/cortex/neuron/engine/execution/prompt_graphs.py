@@ -1,6 +1,6 @@
-"""Whole steps that compute short prompts, or what follows a cached prefix, as graphs: one replay instead of hundreds of
-launches, which take the host longer than the device takes to compute them. Some also decode the streams that run
-meanwhile: the weights are read once for both.
+"""Graphs of whole steps that compute short prompts or the rest after a cached prefix: one replay instead of hundreds of
+launches, which take the host longer than the device computes. Some also decode running streams, so that the weights are
+read once for both.
 
 There is a graph for each of some numbers of tokens. A step takes the smallest that fits and pads: its last tokens
 belong to no row, and its last rows and tiles are empty. The tokens of streams come first, padded to a number of their
@@ -29,10 +29,9 @@ from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.sizes import WeightStorage, token_room
 
 PROMPT_SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, *range(1024, 2049, 128))
-"""Numbers of tokens. A GEMM of a few hundred rows and more computes them in tiles of 128, so that padding to the next
-size costs little."""
+"""Token counts. GEMMs of a few hundred rows or more use tiles of 128, so padding to the next size costs little."""
 MAX_PROMPTS = 7
-"""Rows of a graph that may have tokens. One more row never has any: tiles without tokens are its tiles."""
+"""Rows of a graph that may have tokens. One further row is always empty and owns the empty tiles."""
 _NUM_ROWS = MAX_PROMPTS + 1
 _NUM_OFFSETS = 12
 """_NUM_ROWS + 1, and unused ones: what follows begins at a multiple of 16 bytes, as the kernels expect."""
@@ -133,11 +132,11 @@ class PromptGraphs(SizedGraphs):
         self._token_room = token_room(model.architecture, WeightStorage(parameters.dtype.itemsize))
         shape = (num_streams + largest, model.config.hidden)
         self._hidden = torch.empty(shape, dtype=parameters.dtype, device=parameters.device)
-        """What all graphs write: one of them runs at a time."""
+        """The output of all graphs, of which only one runs at a time."""
 
     def take(self, plan: StepPlan, inputs: StepInputs) -> bool:
-        """Whether a captured graph computes this step: prompts of several tokens, without pictures, and streams if the
-        graphs have any."""
+        """Whether a captured graph can compute this step: prompts of several tokens, without pictures, and streams if
+        the graphs support them."""
         prompts, singles = plan.rows[plan.num_singles :], plan.num_singles
         has_streams = singles <= self.num_streams and (singles > 0) == (self.num_streams > 0)
         is_plain = has_streams and inputs.pictures is None and 0 < len(prompts) <= MAX_PROMPTS
@@ -147,8 +146,8 @@ class PromptGraphs(SizedGraphs):
         return is_plain and self.serves(plan.num_tokens - singles)
 
     def replay(self, inputs: StepInputs, num_singles: int = 0) -> Tensor:
-        """Runs a step that they take; the streams' tokens are their rows' latest. → [tokens, hidden]: the residual
-        stream after the last layer, valid until the next replay, in stream order."""
+        """Runs a step for which `take` returned true; the streams' tokens are their rows' latest. → [tokens, hidden]:
+        the residual stream after the last layer, valid until the next replay, in stream order."""
         num_tokens = len(inputs.tokens) - num_singles
         captured = self._serving(num_tokens)
         memory, by_token, _ = captured.inputs

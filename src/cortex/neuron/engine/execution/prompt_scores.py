@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's own tokens, which evaluations score texts with.
+"""Log-probabilities of a prompt's own tokens, with which evaluations score texts.
 
 Such a step computes logits at every position instead of the last. A block of positions at a time keeps memory bounded.
 """

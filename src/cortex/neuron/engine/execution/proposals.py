@@ -1,8 +1,8 @@
 """Draft tokens that are computed on the device, after the draw of a step and before the host reads it.
 
 The proposer absorbs the tokens of the step and those that were drawn after them. Then it continues each row that drew,
-one token at a time, from the last drawn token that was accepted. Positions beyond the accepted ones are computed again
-by later steps, so nothing of a rejected token is left. What the model computes depends on none of this.
+one token at a time, from the last drawn token that was accepted. Later steps recompute positions beyond the accepted
+ones, so nothing of a rejected token remains. The model's output does not depend on proposals.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ class Proposals:
     def _accepted(
         self, plan: StepPlan, inputs: StepInputs, tokens: Tensor, drawn: Tensor
     ) -> tuple[NDArray[np.int64], Tensor, Tensor]:
-        """The rows that draw, and of each the place in the step of the last accepted position and the place among the
-        draws of the token drawn there."""
+        """The rows that draw, each with the index of its last accepted position in the step and the index of the token
+        drawn there among the draws."""
         counts = np.array([row.outputs.draws for row in plan.rows if row.outputs.draws])
         rows = np.array([row.row for row in plan.rows if row.outputs.draws])
         firsts = np.concatenate((np.zeros(1, np.int64), counts.cumsum()[:-1]))
@@ -143,8 +143,8 @@ class Proposals:
         return carried, argmax(self._proposer.logits(carried))[0]
 
     def _extend_step(self, integers: Tensor, carried: Tensor) -> Outputs:
-        """integers: rows, positions, the ends of the rows' pages, positions of the rotation, and tokens. What has no
-        page is not kept."""
+        """integers: rows, positions, the ends of the rows' pages, positions of the rotation, and tokens. Values without
+        a page are dropped."""
         rows, positions, limits, rope, tokens = integers.unbind()
         positions, rope = (each.clamp(max=self._context_tokens - 1) for each in (positions, rope))
         pages = self._page_table[rows, positions // self._page_tokens].long()
@@ -214,7 +214,7 @@ class _Graphs(SizedGraphs):
 
 
 def following_tokens(plan: StepPlan, inputs: StepInputs) -> NDArray[np.int64]:
-    """The tokens after those of a step, as far as the host knows them; 0 where they are drawn."""
+    """The token after each token of a step, if the host knows it; 0 if it is drawn."""
     following = np.append(inputs.tokens[1:], 0)
     for row, end in zip(plan.rows, inputs.offsets[1:], strict=True):
         following[end - 1] = row.inputs.following or 0

@@ -22,7 +22,7 @@ class RowResult(NamedTuple):
     tokens: tuple[int, ...] = ()
     """The drawn tokens that were accepted."""
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """Those of each token, if any request of the step asks for them."""
+    """Log-probabilities of each token, if any request of the step asks for them."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     healthy: bool = True
     """False if the logits that a token was drawn from are not finite."""
@@ -63,7 +63,7 @@ class Launched:
             self._event.synchronize()
 
     def read(self) -> list[RowResult]:
-        """Waits for the step, and returns the result of each row in plan order."""
+        """Waits for the step; returns the result of each row in plan order."""
         self.wait()
         if self._is_plain:
             tokens, healthy = (part.tolist() for part in self._drawn if part is not None)

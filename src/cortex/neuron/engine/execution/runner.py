@@ -46,22 +46,22 @@ from cortex.neuron.models.proposer import Proposer
 from cortex.neuron.models.towers.config import PASS_PATCHES
 
 NewMask = Callable[[], GrammarMask | None]
-"""The tokens that a step may draw, once they are needed: the device computes the step meanwhile."""
+"""Returns the tokens that a step may draw; called while the device computes the step."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerConfig:
-    """What the steps of a runner are like."""
+    """The configuration of a runner's steps."""
 
     max_rows: int
     context_tokens: int
     step_tokens: int
     """Most tokens of one step."""
     block_tokens: int | None = None
-    """Tokens are computed in blocks of this many, so that their results do not depend on each other
-    (`batch_invariant`); None: all of a step together."""
+    """Size of the blocks in which tokens are computed, so that results do not depend on each other (`batch_invariant`);
+    None: all tokens of a step together."""
     checks_drafts: bool = False
-    """Whether steps that check draft tokens are captured, too."""
+    """Whether steps that check draft tokens are also captured."""
     pass_patches: int = PASS_PATCHES["cpu"]
     """Patches of pictures that the tower computes at once."""
     graph_tokens: int | None = None
@@ -143,21 +143,21 @@ class Runner:
         return self._draw_graphs is not None and steps is not None and self._draw_graphs.prepare(steps)
 
     def compute_prompt(self, num_tokens: int) -> None:
-        """Computes a prompt of `num_tokens` empty tokens. A pass that collects kernels uses it for those of steps that
-        are longer than the largest graph."""
+        """Computes a prompt of `num_tokens` empty tokens, for the pass that collects the kernels of steps longer than
+        the largest graph."""
         with torch.inference_mode():
             if self._graphs.prompts is not None:
                 self._graphs.prompts.compute(num_tokens)
 
     def compute_draws(self) -> None:
-        """Draws in every way from empty logits, for a pass that collects kernels."""
+        """Draws in every way from empty logits, for the pass that collects kernels."""
         with torch.inference_mode():
             hidden = torch.empty((1, self.model.config.hidden), dtype=self.model.parameters.dtype, device=self.device)
             self.sampler.compute_all_kinds(self._logits(hidden))
 
     @property
     def graph_costs(self) -> CaptureCosts:
-        """What the graphs have taken so far."""
+        """Memory and time that the graphs have taken so far."""
         return self._graphs.costs
 
     def prepare_first(self) -> None:
@@ -170,18 +170,17 @@ class Runner:
 
     @property
     def _next_graphs(self) -> SizedGraphs | None:
-        """Those of which one is captured next."""
+        """The graphs to capture next."""
         return self._graphs.next_among(() if self._proposals is None else self._proposals.graphs)
 
     @property
     def mixed_sizes(self) -> Mapping[int, tuple[int, ...]]:
-        """Numbers of prompt tokens that graphs compute together with a number of streams; empty: there are no such
-        graphs."""
+        """Prompt token counts of graphs, by the number of streams that they also compute; empty without such graphs."""
         return self._graphs.mixed_sizes
 
     @property
     def max_draft_tokens(self) -> int:
-        """Most tokens of a step that checks drafts, if it is to be fast; 0: no such step is."""
+        """Most tokens of a fast step that checks drafts; 0 if no such step is fast."""
         if self._block_tokens is not None:
             return 0
         if self.device.type == "cpu":
@@ -399,7 +398,7 @@ class Runner:
 
     def _vectors(self, pictures: PictureInputs) -> Tensor:
         """[vectors, parts, hidden]"""
-        assert self.pictures is not None, "a step has pictures, and the model no tower"
+        assert self.pictures is not None, "a step has pictures, but the model has no vision tower"
         return self.pictures.vectors(pictures.spans, pictures.counts).to(self.model.parameters.dtype)
 
     def _tokens(self, inputs: StepInputs) -> Tensor:

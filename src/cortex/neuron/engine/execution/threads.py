@@ -19,7 +19,7 @@ _TRY_STEPS = 4
 _FIRST_TRY_AFTER = 8
 _LONGEST_PAUSE = 4096
 _ABORT_RATIOS = (2.0, 1.3)
-"""A try ends early if its first step, or its first steps in the mean, take this many times as long as usual."""
+"""A try ends early if its first step, or the mean of its first steps, takes this many times as long as usual."""
 
 
 class ThreadChoice:

@@ -36,7 +36,7 @@ class DeviceHostMemory:
     slabs: HostSlabs
     rate: CopyRate = field(default_factory=CopyRate)
     verifies: bool = False
-    """Tests set it: the contents of every block are checked before use, which takes longer than the copy."""
+    """For tests: check the contents of every block before use, which takes longer than the copy."""
     disk: DiskPages | None = None
     """Blocks that left host memory; None: they are dropped."""
     _models: dict[str, _ModelBlocks] = field(default_factory=dict)
@@ -83,8 +83,8 @@ class DeviceHostMemory:
             self.disk.forget(self.store, chosen)
 
     def yield_to_host(self) -> None:
-        """Frees memory if the host runs short of it, or if writes have kept a lowered budget from taking effect. Called
-        regularly, also while no model steps."""
+        """Frees memory if the host runs short of it, or if writes have delayed a lowered budget. Called regularly, even
+        when no model steps."""
         if self.disk is not None:
             self.disk.end_writes(self.store)
         if missing := self.slabs.num_missing_bytes():
@@ -100,9 +100,9 @@ class DeviceHostMemory:
         *,
         is_whole: bool = True,
     ) -> tuple[BlockKind, ...]:
-        """The kinds of the blocks of a model, whose bytes are `sizes`: those of its KV groups first. What is here of
-        them is reported under `model_id` from now on, unless that is empty. `is_whole`: they may be on disk, too. Ranks
-        of a divided model would wait for each other's disks at every fetch."""
+        """The kinds of the blocks of a model, whose bytes are `sizes`: those of its KV groups first. Their blocks are
+        reported under `model_id` from now on, unless that is empty. `is_whole`: they may also be on disk; ranks of a
+        divided model would wait for each other's disks at every fetch."""
         kinds = tuple(BlockKind(fingerprint, part, num_bytes) for part, num_bytes in enumerate(sizes))
         if model_id:
             self._model_ids[fingerprint] = model_id
@@ -116,7 +116,7 @@ class DeviceHostMemory:
         self.store.publish(kind, digest, place, self._checksum(kind, place) if self.verifies else None)
 
     def drop_damaged(self, kinds: Sequence[BlockKind], digests: Sequence[Digest]) -> None:
-        """Forgets the blocks of these prefixes whose contents are not what was copied, where that is verified."""
+        """Drops the blocks of these prefixes whose contents differ from what was copied, if verification is on."""
         if not self.verifies:
             return
         for kind in kinds:
@@ -129,8 +129,7 @@ class DeviceHostMemory:
         return zlib.crc32(self.slabs.rows(*place, 1, kind.num_bytes).numpy().tobytes())
 
     def kept(self) -> dict[str, KeptPages]:
-        """What is here and on disk of each model that was loaded, by its name; only those of which there is
-        anything."""
+        """The blocks in memory and on disk of each model that was loaded, by its name; only models with any."""
         found = {}
         for model_id, model in self._models.items():
             counts = [self.store.num_blocks(kind) for kind in model.kinds]
@@ -143,7 +142,7 @@ class DeviceHostMemory:
         return found
 
     def _tokens_per_s(self, model: _ModelBlocks, here: int, on_disk: int) -> float | None:
-        """Average rate at which tokens return to the device, where those that are not in host memory come from disk."""
+        """Average rate at which tokens return to the device, from host memory or else from disk."""
         rate = self.rate.bytes_per_s
         if not model.token_bytes or (rate is None and on_disk <= here):
             return None

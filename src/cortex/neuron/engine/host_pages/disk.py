@@ -1,9 +1,10 @@
-"""Blocks on disk, below host memory: which are there, what is written when, and how they come to the device.
+"""Blocks on disk, the tier below host memory: their index, when they are written, and how they return to the
+device.
 
 Blocks are written in the background when they are the next to leave host memory, and all of them when their model
 sleeps or ends. They are read by several threads into a few page-locked buffers, and copied to the device from there
-while the next ones are read. Workers share the folder: each finds what was there when it loaded a model or was told to
-look again, and what it has written since.
+while the next ones are read. Workers share the folder: each knows the files that it found at a load or a rescan, and
+those that it has written since.
 """
 
 from __future__ import annotations
@@ -30,20 +31,21 @@ from cortex.neuron.engine.kv.pages import Digest
 log = logging.getLogger(__name__)
 
 READ_BYTES = 8 << 20
-"""One read; as many run at once as there are readers."""
+"""Bytes of one read; each reader runs one at a time."""
 READERS = 16
 BUFFERS = 2 * READERS
 """Half of them are read into while the rest is copied to the device."""
 MAX_BUFFER_BYTES = 512 << 20
-"""All buffers together, of which there are two in any case: the state of a hybrid model may take hundreds of MB."""
+"""Bytes of all buffers together. There are at least two, because the state of a hybrid model may take hundreds of
+MB."""
 LEAVING_SHARE = 0.125
-"""Of the host's budget: the blocks in the least recently used part of it are written ahead."""
+"""Share of the host's budget: the least recently used blocks in it are written ahead."""
 PURE_SHARE = 0.1
-"""A fetch with less than this from elsewhere shows the rate of where it came from."""
+"""A fetch with less than this share from other sources counts as a measurement of its main source."""
 RETRY_S = 60.0
-"""After a write that failed."""
+"""Pause after a failed write."""
 _COUNTED_S = 10.0
-"""For so long, what other workers write is not counted."""
+"""Writes of other workers are counted again only after this time."""
 
 
 @dataclass(slots=True)
@@ -68,8 +70,8 @@ class DiskPages:
         max_buffer_bytes: int = MAX_BUFFER_BYTES,
         worth: float = WORTH,
     ) -> None:
-        """`read_bytes`: of one read. `max_buffer_bytes`: of all buffers together. `worth`: reading must take less than
-        this share of the computing time."""
+        """`read_bytes`: size of one read. `max_buffer_bytes`: of all buffers together. `worth`: reading must take less
+        than this share of the computing time."""
         self.read_bytes = read_bytes
         self.worth = worth
         self._max_buffer_bytes = max_buffer_bytes
@@ -77,17 +79,17 @@ class DiskPages:
         self.budget_bytes = budget_bytes
         self.rate = CopyRate(assumed=DISK_BYTES_PER_S)
         self.cached_rate = CopyRate(assumed=PAGE_CACHE_BYTES_PER_S)
-        """Of what is in the page cache."""
+        """Rate of reads from the page cache."""
         self.num_cached_bytes = 0
-        """Of the blocks that were asked for last."""
+        """Facts of the blocks requested last."""
         self.buffers = HostSlabs(device)
-        """What is read, until it is on the device: a slab for each read."""
+        """Read buffers, until their contents are on the device: a slab per read."""
         self.buffers.may_wait = True
         self.free_buffers: list[int] = []
         self._buffer_bytes = self._num_buffers = 0
         self._models: dict[bytes, str] = {}
         self._files: dict[bytes, dict[Path, BlockFile]] = {}
-        """By model, as found last."""
+        """By model, as of the last scan."""
         self._places: dict[tuple[BlockKind, Digest], tuple[BlockFile, int]] = {}
         self._num_blocks: dict[BlockKind, int] = {}
         self._writes: list[_Write] = []
@@ -95,12 +97,12 @@ class DiskPages:
         self.readers = ThreadPoolExecutor(READERS, "kv-reader")
         self._retry_at_s = 0.0
         self._used_bytes, self._counted_at_s = 0, float("-inf")
-        """Of the writer."""
+        """The writer's state."""
 
     # -- what is there ---------------------------------------------------------------------------------------------
 
     def open_model(self, model: bytes, model_id: str) -> None:
-        """Finds the blocks of a model, whose own are written from now on."""
+        """Finds the blocks of a model, whose new blocks are written from now on."""
         self._models[model] = model_id
         self.find_again(model)
 
@@ -122,18 +124,18 @@ class DiskPages:
         return self._num_blocks.get(kind, 0)
 
     def find(self, kind: BlockKind, digest: Digest) -> tuple[BlockFile, int]:
-        """Where a block is that `has` confirmed: its file, and its number there."""
+        """The file, and the index in it, of a block that `has` confirmed."""
         return self._places[kind, digest]
 
     def distrust(self, kind: BlockKind, digests: Iterable[Digest]) -> None:
-        """The contents of these blocks cannot be trusted: their files go."""
+        """Remove the files of these blocks, whose contents cannot be trusted."""
         for digest in digests:
             if (found := self._places.get((kind, digest))) is not None:
                 block_files.remove(found[0].path)
                 self.drop(found[0])
 
     def forget(self, store: HostPages, chosen: ChosenBlocks) -> None:
-        """Removes the files with a chosen block. Others that were in them are written again if host memory has them."""
+        """Removes the files with a chosen block. Their other blocks are rewritten if host memory has them."""
         for file in {found for found, _ in self._places.values()}:
             if not block_files.is_chosen(file, chosen):
                 continue
@@ -181,7 +183,7 @@ class DiskPages:
                 self._begin(kind, here[first : first + most], store, slabs)
 
     def _begin(self, kind: BlockKind, digests: Sequence[Digest], store: HostPages, slabs: HostSlabs) -> bool:
-        """Starts to write blocks that host memory has, as one file. False: there is nothing to write."""
+        """Starts to write blocks of host memory as one file. False if there is nothing to write."""
         if kind.model not in self._models:
             return False  # a part of a divided model
         lacking = [digest for digest in digests if not self.has(kind, digest)]
@@ -202,7 +204,7 @@ class DiskPages:
         return bool(self._writes)
 
     def settle(self, store: HostPages, until_s: float = float("inf")) -> bool:
-        """Waits for writes, at most until a time of the monotonic clock. False: some have not ended."""
+        """Waits for writes, at most until a time of the monotonic clock. False if some have not ended."""
         while self._writes:
             left_s = until_s - time.monotonic()
             if left_s <= 0:
@@ -212,7 +214,7 @@ class DiskPages:
         return True
 
     def end_writes(self, store: HostPages) -> None:
-        """Lets go of what has been written: host memory may drop it again."""
+        """Unpins written blocks, so that host memory may drop them."""
         for write in [each for each in self._writes if each.written.done()]:
             self._writes.remove(write)
             store.end(write.places)
@@ -225,7 +227,7 @@ class DiskPages:
     def _write(
         self, kind: BlockKind, model_id: str, digests: Sequence[Digest], pieces: Sequence[memoryview]
     ) -> BlockFile | None:
-        """On the writer's thread. None: it is not possible."""
+        """On the writer's thread. None if impossible."""
         num_bytes = sum(piece.nbytes for piece in pieces)
         if num_bytes > self.budget_bytes:
             return None
@@ -253,8 +255,8 @@ class DiskPages:
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def parts(self, blocks: Iterable[tuple[BlockKind, Digest]]) -> list[tuple[int, float]]:
-        """Bytes of blocks that are here, and how fast they are expected to come: those in the page cache, and others.
-        A restarted node finds in memory what it has just written."""
+        """Bytes of available blocks and their expected rates: those in the page cache, and others. A restarted node
+        finds its recent writes in the page cache."""
         sizes: dict[BlockFile, int] = {}
         for kind, digest in blocks:
             file = self._places[kind, digest][0]
@@ -294,12 +296,12 @@ class _Run:
 
 
 class DiskFetch:
-    """Blocks on their way from files to the device. Belongs to the engine thread."""
+    """A fetch of blocks from files to the device. Belongs to the engine thread."""
 
     def __init__(
         self, disk: DiskPages, copies: BlockCopies, wanted: Sequence[tuple[BlockTensors, BlockKind, int, Digest]]
     ) -> None:
-        """`copies`: from the buffers of the disk. `wanted`: blocks that are there, and their ids on the device."""
+        """`copies`: from the disk's buffers. `wanted`: available blocks, and their ids on the device."""
         self._disk = disk
         self._copies = copies
         self._runs: deque[_Run] = deque()
@@ -320,23 +322,23 @@ class DiskFetch:
 
     @property
     def is_complete(self) -> bool:
-        """Nothing is on its way any more."""
+        """Whether nothing is in progress any more."""
         return not (self._runs or self._reads or self._running)
 
     def measure(self, started_s: float) -> None:
-        """The fetch is complete: its rate counts as that of the disk, or of the page cache, if it came from one."""
+        """Record the rate of a complete fetch, for the disk or for the page cache if it came from only one."""
         if self._cached_share > 1 - PURE_SHARE:
             self._disk.cached_rate.measured(self.num_bytes, started_s)
         elif self._cached_share < PURE_SHARE:
             self._disk.rate.measured(self.num_bytes, started_s)
 
     def cancel(self) -> None:
-        """Begins no further read. Those that run must end before the blocks on the device are used otherwise."""
+        """Start no further reads. Running ones must end before the device's blocks are reused."""
         self.has_failed = True
         self._runs.clear()
 
     def advance(self, wait_s: float | None = 0.0) -> None:
-        """Starts what can be started. `wait_s`: for the first read to end; None: for all of them."""
+        """Starts what can be started. `wait_s`: wait for the first read to end; None: wait for all."""
         while True:
             self._end_copies(wait_for_one=wait_s is None and not self._reads)
             for read in [each for each in self._reads if each.done()]:

@@ -1,4 +1,4 @@
-"""Names a loaded model by its content, so that blocks of other weights or of another layout are never found for it.
+"""Names a loaded model by its content, so that blocks of other weights or layouts never match.
 
 The sum of each row of words is weighted by position, and the sums of all rows are hashed: on a GPU it takes a few
 milliseconds per 10 GB. Files are not consulted: the same weights at another path match, and other bytes at the same
@@ -50,14 +50,14 @@ def fingerprint(loaded: LoadedModel, spec: LoadSpec) -> bytes:
 
 
 def computed_by(device: torch.device, *, deterministic: bool) -> str:
-    """Kinds of GPUs round differently, as batches of different sizes do. That matters only to a model whose responses
-    are to be equal to the bit."""
+    """The kind of GPU, because kinds round differently, as batches of different sizes do. Used only for models whose
+    responses must be bit-equal."""
     return torch.cuda.get_device_name(device) if deterministic and device.type == "cuda" else device.type
 
 
 def _weights(model: Decoder) -> list[torch.UntypedStorage]:
-    """The model's weights, wherever they are; not its tables of positions, which steps with pictures write to, and
-    whose length follows from the context."""
+    """The model's weights, wherever they are, without its position tables, which steps with pictures write and whose
+    length depends on the context."""
     tables = {storage.data_ptr() for storage in model.ropes.storages()}
     weights = [storage for storage in model.storages() if storage.data_ptr() not in tables]
     weights += model.parameters.host_storages()

@@ -1,4 +1,4 @@
-"""The host memory of slabs: page-locked if a GPU copies to it, and left to others when the host runs short."""
+"""The host memory of slabs: page-locked if a GPU copies to it, and released when the host runs short."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ class OutgoingBlocks:
         blocks: Sequence[tuple[int, Digest]],
         store: HostPages,
     ) -> Self | None:
-        """Starts to copy as many of these blocks as `store` has room for. None: it has none, or the device has no
-        memory for a copy now."""
+        """Starts to copy as many of these blocks as `store` has room for. None if it has no room, or if the device has
+        no memory for a copy now."""
         places = store.reserve(kind, len(blocks))
         if not places:
             return None

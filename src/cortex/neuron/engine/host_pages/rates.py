@@ -13,8 +13,8 @@ from cortex.neuron.engine.roofline.step_costs import StepCosts, StepShape
 _NEWEST = 0.2
 """The weight of the newest measurement."""
 _RETURN = 0.05
-"""How far a rate moves back to the assumed one each time it causes a fetch to be rejected, so that a disk that was busy
-is tried again."""
+"""How far a rate returns to the assumed one each time it causes a rejected fetch, so that a disk that was busy is
+retried."""
 WORTH = 0.9
 """A fetch must take less than this share of the computing time: estimates err."""
 DISK_BYTES_PER_S = 1e9
@@ -64,9 +64,9 @@ def saves_time(parts: Iterable[tuple[int, float]], delay_s: float, compute_s: fl
 
 
 def end_of_front(first: int, end: int, whole_s: float, compute_s: Callable[[int], float]) -> int:
-    """Up to which page to compute while the pages after it are fetched, so that both take the same time; `first` if
-    that is not much faster than either alone. `whole_s`: to fetch all pages from `first` to `end`; `compute_s`: to
-    compute those up to a page."""
+    """The page up to which to compute while the pages after it are fetched, so that both take the same time; `first` if
+    that is not much faster than either alone. `whole_s`: time to fetch all pages from `first` to `end`; `compute_s`:
+    time to compute those up to a page."""
 
     def rest_s(page: int) -> float:
         return whole_s * (end - page) / (end - first)

@@ -1,4 +1,4 @@
-"""Which blocks are in host memory, and where. Pure: the memory belongs to `SlabMemory`.
+"""The index of blocks in host memory. Pure: the memory belongs to `SlabMemory`.
 
 A block is one KV page over the layers of a group, or one recurrent state. It is found by its kind and by the digest of
 its prefix (`pages.page_digests`): a chain of 128-bit hashes over every token from the first on. A kind names the
@@ -35,7 +35,7 @@ class BlockKind:
 
 @dataclass(frozen=True, slots=True)
 class ChosenBlocks:
-    """Which blocks an operator means: those that match everything given."""
+    """An operator's selection of blocks: those that match every given field."""
 
     model_id: str | None = None
     tenants: tuple[bytes, ...] = ()
@@ -147,7 +147,7 @@ class HostPages:
         return places
 
     def unsaved(self, share: float) -> Iterator[tuple[BlockKind, list[Digest]]]:
-        """Blocks that are not saved, slab by slab, in the least recently used slabs: those that leave if `share` of the
+        """Unsaved blocks, slab by slab, in the least recently used slabs: those that are dropped if `share` of the
         budget is reused."""
         left = self.num_bytes - self._budget_bytes + int(self._budget_bytes * share)
         for slab in list(self._slabs.values()):
@@ -241,8 +241,8 @@ class HostPages:
         return slab
 
     def _taken_over(self, num_bytes: int) -> int | None:
-        """Reuses the slab that would be dropped next: page-locking memory takes longer than filling it. None: nothing
-        has to be dropped, or that slab has another size."""
+        """Reuses the slab that would be dropped next, because page-locking memory takes longer than filling it. None if
+        nothing must be dropped, or if that slab has another size."""
         if not self.num_bytes <= self._budget_bytes < self.num_bytes + num_bytes:
             return None
         oldest = next((slab for slab in self._slabs.values() if not slab.num_copies), None)

@@ -1,12 +1,12 @@
-"""The blocks of one model between its device memory and host memory: what is copied when, in either direction.
+"""Copies one model's blocks between device memory and host memory, in both directions.
 
-Out: while the model has no work, what later prompts are most likely to use; while it has, on a GPU, the pages that will
-be used for something else next; before it sleeps or is unloaded, the rest. A page is never waited for: one that is not
-copied when it is needed is lost.
+Out: while the model is idle, the blocks that later prompts are most likely to use; while it works, on a GPU, the pages
+that will be reused next; before it sleeps or is unloaded, the rest. Steps never wait for a page: one that is not copied
+when it is reused is lost.
 
-In: a waiting prompt whose prefix goes on in host memory gets those pages, and is admitted when they have arrived. Until
-then nothing knows of them, neither here nor there: a block is offered when its copy is complete. What is on disk comes
-the same way if that is expected to be faster than to compute it, and the front of the prompt is computed meanwhile.
+In: a waiting prompt whose prefix continues in host memory gets those pages and is admitted when they have arrived. A
+block is offered only when its copy is complete. Blocks on disk are fetched in the same way if that is expected to be
+faster than computing, and the front of the prompt is computed meanwhile.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FETCHED_PAGES = {"cuda": 8, "cpu": 1}
 COPY_BYTES = 256 << 20
 """Most bytes of one copy to host memory: about 5 ms."""
 READ_DELAY_S = 0.002
-"""Before the first block of a fetch from disk arrives."""
+"""Delay before the first block of a fetch from disk."""
 TURN_S = 0.005
 """How long the engine waits for a disk before it looks for other work."""
 EndOfFront = Callable[[int, int, float, Callable[[int], float]], int]
@@ -62,7 +62,7 @@ class _Fetch:
         return is_read and all(copy.is_complete for copy in self.copies)
 
     def advance(self, wait_s: float | None) -> None:
-        """`wait_s`: for some of it; None: for all of it."""
+        """`wait_s`: wait for a part of it; None: wait for all."""
         if self.from_disk is not None:
             self.from_disk.advance(wait_s)
         if wait_s is None or (wait_s > 0 and self.from_disk is None):
@@ -101,12 +101,12 @@ class HostTier:
         end_of_front: EndOfFront = end_of_front,
         steps_between_scans: int = STEPS_BETWEEN_SCANS,
     ) -> None:
-        """`blocks`: the pages of each KV group, then the slots of states. `new_kinds`: names them, when that is first
-        needed. `copies_ahead`: pages are copied before the model sleeps, too. `min_pages`: fewer are computed rather
-        than fetched. `others`: for a divided model. `compute_s`: how long a prompt takes from one position to another.
-        `from_disk`: copies from the buffers of the disk; None: nothing is read from there. `end_of_front`: divides a
-        prefix into pages that are computed and pages that are read from disk meanwhile. `steps_between_scans`: after a
-        look at the oldest pages that found nothing to copy."""
+        """`blocks`: the pages of each KV group, then the slots of states. `new_kinds` names them on first use.
+        `copies_ahead`: pages are copied even before the model sleeps. `min_pages`: fewer are computed instead of
+        fetched. `others`: for a divided model. `compute_s`: time to compute a prompt from one position to another.
+        `from_disk`: copies from the disk's buffers; None without a disk. `end_of_front`: divides a prefix into pages to
+        compute and pages to read from disk meanwhile. `steps_between_scans`: pause after a scan of the oldest pages
+        found nothing to copy."""
         self._host = host
         self._store = host.store
         self._pages = pages
@@ -123,16 +123,16 @@ class HostTier:
         self._end_of_front = end_of_front
         self._steps_between_scans = steps_between_scans
         self._looks_on_disk = False
-        """Whether what is on disk counts as something that can be had."""
+        """Whether blocks on disk count as available."""
         self._agreed: set[tuple[int, Digest]] | None = None
-        """The blocks that all ranks have of the prefix that was asked for last; None: none was."""
+        """The blocks that all ranks have of the prefix requested last; None without such a request."""
         self._outgoing: OutgoingBlocks | None = None
         self._fetches: dict[str, _Fetch] = {}
-        """By the id of the request that waits for it."""
+        """By the id of the waiting request."""
         self._fetched: set[str] = set()
-        """Requests whose prefix was fetched, or was not worth it; until they end."""
+        """Requests whose prefix was fetched or not worth fetching, until they end."""
         self._remaining: list[tuple[int, list[tuple[int, Digest]]]] | None = None
-        """What is left to copy while the model has no work; None: not known yet."""
+        """Blocks left to copy while the model is idle; None if not known yet."""
         self._steps_to_scan = 0
         self.num_fetched_tokens = 0
 
@@ -141,7 +141,7 @@ class HostTier:
         return self._new_kinds()
 
     def ensure_named(self) -> None:
-        """Names the blocks and finds those on disk, with memory to read them, now rather than in the first request."""
+        """Names the blocks, finds those on disk and allocates read buffers ahead of the first request."""
         largest = max(kind.num_bytes for kind in self._kinds)
         if self._has_disk and self._disk is not None:
             self._disk.buffers_of(largest)
@@ -160,13 +160,13 @@ class HostTier:
         return self._checkpoints is not None and self._has_page(len(self._blocks) - 1, digest)
 
     def _verify(self, digests: Sequence[Digest]) -> None:
-        """Before the blocks of these prefixes are looked for: see `DeviceHostMemory.verifies`."""
+        """Call before these prefixes are looked up: see `DeviceHostMemory.verifies`."""
         if self._host.verifies:
             self._host.drop_damaged(self._kinds, digests)
 
     def _agree(self, digests: Sequence[Digest], cached: int, count: int) -> bool:
-        """Asks the other ranks of a divided model which blocks of the first `count` pages they have: until `fetch`,
-        only those count that all ranks have. False: there is nothing to ask."""
+        """Asks the other ranks of a divided model which blocks of the first `count` pages they have. Until `fetch`,
+        only blocks of all ranks count. False if there is nothing to ask."""
         if self._others is None or count - cached < self._min_pages:
             return False
         wanted = [
@@ -196,8 +196,8 @@ class HostTier:
         return self._disk is not None and any(self._disk.num_blocks(kind) for kind in self._kinds)
 
     def num_pages(self, digests: Sequence[Digest]) -> int:
-        """After how many of these leading pages a prompt could continue: with what is on the device, in host memory and
-        on disk."""
+        """Number of leading pages after which a prompt could continue, with pages on the device, in host memory and on
+        disk."""
         self._looks_on_disk = True
         counts, checkpoints = self._pages.match(digests, self._has_page), self._checkpoints
         if checkpoints is not None:
@@ -211,7 +211,7 @@ class HostTier:
 
     @property
     def incoming(self) -> list[IncomingPages]:
-        """The pages that are being fetched."""
+        """Pages that are being fetched."""
         return [each for fetch in self._fetches.values() for each in fetch.pages]
 
     def ended(self, request_id: str) -> None:
@@ -240,9 +240,9 @@ class HostTier:
     def _worth_reading(
         self, digests: Sequence[Digest], cached: int, count: int, usable: Callable[[HasPage, HasState], int]
     ) -> tuple[int, int]:
-        """After how many pages a request can continue with what is on disk, and as the first number, up to which of
-        them it computes its pages meanwhile; 0 if it only waits. Both are 0 if to compute all of them after the
-        `cached` and the `count` that are nearer is expected to be faster."""
+        """The page up to which a request computes its prefix meanwhile, 0 if it only waits, and the number of pages
+        after which it can continue with those on disk. Both are 0 if computing the pages after `cached` and `count`,
+        which are nearer, is expected to be faster."""
         disk = self._disk
         if disk is None or not self._has_disk:
             return 0, 0
@@ -260,8 +260,8 @@ class HostTier:
         return front if front > nearer else 0, further
 
     def _front(self, disk: DiskPages, digests: Sequence[Digest], first: int, *, divides: bool = True) -> int | None:
-        """Up to which page to compute the pages from `first` on while what is on disk of the rest is read; None: to
-        compute all of them is expected to be faster. `divides`: it may be a page after `first`."""
+        """The page up to which to compute from `first` on while the rest is read from disk; None if computing
+        everything is expected to be faster. `divides`: it may be after `first`."""
         end, page_tokens = len(digests), self._pages.page_tokens
         read = [
             (kind, digest)
@@ -302,9 +302,9 @@ class HostTier:
     def _fetch(
         self, request_id: str, digests: Sequence[Digest], cached: int, front: int, count: int, start: int
     ) -> bool:
-        """Starts to copy what the device lacks of the first `count` pages, `cached` of which are usable there, and the
-        state after them; not of the first `front`. False: it is not worth it, or not possible now; nothing has changed
-        then. True: the request waits until they have arrived, or, if the device of a rank has no memory for the copy,
+        """Starts to copy those of the pages from `front` to `count` that the device lacks (`cached` are usable there),
+        and the state after them. Returns False, with nothing changed, if that is not worthwhile or not possible now.
+        Returns True if the request waits: until they have arrived or, if a rank's device has no memory for the copy,
         until the next step."""
         self._fetched.add(request_id)
         self._agreed = None
@@ -368,7 +368,7 @@ class HostTier:
         incoming: Sequence[IncomingPages],
         slot: int | None,
     ) -> None:
-        """Ends a fetch for which the device has no memory, or a disk no block: the prompt is computed."""
+        """Ends a fetch that failed for lack of device memory or blocks; the prompt is computed."""
         for copy in copies:
             copy.wait()  # its pages are free for others next
         self._store.end(places)
@@ -377,7 +377,7 @@ class HostTier:
             self._checkpoints.take_back(slot, None)
 
     def collect(self, *, wait: bool = False, wait_s: float = 0.0) -> None:
-        """Offers the blocks whose copies are complete. `wait`: for all of them. `wait_s`: for some of what is on
+        """Offers the blocks whose copies are complete. `wait`: wait for all copies. `wait_s`: wait for some from
         disk."""
         for request_id, fetch in list(self._fetches.items()):
             fetch.advance(None if wait else wait_s)
@@ -409,8 +409,8 @@ class HostTier:
             self._outgoing = None
 
     def await_fetches(self) -> None:
-        """Waits for copies, as nothing else is left to do. A disk may take seconds: it is waited for in turns, between
-        which requests are received."""
+        """Waits for copies when nothing else is left to do. Waits for a disk, which may take seconds, in intervals, so
+        that requests are received in between."""
         if self._fetches:
             reads = any(fetch.from_disk is not None for fetch in self._fetches.values())
             self.collect(wait=not reads, wait_s=TURN_S)
@@ -418,13 +418,13 @@ class HostTier:
     # -- to the host -----------------------------------------------------------------------------------------------
 
     def before_launch(self, plan: StepPlan) -> None:
-        """The step may write what is being copied to host memory: it begins after the copy then."""
+        """Makes the step begin after copies to host memory of blocks that it may overwrite."""
         self._remaining = None
         if self._outgoing is not None:
             self._outgoing.precede(plan)
 
     def after_launch(self) -> None:
-        """Copies what is the next to be used for something else, if little is blank."""
+        """Copies the pages to be reused next, if few are blank."""
         if not self._copies_ahead or self._outgoing is not None or not self._store.budget_bytes:
             return
         self._steps_to_scan -= 1
@@ -446,12 +446,13 @@ class HostTier:
                 return
 
     def copy_while_idle(self) -> bool:
-        """Copies a part of what later prompts are most likely to use; false: all of it is in host memory."""
+        """Copies some of the blocks that later prompts are most likely to use; false if all of them are in host
+        memory."""
         return self._copies_ahead and self._copy_some()
 
     def copy_these(self, digests: Sequence[Digest], until_s: float) -> bool:
-        """Copies blocks to host memory, also while the model has work. False: a time of the monotonic clock has come
-        before all that there is room for were copied."""
+        """Copies blocks to host memory, even while the model has work. False if the deadline on the monotonic clock
+        passed before all that fit were copied."""
         self._end_outgoing(wait=True)
         self._host.slabs.may_wait = True
         for part, blocks in enumerate(self._blocks):
@@ -477,7 +478,8 @@ class HostTier:
         return None if self._checkpoints is None else self._checkpoints.slot_of(digest)
 
     def save(self) -> None:
-        """Copies what the budget permits, the latest used in any case, and waits: the device memory is given up."""
+        """Copies what the budget permits, the most recently used first, and waits, because the device memory is about
+        to be freed."""
         self._remaining = None
         while self._copy_some():
             pass
@@ -505,14 +507,14 @@ class HostTier:
         return False
 
     def _latest(self, part: int) -> list[tuple[int, Digest]]:
-        """What is not in host memory of the latest used blocks that fit in the part's share of the budget, the least
+        """The most recently used blocks that fit in the part's share of the budget and are not in host memory, least
         recently used first."""
         most = self._store.budget_bytes // len(self._blocks) // max(1, self._blocks[part].num_bytes)
         latest = list(self._known(part))[-most:] if most else []
         return [each for each in latest if not self._store.has(self._kinds[part], each[1])]
 
     def _is_used(self, part: int) -> bool:
-        """Whether this rank, or perhaps another one, has layers with blocks of this part."""
+        """Whether this rank, or possibly another, has layers with blocks of this part."""
         return self._blocks[part].num_bytes > 0 or self._others is not None
 
     def _send(self, part: int, blocks: Sequence[tuple[int, Digest]]) -> bool:
@@ -549,13 +551,13 @@ class HostTier:
             self._store.forget(kind, digests)
 
     def _known(self, part: int) -> Iterator[tuple[int, Digest]]:
-        """The blocks on the device that nothing uses, the least recently used first."""
+        """The unused known blocks on the device, least recently used first."""
         if part < len(self._pages.groups):
             return self._pages.groups[part].pool.idle()
         return iter(()) if self._checkpoints is None else self._checkpoints.known()
 
     def _fill_of(self, part: int) -> tuple[int, int]:
-        """How many blocks are blank, of how many."""
+        """The number of blank blocks, and of all."""
         if part < len(self._pages.groups):
             pool = self._pages.groups[part].pool
             return pool.num_free - pool.num_idle, pool.num_pages

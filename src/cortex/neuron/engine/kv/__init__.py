@@ -1,1 +1,1 @@
-"""Which page holds which tokens, and which slot which recurrent state. Pure; the memory itself is in `memory/`."""
+"""Bookkeeping of KV pages and recurrent state slots. Pure; the memory itself is in `memory/`."""

@@ -26,7 +26,7 @@ AddedPages = tuple[int, int, tuple[int, ...]]
 
 
 def window_pages(window: int, page_tokens: int) -> int:
-    """The most pages that `window` consecutive positions lie in."""
+    """The most pages that `window` consecutive positions can span."""
     return (window + page_tokens - 2) // page_tokens + 1
 
 
@@ -44,8 +44,8 @@ class HeldPages:
 
 @dataclass(slots=True, eq=False)
 class IncomingPages:
-    """Pages of one group whose contents are being copied from host memory, and those of the same prefix that the device
-    has: all are held until the copy is complete."""
+    """Pages of one group that are being copied from host memory, and those of the same prefix on the device. All are
+    held until the copy is complete."""
 
     group: int
     pages: list[int] = field(default_factory=list)
@@ -55,7 +55,7 @@ class IncomingPages:
 
 
 Holding = tuple[HeldPages, ...]
-"""What a sequence holds in each group; empty while it has no row."""
+"""A sequence's pages in each group; empty while it has no row."""
 
 
 class PageGroup:
@@ -100,9 +100,9 @@ class KVPages:
     # -- prefixes --------------------------------------------------------------------------------------------------
 
     def match(self, digests: Sequence[Digest], elsewhere: Callable[[int, Digest], bool] | None = None) -> Sequence[int]:
-        """After how many leading pages a sequence with these `digests` can continue: all such counts in ascending
-        order, beginning with 0. It takes no reference: call `hold` before anything else. `elsewhere`: whether a page of
-        a group can be had from somewhere else."""
+        """The numbers of leading pages after which a sequence with these `digests` can continue, ascending from 0.
+        Takes no reference: call `hold` before anything else. `elsewhere`: whether a page of a group is available
+        elsewhere."""
 
         def is_known(index: int, digest: Digest) -> bool:
             return self.groups[index].pool.knows(digest) or (elsewhere is not None and elsewhere(index, digest))
@@ -146,7 +146,7 @@ class KVPages:
             group.pool.commit_tail(held.pages[index - held.first], digest)
 
     def hold_tail(self, digest: Digest) -> TailPages | None:
-        """Takes references on the pages in which a tail ends; None: they are not known. Release them with
+        """Takes references on the pages in which a tail ends; None if they are not known. Release them with
         `release_tail` once the step that copies them is planned."""
         pages = []
         for group in self.groups:
@@ -166,8 +166,8 @@ class KVPages:
         self, digests: Sequence[Digest], count: int, start: int, first: int = 0
     ) -> Sequence[IncomingPages] | None:
         """Holds what a sequence needs to continue after `count` pages, as in `hold`, with new pages for those that are
-        not known, whose contents the caller provides. Not the pages before `first`: the sequence computes them. None,
-        without any change, if too few pages are free."""
+        not known, whose contents the caller provides. Without the pages before `first`, which the sequence computes.
+        None, without any change, if too few pages are free."""
         prefixes = [digests[max(first, group.first_needed(start)) : count] for group in self.groups]
         found = [list(map(group.pool.page_of, wanted)) for group, wanted in zip(self.groups, prefixes, strict=True)]
         for group, places in zip(self.groups, found, strict=True):
@@ -193,7 +193,7 @@ class KVPages:
         self.gave_up(incoming)
 
     def gave_up(self, incoming: Sequence[IncomingPages]) -> None:
-        """Releases what `expect` held; new pages stay unknown, and nothing may write to them any more."""
+        """Releases what `expect` held; new pages stay unknown, and nothing may write to them any longer."""
         for each in incoming:
             self.groups[each.group].pool.release(each.pages)
 
@@ -227,9 +227,8 @@ class KVPages:
         return True
 
     def reach(self, holding: Holding, length: int, *, takes_pages: bool) -> int:
-        """How far towards `length` a sequence can grow with the free pages. `takes_pages`: it gets more from other
-        sequences, except those of windows, which are few: a long chunk is computed in parts rather than at the cost of
-        other sequences."""
+        """How far towards `length` a sequence can grow with the free pages. `takes_pages`: it may take pages from other
+        sequences, except the scarce pages of windows: a long chunk is computed in parts instead."""
         for index, group in self._windowed if takes_pages else enumerate(self.groups):
             length = min(length, (holding[index].end + group.pool.num_free) * self.page_tokens)
         return length

@@ -1,4 +1,4 @@
-"""KV pages: which sequences hold them, and which contain a prefix that a later request can reuse.
+"""KV pages: tracks which sequences hold them and which contain a reusable prefix.
 
 Pure bookkeeping over page ids; the memory itself belongs to `memory.sequences.KVCache`. A page is in one of three
 states: held (reference count > 0), idle (not held, but it contains a known prefix) or blank. Allocation takes blank
@@ -22,20 +22,20 @@ from typing import cast
 
 Digest = bytes
 ROOT: Digest = bytes(16)
-"""What the first page of a prompt without a tenant follows. With a tenant it follows the tenant: its digests, and those
-of all pages after it, are then of no use to others."""
+"""The parent digest of a prompt's first page without a tenant. With a tenant the parent is the tenant, so that its
+digests, and those of all pages after it, never match other tenants'."""
 TENANT_BYTES = 8
 """The first bytes of a digest are those of its tenant."""
 PADDING_PAGE = 0
-"""Never allocated: padding rows of a captured graph read and write here."""
+"""Never allocated, because padding rows of captured graphs read and write here."""
 _BLOCK_PAGES = 32
 _NUM_BLOCKS = 2048
-"""Blocks of pages whose digests are remembered: conversations send the same beginning again and again."""
+"""Number of blocks of pages whose digests are cached, because conversations resend the same beginning."""
 
 
 def page_digests(parent: Digest, tokens: Sequence[int], page_tokens: int, salts: Sequence[bytes] = ()) -> list[Digest]:
-    """The digest of each full page of `tokens`; `parent` is the digest of the page before the first. `salts`: what
-    each page holds besides its tokens; empty: nothing."""
+    """The digest of each full page of `tokens`; `parent` is the digest of the page before the first. `salts`: other
+    contents of each page, such as pictures; empty for none."""
     data = array("I", tokens).tobytes()
     width = page_tokens * 4
     digests: list[Digest] = []
@@ -49,7 +49,7 @@ def page_digests(parent: Digest, tokens: Sequence[int], page_tokens: int, salts:
 
 @lru_cache(maxsize=_NUM_BLOCKS)
 def _block_digests(parent: Digest, data: bytes, width: int) -> list[Digest]:
-    """The caller does not change them."""
+    """The caller must not change them."""
     return _chain(parent, data, width)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of recurrent states: which slot holds the state after which prefix, and where to save states.
+"""Checkpoints of recurrent states: the prefix of each slot, and the positions at which to save states.
 
 A recurrent state is a fold over its tokens, so a prefix can only be reused up to a position whose state was saved.
 Pure bookkeeping over slot ids; the memory itself belongs to `memory.sequences.StateMemory`. A slot is known (it
@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from cortex.neuron.engine.kv.pages import Digest
 
 CHECKPOINT_SPACING_TOKENS = {"cuda": 256, "cpu": 32}
-"""A state takes as much memory as the KV of a thousand tokens and more, and all but the last one of a prompt may cost a
-step: too much to spare fewer tokens than this."""
+"""Minimum tokens between checkpoints: a state takes the memory of the KV of a thousand tokens or more, and each one of
+a prompt but the last may cost a step."""
 RESPONSE_SPACING_TOKENS = {"cuda": 128, "cpu": 32}
-"""A GPU computes this many tokens of the next turn in little more time than those of a page: it need not copy the state
-of every row at every page end."""
+"""On a GPU: computing this many tokens takes little longer than computing one page, so states need not be copied at
+every page end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,9 @@ def checkpoint_positions(
     """Where to save the state of a prompt that is computed from `start` to `num_tokens`: at page ends before the last
     token, each at least `spacing_tokens` after the previous one, because states take memory, and some cost a step.
 
-    Conversations share the first turn. After the last two turns the next request may diverge, because templates
-    rewrite the latest turns. The end of the prompt is for requests that only append. At `shared_end` the prompt
-    diverges from an earlier one (0: from none), as others may. The end of the last picture (0: there is none) is for
-    other questions about it.
+    Conversations share the first turn. After the last two turns the next request may diverge, because templates rewrite
+    the latest turns. The end of the prompt serves requests that only append. At `shared_end` the prompt diverges from
+    an earlier one (0 if none), as others may. The end of the last picture (0 if none) serves other questions about it.
     """
     last = num_tokens - 1  # the last token is always computed: the next one is drawn from it
     ends = sorted(end for end in turn_ends if 0 < end <= last)
@@ -62,8 +61,8 @@ def checkpoint_positions(
 
 def chunk_end(positions: Sequence[int], start: int, end: int, *, cuts_rows: bool) -> int:
     """Where a chunk of a prompt ends that starts at `start` and could reach `end`, if states are to be saved at
-    `positions`, which ascend. With `cuts_rows` the chunk can contain one of them, so that two need one step. Of an odd
-    number the last chunk contains one, too; of an even number the first chunk none."""
+    `positions`, which ascend. With `cuts_rows` the chunk can contain one of them, so that two need one step; with an
+    even number the first chunk contains none."""
     inside = [position for position in positions if start < position < end]
     if not cuts_rows:
         return inside[0] if inside else end
@@ -87,8 +86,8 @@ class RecurrentCheckpoints:
         self.response_tokens = response_tokens
         """Fewest tokens of a response between two checkpoints; the first one is at the first end of a page."""
         self.cuts_rows = cuts_rows
-        """Whether a step can save one state inside each of its rows, besides those at their ends. A batch-invariant
-        step cannot: it computes rows token by token."""
+        """Whether a step can save one state inside each row, in addition to those at row ends. A batch-invariant step
+        cannot, because it computes rows token by token."""
         self._slots = range(first_slot, first_slot + num_slots)
         self._blank = list(reversed(self._slots))
         self._lent: set[int] = set()
@@ -97,10 +96,10 @@ class RecurrentCheckpoints:
         self._page_end_before: dict[Digest, Digest] = {}
         """A known prefix that ends inside a page → the prefix up to that page."""
         self._promised: set[int] = set()
-        """Known slots that the step that is being planned reads or writes."""
+        """Known slots that the step being planned reads or writes."""
 
     def begin_step(self) -> None:
-        """From now on another step is planned."""
+        """Begin planning another step."""
         self._promised.clear()
 
     def knows(self, digest: Digest) -> bool:
@@ -128,19 +127,19 @@ class RecurrentCheckpoints:
         return list(self._slot_of)
 
     def lacks(self, digest: Digest) -> bool:
-        """Whether saving the state after `digest` would help: it is not known, and there are slots."""
+        """Whether saving the state after `digest` would help: it is unknown, and there are slots."""
         return bool(self._slots) and digest not in self._slot_of
 
     def use(self, digest: Digest) -> int:
-        """The slot of a known prefix, which the step that is being planned reads: nothing else gets it before."""
+        """The slot of a known prefix, reserved for the step being planned, which reads it."""
         self._touch(digest)
         slot = self._slot_of[digest]
         self._promised.add(slot)
         return slot
 
     def keep(self, digest: Digest, *, page_end: Digest | None = None) -> int | None:
-        """A slot for the state after `digest`; None if the state is known already, or if there is no slot. `page_end`:
-        if the prefix ends inside a page, the prefix up to that page.
+        """A slot for the state after `digest`; None if the state is already known or no slot is available. `page_end`:
+        for a prefix that ends inside a page, the prefix up to that page.
 
         The slot counts as known from now on, so the step that is being planned must copy the state. No other state of
         the same step gets the slot: rows write theirs in no particular order."""
@@ -157,8 +156,8 @@ class RecurrentCheckpoints:
         return slot
 
     def _touch(self, digest: Digest) -> None:
-        """Makes a known prefix the latest used one, but for the page end that it is reached from: without the state
-        there, a state inside a page is of no use."""
+        """Makes a known prefix the most recently used, except for the page end before it, without whose state a state
+        inside a page is useless."""
         self._slot_of.move_to_end(digest)
         page_end = self._page_end_before.get(digest)
         if page_end is not None and page_end in self._slot_of:

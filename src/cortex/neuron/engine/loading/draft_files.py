@@ -1,4 +1,4 @@
-"""The files of a draft model, and the model that is made of them. It is loaded with the model that it drafts for."""
+"""The files of a draft model, and the model made of them. It is loaded together with the model that it drafts for."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class DraftFiles:
     def open(
         cls, path: Path, model: Path, layouts: Callable[[Mapping[str, TensorInfo]], Mapping[str, MatrixLayout]]
     ) -> DraftFiles:
-        """`model`: the one that it drafts for. `layouts`: chooses the matrices that stay quantised.
+        """`model`: the model that it drafts for. `layouts` chooses the matrices that stay quantised.
 
         Raises LoadError."""
         try:
@@ -83,7 +83,7 @@ def _check_tokenizers(draft: Path, model: Path) -> None:
     try:
         own, other = (LibraryTokenizer.load(path).backend.get_vocab(with_added_tokens=True) for path in (draft, model))
     except (TextModelError, CheckpointError) as error:
-        raise LoadError(f"whether the draft model has the same tokenizer cannot be read: {error}") from error
+        raise LoadError(f"the tokenizers of the model and its draft model cannot be compared: {error}") from error
     different = [token for token, number in own.items() if other.get(token) != number]
     if different or len(other) > 1.01 * len(own):
         example = f", such as {different[0][:40]!r}" if different else ""

@@ -1,8 +1,8 @@
 """The kernels of a model, compiled before its first step: while its weights are read, or without any.
 
-The steps of the model run on torch's `meta` device, with one layer of each kind, and compute nothing: their launches
-are the kernels to compile (`kernels/compilation.py`). What the first response needs comes first. A note in Triton's
-cache says that all of a model's kernels are there, so that later loads do not look for them again.
+The model's steps run on torch's `meta` device, with one layer of each kind, and compute nothing: their launches are the
+kernels to compile (`kernels/compilation.py`), those of the first response first. A note in Triton's cache records that
+all of a model's kernels exist, so that later loads do not search for them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cortex.neuron.engine.memory.plan import PAGE_TOKENS, STEP_TOKENS, StateSlot
 from cortex.neuron.engine.memory.sequences import SequenceMemory
 from cortex.neuron.kernels import jit
 from cortex.neuron.kernels.compilation import POLL_S, KernelCompiler, Report
-from cortex.neuron.kernels.device_facts import DeviceFacts, facts_of, pretend
+from cortex.neuron.kernels.device_properties import DeviceProperties, pretend, properties_of
 from cortex.neuron.kernels.jit import TRITON, triton
 from cortex.neuron.kernels.layouts import MatrixLayout
 from cortex.neuron.layers.configs import Shard
@@ -41,12 +41,12 @@ log = logging.getLogger(__name__)
 META = torch.device("meta")
 _PACKED_ROWS = 256
 _SLOTS = 1
-"""How many states there are makes no difference to a kernel."""
+"""The number of states does not affect kernels."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelToCompile:
-    """A model as far as its kernels depend on it."""
+    """The facts of a model on which its kernels depend."""
 
     architecture: Architecture
     packing: Mapping[str, MatrixLayout]
@@ -58,8 +58,8 @@ class ModelToCompile:
     deterministic: bool = False
     checks_drafts: bool = True
 
-    def digest(self, facts: DeviceFacts) -> str:
-        """Differs where kernels may."""
+    def digest(self, properties: DeviceProperties) -> str:
+        """Differs if kernels may differ."""
         layouts = sorted((name, repr(self.packing[name])) for name in self.packing) or repr(self.packing)
         parts = (
             sorted((name, repr(value)) for name, value in self.architecture.raw.items()),
@@ -67,7 +67,7 @@ class ModelToCompile:
             layouts,
             (self.dtype, self.kv_dtype, self.shard, self.max_rows, self.context_tokens),
             (self.deterministic, self.checks_drafts),
-            (facts, triton.__version__, torch.__version__, _sources()),
+            (properties, triton.__version__, torch.__version__, _sources()),
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
@@ -90,7 +90,7 @@ class ModelToCompile:
 
 
 class _Rank(SingleRank):
-    """One rank of a model on the `meta` device: the shapes are right, and nobody is asked."""
+    """One rank of a model on the `meta` device: has the right shapes and communicates with no one."""
 
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
@@ -141,21 +141,21 @@ class KernelPass:
     """Compiles the kernels of one model in threads of its own. `ready` returns when those of a short response are
     compiled; the others follow."""
 
-    def __init__(self, model: ModelToCompile, facts: DeviceFacts) -> None:
-        """`facts`: of the card, the only one of this process that kernels are compiled for."""
-        pretend(facts)
+    def __init__(self, model: ModelToCompile, properties: DeviceProperties) -> None:
+        """`properties`: of the card, the only one for which this process compiles kernels."""
+        pretend(properties)
         self._model = model
-        self._note = cache_folder() / "models" / model.digest(facts)
+        self._note = cache_folder() / "models" / model.digest(properties)
         self._compiler = KernelCompiler()
         self._first: list[BaseException | None] = []
         self._num_first = 0
-        """Kernels that a short response needs; they are collected first."""
+        """Kernels that a short response needs, collected first."""
         self._is_collected = threading.Event()
         self._is_closed = False
         self.is_cached = self._note.exists()
         """Whether an earlier pass has compiled all of them."""
         self.has_failed = False
-        """Whether some are compiled when they are first used, which a request waits for."""
+        """Whether some kernels are compiled on first use, while a request waits."""
         # Not a daemon: one that is inside torch when the process ends would abort it.
         self._thread = threading.Thread(target=self._run, name="kernel-pass")
 
@@ -194,13 +194,12 @@ class KernelPass:
             self._compiler.finish()
 
     def _go_on(self, *_: int) -> None:
-        """Raises _PassEnded if the rest is not needed: the model is closed, or the process ends."""
+        """Raises _PassEnded if the rest is no longer needed, because the model is closed or the process ends."""
         if self._is_closed or not threading.main_thread().is_alive():
             raise _PassEnded
 
     def ready(self, poll: Callable[[], None]) -> None:
-        """Waits for the kernels of a short prompt and its response, and calls `poll` meanwhile; what it raises ends
-        the wait."""
+        """Waits for the kernels of a short prompt and its response, calling `poll`, whose exceptions end the wait."""
         if self.is_cached:
             return
         while not self._is_collected.wait(POLL_S):
@@ -208,7 +207,7 @@ class KernelPass:
         self._compiler.ended(lambda *_: poll(), self._num_first)
 
     def wait(self, report: Report = lambda *_: None) -> int:
-        """Waits for all kernels. Returns how many there are. Raises what went wrong."""
+        """Waits for all kernels and returns their number. Raises the error of a failed pass."""
         if self.is_cached:
             return 0
         while self._thread.is_alive():
@@ -225,13 +224,13 @@ class KernelPass:
 
 
 def kernel_pass(model: ModelToCompile, device: torch.device) -> KernelPass | None:
-    """The pass of a model that is about to be loaded, begun; None on a device without kernels, where Triton cannot
-    compile ahead, or for a model of another library or a stage, whose steps are not captured."""
+    """Begins the pass of a model that is about to be loaded. None on a device without kernels, if Triton cannot compile
+    ahead, or for a model of another library or a stage, whose steps are not captured."""
     architecture = model.architecture
     is_known = architecture.backend == "native" and architecture.stage is None and architecture.pooling is None
     if device.type != "cuda" or not TRITON or not is_known or not COLLECTED_LAUNCHES.is_usable:
         return None
-    begun = KernelPass(model, facts_of(device))
+    begun = KernelPass(model, properties_of(device))
     begun.start()
     return begun
 

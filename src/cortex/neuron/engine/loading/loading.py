@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from cortex.formats.units import gib
-from cortex.neuron.engine.errors import LoadCancelled, LoadError, NoRoomError, UnsupportedError
+from cortex.neuron.engine.errors import InsufficientMemory, LoadCancelled, LoadError, UnsupportedError
 from cortex.neuron.engine.loading.draft_files import DraftFiles
 from cortex.neuron.engine.loading.filling import Progress, fill_from
 from cortex.neuron.engine.loading.kernel_pass import KernelPass, ModelToCompile, kernel_pass
@@ -35,7 +35,7 @@ from cortex.neuron.engine.memory.sequences import NoSequences, SequenceMemory
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.families.registry import family_of
 from cortex.neuron.kernels.cpu.native import multiplies_codes
-from cortex.neuron.kernels.device_facts import facts_of
+from cortex.neuron.kernels.device_properties import properties_of
 from cortex.neuron.kernels.layouts import MatrixLayout
 from cortex.neuron.kernels.moe.host_memory import processors_of_one_node
 from cortex.neuron.kernels.moe.host_team import HostTeam
@@ -57,8 +57,8 @@ from cortex.neuron.models.towers.kinds import build_tower
 from cortex.neuron.models.transformers.architecture import TransformersArchitecture
 from cortex.neuron.models.transformers.model import TransformersModel
 from cortex.neuron.models.transformers.network import Network
+from cortex.neuron.pictures.spec import PictureSpec, read_picture_spec
 from cortex.neuron.text.files import picture_spec
-from cortex.neuron.vision.spec import PictureSpec, read_picture_spec
 from cortex.neuron.weights.adapter import ADAPTER_KEY
 from cortex.neuron.weights.errors import Cancelled, CheckpointError, Unsupported
 from cortex.neuron.weights.sharded import ShardedCheckpoint
@@ -75,20 +75,20 @@ class LoadedModel:
     dtype: torch.dtype
     context_tokens: int
     weight_bytes: int
-    """With the tables of positions."""
+    """Includes the position tables."""
     memory: SequenceMemory
     notes: tuple[str, ...]
     proposal_cost: float = 0.0
-    """What a draft token that is computed on the device takes, in proportion to a step: see `FastestWidths`."""
+    """Cost of a draft token computed on the device, relative to a step: see `FastestWidths`."""
     draft: DraftModel | None = None
     graph_tokens: int = 0
     """Steps of prompts up to this many tokens are captured as graphs."""
     host: HostBuffers | None = None
-    """The host memory of weights that the device has no room for; None: there are none."""
+    """The host memory of weights that do not fit the device; None without any."""
     team: HostTeam | None = None
-    """What computes those."""
+    """The CPU threads that compute those weights."""
     kernels: KernelPass | None = None
-    """What compiles its kernels; None: nothing does before they are used."""
+    """The pass that compiles its kernels ahead; None if they are compiled on first use."""
 
     def compiled(self, progress: Progress, cancelled: Callable[[], bool]) -> None:
         """Waits for the kernels that the first response needs. Raises LoadCancelled."""
@@ -103,7 +103,7 @@ class LoadedModel:
             self.kernels.ready(poll)
 
     def release(self) -> None:
-        """Compiles no more kernels, and frees the host memory of weights, which the driver keeps otherwise."""
+        """Stops compiling kernels and frees the host memory of weights, which the driver would otherwise keep."""
         if self.kernels is not None:
             self.kernels.close()
         if self.host is not None:
@@ -116,11 +116,11 @@ class LoadedModel:
 
     @property
     def proposer(self) -> Proposer | None:
-        """What computes draft tokens on the device; None: nothing does."""
+        """The module that computes draft tokens on the device; None without one."""
         return self.draft or (self.body.prediction if isinstance(self.body, Decoder) else None)
 
     def storages(self) -> list[torch.UntypedStorage]:
-        """The device memory that is held for as long as the model is loaded, each piece once."""
+        """The storages held while the model is loaded, each once."""
         return [*self.body.storages(), *([] if self.draft is None else self.draft.model.storages())]
 
     @property
@@ -131,7 +131,7 @@ class LoadedModel:
 
 
 class AgreeingGroup(ParallelGroup, Protocol):
-    """A group whose ranks can agree on how large things are."""
+    """A group whose ranks can agree on sizes."""
 
     @property
     def num_bytes(self) -> int:
@@ -150,7 +150,7 @@ def load_model(
     cancelled: Callable[[], bool],
     group: AgreeingGroup | None = None,
 ) -> LoadedModel:
-    """`group`: the ranks that the model is divided among; each of them loads its share.
+    """`group`: the ranks among which the model is divided; each loads its share.
 
     Raises LoadError or LoadCancelled; when it raises, nothing it allocated is referenced any more.
     """
@@ -223,8 +223,8 @@ def matrix_layouts(
         layouts = choose_layouts(place, tensors, recipe)
     if recipe is not None and not place.quantises(recipe):
         raise LoadError(
-            f"weights cannot be quantised as {recipe.name} at load here: that takes a GPU that computes in bfloat16, "
-            "or for formats of GGUF files the dtype auto on a CPU whose products with codes are faster than dense ones"
+            f"weights cannot be quantised as {recipe.name} at load here: that takes a GPU with bfloat16, or, "
+            "for the formats of GGUF files, the dtype auto on a CPU whose quantised kernels are faster than dense ones"
         )
     return with_draft_output(place, layouts) if spec.speculation == "mtp" else layouts
 
@@ -243,8 +243,8 @@ def build_model(
     """Sizes the model, rejects one that does not fit, allocates it, fills its weights with `fill`, and adds the pages.
 
     `packing`: the layouts of tensors that stay quantised. `group`: see `load_model`. `tensors`: those of the
-    checkpoint, which models of a library need. `draft`: of the draft model. `pictures`: how it takes pictures; None: as
-    its config says.
+    checkpoint, which models of a library need. `draft`: of the draft model. `pictures`: its picture input; None: as in
+    its config.
     """
     dtype = compute_dtype(spec.dtype, device)
     packing = {} if packing is None else packing  # one without a length, of which no tensor is listed, is false
@@ -277,7 +277,7 @@ def build_model(
     own_bytes = None if limit_bytes is None else limit_bytes - (0 if group is None else group.num_bytes)
     within_layers = group if group is not None and spec.stage is None else SINGLE_RANK
     may_capture = spec.stage is None and not spec.deterministic and within_layers.max_captured_bytes > 0
-    most = max_graph_tokens(facts_of(device).total_bytes) if may_capture else 0
+    most = max_graph_tokens(properties_of(device).total_bytes) if may_capture else 0
     rows, kind, wanted = spec.max_num_seqs, device.type, spec.wanted_tokens
     plan = plan_with_graphs(sizes, have_bytes, own_bytes, most, max_rows=rows, device_kind=kind, wanted_tokens=wanted)
     allowed_bytes = have_bytes if own_bytes is None else min(have_bytes, own_bytes)
@@ -322,9 +322,7 @@ def build_model(
         if isinstance(model, Decoder) and architecture.held_tower is not None:
             pictures = pictures or read_picture_spec(family_of(config).pictures, config, {})
             if pictures is None:
-                raise UnsupportedModel(
-                    "the model has a vision tower, and its config does not say how it takes pictures"
-                )
+                raise UnsupportedModel("the model has a vision tower, but its config does not describe its input")
             place = device if spec.vision == "device" else torch.device("cpu")
             tower_parameters = Parameters(place, dtype if spec.vision == "device" else compute_dtype("auto", place))
             model.tower = build_tower(architecture.held_tower, tower_parameters, pictures)
@@ -363,12 +361,12 @@ def build_model(
 
 
 def least_context(sizes: ModelSizes, spec: LoadSpec) -> int:
-    """The context that weights make room for, where some of them may lie in host memory."""
+    """The context for which weights make room, if some of them may be in host memory."""
     return min(sizes.context_tokens, max(spec.wanted_tokens, HOSTING_CONTEXT_TOKENS))
 
 
 def _check_hosting(spec: LoadSpec, config: Mapping[str, Any], architecture: Architecture) -> None:
-    """Raises UnsupportedModel for what does not go together with weights in host memory."""
+    """Raises UnsupportedModel for options that cannot be combined with weights in host memory."""
     reason = None
     if spec.deterministic:
         reason = "deterministic = true"
@@ -393,7 +391,9 @@ def _divided(
         raise LoadError(f"the model does not fit the device: {division}")
     free_bytes = read_host_memory().free_bytes
     if division.host_bytes > free_bytes:
-        raise NoRoomError(f"the weights take {gib(division.host_bytes)} of host memory, but {gib(free_bytes)} are free")
+        raise InsufficientMemory(
+            f"the weights take {gib(division.host_bytes)} of host memory, but {gib(free_bytes)} are free"
+        )
     return division
 
 
@@ -425,7 +425,7 @@ def step_tokens(spec: LoadSpec, rows: int, device: torch.device) -> int:
 
 
 def _proposal_cost(architecture: Architecture, storage: WeightStorage) -> float:
-    """A small step takes as long as its weights take to be read: those of the head and the output matrix, here."""
+    """The time of a small step is that of reading its weights: here those of the head and the output matrix."""
     if architecture.head is None:
         return 0.0
     config, own = architecture.config, head_bytes(architecture, storage)
@@ -435,7 +435,7 @@ def _proposal_cost(architecture: Architecture, storage: WeightStorage) -> float:
 
 
 def kv_cache_dtype(spec: LoadSpec, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype in which keys and values are kept. Raises LoadError where the device cannot convert them."""
+    """The dtype of keys and values. Raises LoadError if the device cannot convert them."""
     if spec.kv_dtype == "auto":
         return dtype
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
@@ -447,7 +447,7 @@ def kv_cache_dtype(spec: LoadSpec, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _share_of(architecture: Architecture, spec: LoadSpec, group: AgreeingGroup | None) -> Architecture:
-    """What this rank has of the model. Raises UnsupportedModel."""
+    """This rank's share of the model. Raises UnsupportedModel."""
     if group is None:
         return architecture
     if spec.stage is None:
@@ -459,8 +459,8 @@ def _share_of(architecture: Architecture, spec: LoadSpec, group: AgreeingGroup |
 
 
 def _agreed(plan: MemoryPlan, sizes: ModelSizes, group: AgreeingGroup, *, is_recurrent: bool) -> MemoryPlan:
-    """The plan that every rank has memory for: the ranks use the same rows and page ids, and
-    capture the same graphs."""
+    """The largest plan that fits every rank, because ranks use the same rows and page ids and capture the same
+    graphs."""
     slots = plan.slots
     offered = UNLIMITED if is_recurrent and not sizes.slot_bytes else slots.checkpoints
     numbers = (*plan.num_pages.values(), slots.rows, offered, plan.graph_tokens)
@@ -480,7 +480,7 @@ def _no_room(sizes: ModelSizes, limit_bytes: int | None, device: torch.device, h
     # Unloading other models does not help a model whose own limit is too low.
     forbidden = limit_bytes is not None and need_bytes > limit_bytes
     advice = "raise the `memory_mb` that limits it" if forbidden else "unload something"
-    return (LoadError if forbidden else NoRoomError)(
+    return (LoadError if forbidden else InsufficientMemory)(
         f"the model needs {gib(need_bytes)} on {device} (weights {gib(sizes.weight_bytes)} and "
         f"at least one page of KV) but {gib(max(have_bytes, 0))} can be used; {advice}, "
         "or choose a smaller or more strongly quantised model"

@@ -1,4 +1,4 @@
-"""What some operations of torch return on the `meta` device: memory of a shape, and nothing in it.
+"""Rules for the results of some torch operations on the `meta` device, which have shapes but no data.
 
 Torch's own rules for these are Python functions whose first call imports its compiler, which takes longer than
 compiling a kernel. Operations that are not here follow torch's rules.
@@ -84,5 +84,5 @@ RULES: Mapping[str, ShapeRule] = {
 
 
 def light_shapes() -> contextlib.AbstractContextManager[object]:
-    """Within it, operations of this thread follow these rules on the `meta` device; those of other threads do not."""
+    """A context in which this thread's operations on the `meta` device follow these rules."""
     return with_shape_rules(RULES)

@@ -14,7 +14,7 @@ from cortex.neuron.engine.loading.loading import matrix_layouts
 from cortex.neuron.engine.memory.device import compute_dtype
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.kernels.compilation import Report
-from cortex.neuron.kernels.device_facts import CARDS, DeviceFacts, facts_of, pretend
+from cortex.neuron.kernels.device_properties import CARDS, DeviceProperties, pretend, properties_of
 from cortex.neuron.kernels.jit import TRITON
 from cortex.neuron.layers.configs import WHOLE, Shard
 from cortex.neuron.layers.parameters import Parameters
@@ -33,11 +33,11 @@ _GPU = torch.device("cuda")
 
 
 def warm_kernels(
-    path: Path, spec: LoadSpec, facts: DeviceFacts, num_ranks: int, report: Report = lambda *_: None
+    path: Path, spec: LoadSpec, properties: DeviceProperties, num_ranks: int, report: Report = lambda *_: None
 ) -> int:
-    """Compiles what a load of the model at `path` with `spec` would: a directory, which may have the config alone, or a
-    GGUF file. Returns the number of kernels. This process can launch none afterwards. Raises LoadError."""
-    pretend(facts)
+    """Compiles the kernels of a load of the model at `path` with `spec`. `path` is a directory, which may have only the
+    config, or a GGUF file. Returns the number of kernels. This process can launch none afterwards. Raises LoadError."""
+    pretend(properties)
     try:
         architecture, tensors = _read(path)
     except (CheckpointError, UnsupportedModel) as error:
@@ -62,8 +62,8 @@ def warm_kernels(
         spec.deterministic,
         spec.speculation != "off",
     )
-    _use_card(facts)
-    kernels = KernelPass(passed, facts)
+    _use_card(properties)
+    kernels = KernelPass(passed, properties)
     kernels.start()
     try:
         return kernels.wait(report)
@@ -71,13 +71,13 @@ def warm_kernels(
         kernels.close()
 
 
-def _use_card(facts: DeviceFacts) -> None:
-    """Compiles for a card that need not be here. Raises LoadError where Triton cannot do so."""
+def _use_card(properties: DeviceProperties) -> None:
+    """Compiles for a card that need not be present. Raises LoadError if Triton cannot."""
     if not COLLECTED_LAUNCHES.is_usable:
         raise LoadError(f"the installed Triton cannot compile kernels ahead: {COLLECTED_LAUNCHES.problem}")
     if OFFLINE_DRIVER.is_usable:
-        use_offline(facts.capability)
-    elif not torch.cuda.is_available() or facts_of(torch.device("cuda", 0)) != facts:
+        use_offline(properties.capability)
+    elif not torch.cuda.is_available() or properties_of(torch.device("cuda", 0)) != properties:
         raise LoadError(f"the installed Triton compiles only for the card that is here: {OFFLINE_DRIVER.problem}")
 
 
@@ -105,20 +105,20 @@ def _read(path: Path) -> tuple[Architecture, dict[str, TensorInfo]]:
 
 
 def warm_here(spec: LoadSpec, card: str | None, num_ranks: int, report: Report) -> tuple[str, int] | str:
-    """The card and the number of kernels, or what went wrong. For a process of its own."""
+    """The card and the number of kernels, or an error message. Runs in a separate process."""
     if not TRITON:
         return "this installation of torch is for CPUs and has no Triton: there is nothing to compile"
     if card is not None:
-        facts = CARDS[card]
+        properties = CARDS[card]
     elif torch.cuda.is_available():
-        facts = facts_of(torch.device("cuda", 0))
+        properties = properties_of(torch.device("cuda", 0))
     else:
-        return f"no GPU is here to compile for; name a card: --card {', '.join(CARDS)}"
+        return f"this host has no GPU to compile for; name a card: --card {', '.join(CARDS)}"
     try:
-        num_kernels = warm_kernels(Path(spec.path), spec, facts, num_ranks, report)
+        num_kernels = warm_kernels(Path(spec.path), spec, properties, num_ranks, report)
     except LoadError as error:
         return str(error)
     except Exception as error:  # of any operation or of the compiler
         log.debug("the kernels of %s cannot be compiled", spec.path, exc_info=error)
         return f"the kernels cannot be compiled: {type(error).__name__}: {error}"
-    return facts.name, num_kernels
+    return properties.name, num_kernels

@@ -1,1 +1,1 @@
-"""The memory of a device and its host: how much there is, how it is planned, what lives in it."""
+"""The memory of a device and its host: its size, plan and contents."""

@@ -22,8 +22,8 @@ def dtype_name(wanted: str, device_kind: str) -> str:
 
 
 def likely_multiplies_codes() -> bool:
-    """Whether quantised matrices stay quantised on this CPU. It is an estimate: the engine measures at load what is
-    faster, and only the first load on a host shows that the functions in C cannot be compiled."""
+    """An estimate of whether quantised matrices stay quantised on this CPU. The engine measures at load what is faster,
+    and only the first load on a host shows whether the C functions compile."""
     return bool(_processor_features() & _CODE_PRODUCTS) and may_have_library()
 
 

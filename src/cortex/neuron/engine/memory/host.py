@@ -25,11 +25,11 @@ class HostMemory:
 
     @property
     def reserve_bytes(self) -> int:
-        """What models leave free, so that the host never swaps for them."""
+        """Bytes that models leave free, so that the host never swaps."""
         return int(self.total_bytes * _RESERVE_SHARE)
 
     def num_missing_bytes(self, num_bytes: int = 0) -> int:
-        """What the host lacks to keep its reserve free, if `num_bytes` more are allocated."""
+        """Bytes missing to keep the host's reserve free if `num_bytes` more are allocated."""
         return max(0, num_bytes + self.reserve_bytes - self.free_bytes)
 
 

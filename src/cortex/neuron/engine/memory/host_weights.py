@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cortex.formats.units import gib
-from cortex.neuron.engine.errors import DamagedError, NoRoomError, SleepError
+from cortex.neuron.engine.errors import DamagedError, InsufficientMemory, SleepError
 from cortex.neuron.engine.memory.device import device_memory
 
 _ALIGNMENT_BYTES = 512
@@ -26,7 +26,7 @@ class HostWeights:
     """Belongs to the engine thread. Copies run on its current stream, and are waited for once."""
 
     def __init__(self, storages: Sequence[torch.UntypedStorage]) -> None:
-        """Copies `storages`, which must not be written to from now on; they keep their memory until `vacate`.
+        """Copies `storages`, which must not be written afterwards; they keep their memory until `vacate`.
 
         Raises SleepError if the host has no memory for the copy.
         """
@@ -100,7 +100,7 @@ class HostBuffer:
         try:
             memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
-            raise SleepError(f"the host has no {gib(num_bytes)} for the weights: {error}") from error
+            raise SleepError(f"the host cannot allocate {gib(num_bytes)} for the weights: {error}") from error
         with contextlib.suppress(OSError):  # a kernel without huge pages uses small ones
             memory.madvise(mmap.MADV_HUGEPAGE)
         self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
@@ -122,7 +122,7 @@ class HostBuffer:
 
 
 class HostBuffers:
-    """The host memory of weights that the device has no room for. Each piece is page-locked where a GPU copies it."""
+    """The host memory of weights that do not fit the device. Each piece is page-locked if a GPU copies it."""
 
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
@@ -136,11 +136,11 @@ class HostBuffers:
         return self.num_bytes if self._pinned else 0
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """[bytes] uint8, zeros. Raises NoRoomError."""
+        """[bytes] uint8, zeros. Raises InsufficientMemory."""
         try:
             buffer = HostBuffer(num_bytes, pinned=self._pinned)
         except SleepError as error:
-            raise NoRoomError(str(error)) from error
+            raise InsufficientMemory(str(error)) from error
         self._buffers.append(buffer)
         self.num_bytes += num_bytes
         return buffer.bytes
@@ -166,6 +166,6 @@ def _aligned(size: int) -> int:
 
 
 def _clear_driver_error() -> None:
-    """The driver keeps its last error and raises it at the next launch, whatever that is: raise it here."""
+    """Clear the driver's last error, which it would otherwise raise at the next launch."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda")

@@ -1,4 +1,4 @@
-"""How memory is divided among a model's weights, states and pages: the engine's plan, and the node's forecast of it.
+"""Divides memory among a model's weights, states and pages, for the engine's plan and the node's forecast.
 
 Imports no torch.
 """
@@ -29,37 +29,37 @@ MIN_PAGES = 2
 STEP_TOKENS = {"cuda": 16_384, "cpu": 512}
 """Most tokens of a step, unless a load says otherwise."""
 WINDOWS_PER_ROW = 2
-"""Pages behind a window are shared out for the window of each row, and of one more sequence whose prefix is cached."""
+"""Window pages suffice for the window of each row and of one more sequence with a cached prefix."""
 STATE_SHARE = 4
-"""One part in 4 of the memory that the weights leave goes to states, the rest to pages."""
+"""A quarter of the memory left by the weights goes to states, the rest to pages."""
 UNLIMITED = 1 << 31
-"""The count of pages and checkpoints where they take no memory: on a stage whose layers keep none."""
+"""The number of pages and checkpoints if they take no memory, as on a stage whose layers keep none."""
 MAX_CHECKPOINTS = {"cuda": 1024, "cpu": 32}
 _COUNT_BYTES = 4
 GRAPH_TOKENS, SMALL_GRAPH_TOKENS = 2048, 512
 _LARGE_CARD_BYTES = 36 << 30
 _HARDLY = 16
-"""A context that is too short anyway gives up to one part in 16 to graphs."""
+"""A context that is already too short gives up at most a sixteenth to graphs."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """What the parts of a model take on one kind of device."""
+    """The sizes of a model's parts on one kind of device."""
 
     weight_bytes: int
-    """With the memory in which a vision tower computes."""
+    """Includes the working memory of a vision tower."""
     group_bytes: Mapping[Window, int]
     """One page over the layers of each KV group. The first group has the widest window, or none."""
     slot_bytes: int
     """One recurrent state over all layers; 0 for a model that has none."""
     vocab: int
-    """0 for a model that draws no tokens."""
+    """0 for a model that generates no tokens."""
     context_tokens: int
-    """The longest sequence that is asked for, at most the model's own limit."""
+    """The requested maximum sequence length, at most the model's own limit."""
     table_bytes: int = 0
     """Tables with a row for each position of the context."""
     token_room: int = 0
-    """The memory in which a layer computes, for each token."""
+    """The working memory of a layer, per token."""
     whole_tokens: int = 0
     """Positions that one step must be able to compute together: those of a picture, where they see each other."""
 
@@ -111,7 +111,7 @@ class ModelSizes:
 
     @property
     def ceiling_bytes(self) -> int:
-        """What the model should take of a GPU that other models may share: its weights and a few full contexts.
+        """The model's ceiling on a GPU that other models may share: its weights and a few full contexts.
 
         Windows take at most as much as the layers without."""
         first, *others = (CACHED_CONTEXTS * self.num_context_pages * page for page in self.group_bytes.values())
@@ -123,7 +123,7 @@ class ModelSizes:
         )
 
     def bytes_of(self, num_pages: Mapping[Window, int]) -> int:
-        """What this many pages of each group take."""
+        """The size of this many pages of each group."""
         return sum(count * self.group_bytes[window] for window, count in num_pages.items())
 
     def divide_pages(self, room_bytes: int, rows: int, device_kind: str) -> dict[Window, int]:
@@ -162,7 +162,7 @@ class ModelSizes:
         return num_pages
 
     def held_tokens(self, num_pages: Mapping[Window, int]) -> int:
-        """The longest sequence that fits: a window with all its pages fits any."""
+        """The longest sequence that fits; a window with all its pages fits any length."""
         return min(
             UNLIMITED if window is not None and count > window_pages(window, PAGE_TOKENS) else (count - 1) * PAGE_TOKENS
             for window, count in num_pages.items()
@@ -238,13 +238,13 @@ class MemoryPlan:
 
 
 def penalty_bytes(max_rows: int, vocab: int, context_tokens: int) -> int:
-    """What the penalties of `max_rows` rows take once a request uses them; a load leaves room for them."""
+    """The memory for penalties of `max_rows` rows, once a request uses them; a load reserves it."""
     return max_rows * (vocab + context_tokens) * _COUNT_BYTES if vocab else 0
 
 
 def max_graph_tokens(total_bytes: int) -> int:
-    """The most tokens of a prompt whose step is captured as a graph, on a GPU with this much memory. A card with less
-    is slower too: there it takes longer to compute more tokens than to launch their kernels."""
+    """The most tokens of a captured prompt step on a GPU with this much memory. Smaller cards are slower too, so that
+    computing exceeds launch time at fewer tokens."""
     return GRAPH_TOKENS if total_bytes >= _LARGE_CARD_BYTES else SMALL_GRAPH_TOKENS
 
 

@@ -1,4 +1,4 @@
-"""The memory of a device that its models leave free: one rule for preflight, loads and reports to the gateway.
+"""The device memory that models leave free: one rule for preflight, loads and reports to the gateway.
 
 Imports no torch: the node uses it before there is an engine.
 """

@@ -84,7 +84,7 @@ class SequenceMemory:
 
 
 class NoSequences(SequenceMemory):
-    """A model that computes whole texts keeps nothing of them."""
+    """The sequence memory of a model that pools whole texts: none."""
 
     def __init__(self, slots: StateSlots) -> None:
         self.num_pages = {}

@@ -1,4 +1,4 @@
-"""How the layers of a model are divided among devices with different amounts of memory (pipeline parallelism).
+"""Divides the layers of a model among devices with different amounts of memory (pipeline parallelism).
 
 Stages are contiguous. All of them have the same number of KV pages and state slots, because the leader plans one step
 for all: the division is the one with the most pages in the tightest stage. Pure; imports no torch.
@@ -25,14 +25,14 @@ from cortex.neuron.models.sizes import (
 )
 
 _STEPS = 1 << 10
-"""How finely amounts of cache, and shares of the devices, are tried."""
+"""Steps in which cache sizes, and shares of the devices, are tried."""
 MIN_SLOTS = 2
 """Recurrent states of one row, and of the padding row."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSizes:
-    """What one layer takes."""
+    """The sizes of one layer."""
 
     weight_bytes: int
     page_bytes: int = 0
@@ -42,7 +42,7 @@ class LayerSizes:
     window: Window = None
     """Which KV group its pages belong to."""
     source: int | None = None
-    """The earlier layer whose pages it reads, which is in the same stage; None: it reads its own."""
+    """The earlier layer, in the same stage, whose pages it reads; None if it reads its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class CacheSize:
     num_slots: int = 0
 
     def bytes_of(self, layer: LayerSizes) -> int:
-        """What the layer takes with a cache of this size."""
+        """The layer's bytes with a cache of this size."""
         page_bytes = self.num_pages[layer.window] * layer.page_bytes if layer.page_bytes else 0
         return layer.weight_bytes + page_bytes + self.num_slots * layer.slot_bytes
 
@@ -84,8 +84,8 @@ def divide_layers(
 ) -> tuple[StagePlan, ...] | None:
     """The layers of each device, in the order of `capacities`, which are the bytes that each can give.
 
-    `first_bytes`: what the first stage takes besides its layers. The cache is as large as the tightest stage allows,
-    from `least` up to `most`. Among the divisions with that cache, the one is chosen whose fullest device is least
+    `first_bytes`: bytes of the first stage in addition to its layers. The cache is as large as the tightest stage
+    allows, from `least` to `most`. Among the divisions with that cache, the one is chosen whose fullest device is least
     full. None if even `least` does not fit, or if there are fewer layers than devices, counting layers that read each
     other's pages as one.
     """
@@ -150,7 +150,7 @@ def divide_model(
 
 
 def most_stages(architecture: Architecture) -> int:
-    """How many stages a model can have, however much memory there is."""
+    """The maximum number of stages of a model, regardless of memory."""
     sources = _sources(architecture)
     return len(sources) - len(_inner(sources)) if architecture.has_stages else 1
 
@@ -179,7 +179,7 @@ def _sources(architecture: Architecture) -> list[int | None]:
 
 
 def _inner(sources: Sequence[int | None]) -> frozenset[int]:
-    """The layers that no stage begins with."""
+    """The layers with which no stage may begin."""
     return frozenset(
         stop for index, source in enumerate(sources) if source is not None for stop in range(source + 1, index + 1)
     )

@@ -73,11 +73,11 @@ class TorchGroup:
     ) -> TorchGroup:
         """Waits for the other ranks, then connects to them and runs a small all-reduce with them.
 
-        `poll` is called while it waits for others; what it raises ends the wait. `turn`: of the leader, see
-        `StepLink.turn`; ranks that connect wait for each other, as those in a step do. `follow` is called instead of
-        `poll` once all ranks have arrived: it must not begin a step, because that would wait for the end of `turn`,
-        whose holder waits for this rank. `with_peers`: uses peer memory where there is any. Raises LoadError if the
-        ranks cannot communicate, LoadCancelled if another one is gone; nothing is connected then.
+        `poll` is called while it waits for others; its exceptions end the wait. `turn`: the leader's, see
+        `StepLink.turn`, because connecting ranks wait for each other like those in a step. `follow` is called instead
+        of `poll` once all ranks have arrived: it must not begin a step, which would wait for the end of `turn`, whose
+        holder waits for this rank. `with_peers`: uses peer memory if available. Raises LoadError if the ranks cannot
+        communicate, LoadCancelled if another one is gone; nothing is connected then.
         """
         shard = Shard(spec.rank, spec.size)
         store = _library.FileStore(str(Path(spec.directory) / "store"), spec.size)
@@ -138,8 +138,8 @@ class TorchGroup:
             )
 
     def agree_on_capture(self, spec: RankSpec, device: torch.device, exchange: Exchange) -> None:
-        """Tries whether the library can be captured. If it cannot on any rank, all of them connect again and capture
-        nothing of it: the connection may not survive a capture that failed."""
+        """Tests whether the library can be captured. If it fails on any rank, all ranks reconnect and capture none of
+        its calls, because the connection may not survive a failed capture."""
         outcomes = exchange("captured", "yes" if can_capture(self, device) else "no")
         if "no" not in outcomes:
             return
@@ -173,7 +173,7 @@ class TorchGroup:
         _meet(self._store, event, self.shard, self._poll)
 
     def reached(self, event: str) -> None:
-        """Lets the others' `wait_for_all` return, without waiting."""
+        """Marks `event` as reached for the others' `wait_for_all`, without waiting."""
         self._store.set(f"{event}/{self.shard.rank}", "1")
 
     def all_reduce(self, partial: Tensor) -> Tensor:
@@ -247,12 +247,12 @@ class TorchGroup:
         self._group.abort()
 
     def _sent(self, tensor: Tensor) -> Tensor:
-        """What is sent in its place: contiguous, and on the host if tensors are staged."""
+        """The tensor to send instead: contiguous, and on the host if tensors are staged."""
         return (tensor.cpu() if self._staged else tensor).contiguous()
 
     @contextmanager
     def _breaking(self) -> Iterator[None]:
-        """A call that fails means that another rank is gone."""
+        """A context that turns a failed call into GroupBroken: another rank is gone."""
         try:
             yield
         except (RuntimeError, OSError) as error:
@@ -272,7 +272,7 @@ def can_capture(group: TorchGroup, device: torch.device) -> bool:
 
 
 def poller(wait: Callable[[], None], cancelled: Callable[[], bool]) -> Callable[[], None]:
-    """What a rank does while others keep it waiting: `wait`, and stop when the load is cancelled."""
+    """The poll of a waiting rank: calls `wait`, and raises when the load is cancelled."""
 
     def poll() -> None:
         if cancelled():

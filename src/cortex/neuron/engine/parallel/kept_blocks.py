@@ -1,12 +1,11 @@
 """The blocks of a divided model in host memory: each rank keeps its own part, under the same digests.
 
-The leader decides what is kept and what comes back, and announces it. Before a prefix is used, all ranks agree on which
-of its blocks each of them has: what one of them lacks is computed by all. Ranks hold what they have agreed on until the
-leader's next order or step, so that nothing is found missing later. They also agree on whether each has copied its
-part: if the device of one has no memory for that, all of them compute.
+The leader decides which blocks are kept and fetched, and announces it. Before a prefix is used, all ranks agree on the
+blocks that every rank has; all ranks compute the others. Ranks hold the agreed blocks until the leader's next order or
+step, so that none goes missing. They also agree on whether each has copied its part: if one device lacks memory, all
+ranks compute.
 
-What a rank computes follows from the weights of the other ranks as well, so blocks are named by the weights of all: see
-`name_of_all`.
+A rank's results depend on the weights of all ranks, so blocks are named by all of them: see `name_of_all`.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ class LeadingBlocks:
         self._announce("save" if may_wait else "keep", (blocks,))
 
     def fetch(self, blocks: Sequence[NamedBlocks]) -> bool:
-        """Each rank copies its part of blocks that all of them have to the device. It precedes the next step. False: a
-        rank has no memory for its copy, so that no rank may use these blocks."""
+        """Each rank copies its part of blocks that all ranks have to the device, before the next step. False if a rank
+        has no memory for its copy; then no rank may use these blocks."""
         with self._link.turn():
             self._announce("fetch", blocks)
             return all(_agreed(self._group, [True], self._device))
@@ -68,7 +67,7 @@ class LeadingBlocks:
         return [[next(votes) for _ in blocks.digests] for blocks in wanted]
 
     def settle(self) -> None:
-        """Returns when all ranks have done what they were ordered to."""
+        """Returns when all ranks have carried out their orders."""
         if not self._is_settled:
             self.held(())
 
@@ -77,7 +76,7 @@ class LeadingBlocks:
 
 
 class FollowingBlocks:
-    """What another rank has, and does by the leader's orders. Belongs to the engine thread."""
+    """The blocks of a following rank, which obeys the leader's orders. Belongs to the engine thread."""
 
     def __init__(
         self,
@@ -99,10 +98,10 @@ class FollowingBlocks:
         self._copies = None if host is None else BlockCopies(host.slabs, device)
         self._outgoing: list[OutgoingBlocks] = []
         self._held: dict[tuple[int, Digest], BlockPlace] = {}
-        """What the ranks have agreed on last."""
+        """The blocks that the ranks agreed on last."""
 
     def before_step(self, plan: StepPlan) -> None:
-        """What the ranks have agreed on is not fetched any more, and what the step overwrites is copied first."""
+        """Releases the agreed blocks, and makes the step wait for copies of blocks that it overwrites."""
         self.let_go()
         for outgoing in self._outgoing:
             outgoing.precede(plan)
@@ -151,7 +150,7 @@ class FollowingBlocks:
         return votes
 
     def _fetch(self, wanted: Sequence[NamedBlocks]) -> bool:
-        """Whether this rank has copied its part: the device may have no memory for it."""
+        """Whether this rank has copied its part; false if the device has no memory for it."""
         for part, ids, digests in wanted:
             if self._copies is not None and self._has_blocks(part):
                 places = [self._held[part, digest] for digest in digests]
@@ -162,7 +161,7 @@ class FollowingBlocks:
         return True
 
     def collect(self) -> None:
-        """Waits for the copies to host memory, and offers what they have brought."""
+        """Waits for the copies to host memory and offers their blocks."""
         for outgoing in self._outgoing:
             outgoing.copy.wait()
             assert self._host is not None
@@ -170,7 +169,7 @@ class FollowingBlocks:
         self._outgoing = []
 
     def let_go(self) -> None:
-        """What the ranks have agreed on is not fetched any more."""
+        """Releases the agreed blocks."""
         if self._host is not None:
             self._host.store.end(tuple(self._held.values()))
         self._held = {}
@@ -204,6 +203,6 @@ def _count(wanted: Sequence[NamedBlocks]) -> int:
 
 
 def _agreed(group: TorchGroup, votes: Sequence[bool], device: torch.device) -> list[bool]:
-    """Which of these all ranks vote for. All of them call it together, with as many votes."""
+    """The blocks for which all ranks vote. All ranks call it together, with the same number of votes."""
     sums = group.all_reduce(torch.tensor([True, *votes], dtype=torch.float32, device=device)).tolist()
     return [total == group.shard.size for total in sums[1:]]

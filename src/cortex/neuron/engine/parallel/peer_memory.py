@@ -1,4 +1,4 @@
-"""Memory that all ranks of a model can write to, on GPUs of one host with access to each other's memory."""
+"""Memory shared by all ranks of a model, on GPUs of one host with access to each other's memory."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ def may_share(spec: RankSpec, device_kind: str, environment: Mapping[str, str]) 
 
 
 class PeerMemory:
-    """The buffers of all ranks as this one sees them. Its calls take their place in the current stream and can be part
-    of a CUDA graph. A call that another rank does not make in time ends as an error of the device, after which this
-    process can use it no more."""
+    """The buffers of all ranks, as mapped in this one. Calls are ordered by the current stream and can be part of a
+    CUDA graph. If another rank does not make a call in time, the device fails and this process can no longer use it."""
 
     num_bytes = BUFFER_BYTES
     """What one rank allocates."""
@@ -47,7 +46,7 @@ class PeerMemory:
 
     @classmethod
     def connect(cls, shard: Shard, device: torch.device, exchange: Exchange) -> PeerMemory | None:
-        """Maps the buffers of all ranks; None if any of them cannot do so."""
+        """Maps the buffers of all ranks; None if any rank cannot."""
         try:
             own = torch.zeros(BUFFER_BYTES, dtype=torch.uint8, device=device)
             torch.cuda.synchronize(device)  # before another rank writes to it

@@ -55,7 +55,7 @@ def accepted(listener: socket.socket, deadline_s: float, poll: Callable[[], None
 
 @contextlib.contextmanager
 def _short_path(directory: str, name: str) -> Iterator[str]:
-    """The path of a socket may have 107 bytes only, which a directory for temporary files may exceed."""
+    """The path of a socket may have only 107 bytes, which a temporary directory may exceed."""
     opened = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield str(Path(f"/proc/self/fd/{opened}") / name)

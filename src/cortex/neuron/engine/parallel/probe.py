@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def measure(group: TorchGroup, tensor: torch.Tensor) -> float:
-    """Seconds of one sum. Every rank runs as many as the slowest one has time for."""
+    """Seconds per sum. All ranks run as many as the slowest has time for."""
     for _ in range(WARM_UP):
         first_s = _timed(group, tensor, 1)
     rounds = torch.tensor([max(1, min(MAX_ROUNDS, int(BUDGET_S / first_s)))], device=tensor.device)

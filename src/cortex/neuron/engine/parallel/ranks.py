@@ -139,7 +139,7 @@ class Follower(Rank):
             self._obey(plan.order)
 
     def _obey(self, order: BlockOrder) -> None:
-        """Does with blocks in host memory what all ranks do."""
+        """Carries out an order about blocks in host memory."""
         if order.action == "name":
             self._name_by_content()
             return

@@ -1,4 +1,4 @@
-"""Messages between ranks through host memory: a connection between every two, and no thread but the caller's.
+"""Messages between ranks through host memory, over a connection between every two, on the caller's thread.
 
 Gloo's threads wait for one another on each message. Where they share cores with the computation, a sum of a few rows
 takes several times as long through them.
@@ -117,14 +117,14 @@ class Sockets:
                 rest = self._receive_some(rank, rest, socket.MSG_WAITALL)
 
     def _send_some(self, rank: int, data: memoryview) -> memoryview:
-        """What is left of it."""
+        """The remaining part."""
         try:
             return data[self._connections[rank].send(data, socket.MSG_DONTWAIT) :]
         except BlockingIOError:
             return data
 
     def _receive_some(self, rank: int, data: memoryview, flags: int = socket.MSG_DONTWAIT) -> memoryview:
-        """What is left of it."""
+        """The remaining part."""
         try:
             num_bytes = self._connections[rank].recv_into(data, 0, flags)
         except BlockingIOError:

@@ -1,10 +1,10 @@
 """The steps of a divided model: the leader announces each plan and draws the tokens; the other ranks compute the same
-and take the tokens over. Page tables, positions and recurrent states follow from the plans, so all ranks have the same.
+and receive the tokens. Page tables, positions and recurrent states follow from the plans, so all ranks agree on them.
 
 Hidden states of a model that is divided by layers travel from stage to stage and back to the first one. The leader,
 which has the first layers, also has embedding and head. So between two stages a step sends the hidden states of its
-tokens. The last stage returns only those that tokens are drawn after or that are scored, or all if the leader drafts
-tokens from them. Every step returns something: the leader keeps its turn until all stages have ended it.
+tokens. The last stage returns only those that are drawn from or scored, or all if the leader drafts tokens from them.
+Every step returns something, so that the leader keeps its turn until all stages have ended it.
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ class StepLink(RankLink, Protocol):
     """The leader's connection to the other ranks of its model."""
 
     def turn(self) -> AbstractContextManager[None]:
-        """Held while the ranks wait for each other, as in a step: no other divided model that shares a device with this
-        one computes a step meanwhile. Otherwise two models could wait for each other, each on a device that the other
-        one needs.
+        """Held while the ranks wait for each other, as in a step, so that no other divided model sharing a device
+        computes a step meanwhile. Otherwise two models could deadlock, each on a device that the other needs.
 
         While the leader waits for its turn, it takes part in the steps of the models that it follows.
         """
@@ -120,14 +119,14 @@ class FollowingRunner(Runner):
         return False  # together with the leader, when it says so
 
     def _vectors(self, pictures: PictureInputs) -> Tensor:
-        """Takes the vectors over that the leader's tower makes."""
+        """Receives the picture vectors from the leader."""
         parameters, tower = self.model.parameters, self.model.architecture.tower
         assert tower is not None
         shape = (len(pictures.index), tower.num_parts, tower.out)
         return parameters.group.broadcast(torch.empty(shape, dtype=parameters.dtype, device=parameters.device))
 
     def _draw(self, logits: Tensor, draws: Draws, rows: NDArray[np.int64]) -> Drawn:
-        """Takes the tokens over that the leader draws."""
+        """Receives the tokens that the leader draws."""
         del logits, rows
         tokens = self.model.parameters.group.broadcast(torch.empty(len(draws), dtype=torch.int64, device=self.device))
         return Drawn(tokens, torch.ones_like(tokens, dtype=torch.bool))
@@ -197,8 +196,8 @@ class LaterStageRunner(FollowingRunner):
 
 
 def returned_tokens(plan: StepPlan, inputs: StepInputs) -> NDArray[np.int64]:
-    """The tokens whose hidden states the last stage returns, in order; at least one. All of them where the first stage
-    drafts tokens."""
+    """The tokens whose hidden states the last stage returns, in order; at least one, and all if the first stage drafts
+    tokens."""
     if plan.num_proposals is not None:
         return np.arange(inputs.offsets[-1])
     scored = [

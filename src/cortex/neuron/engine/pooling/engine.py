@@ -69,7 +69,7 @@ class TextQueue:
         return taken
 
     def put_back(self, texts: Iterable[QueuedText]) -> None:
-        """Texts that were taken and not computed: they are the next of their requests again."""
+        """Put texts that were taken but not computed back at the front of their requests."""
         for text in reversed(list(texts)):
             self._waiting.setdefault(text.request_id, deque()).appendleft(text)
 
@@ -157,18 +157,18 @@ def _segments_of(lengths: NDArray[np.int64], first_segments: Sequence[int], batc
 
 
 SLICE_S = 0.008
-"""A step takes about this long, at least one layer: other models of the device wait no longer for their tokens."""
+"""Approximate time of a step, which bounds how long other models of the device wait for tokens."""
 _MIN_BATCH_TOKENS = 128
-"""Fewer do not fill the cores of a CPU."""
+"""Fewer tokens do not occupy a CPU's cores."""
 _SELF_TEST_TOKENS = 4
 
 
-def batch_tokens(most: int, layer_token_s: float | None) -> int:
-    """The tokens of the next batch: so few that one layer takes no longer than a slice, where the device is slow.
-    `layer_token_s`: None if nobody waits."""
+def batch_tokens(most: int, layer_token_s: float | None, slice_s: float) -> int:
+    """The tokens of the next batch: on a slow device so few that one layer fits a slice. `layer_token_s`: None if no
+    other model waits."""
     if layer_token_s is None:
         return most
-    return min(most, max(_MIN_BATCH_TOKENS, int(SLICE_S / max(layer_token_s, 1e-12))))
+    return min(most, max(_MIN_BATCH_TOKENS, int(slice_s / max(layer_token_s, 1e-12))))
 
 
 @dataclass(slots=True, eq=False)
@@ -186,7 +186,7 @@ class _Request:
         return ids[self.offsets[index] : self.offsets[index + 1]]
 
     def result(self) -> NDArray[np.float32]:
-        """The vectors as the request wants them, or the cosines."""
+        """The vectors in the requested form, or the cosines."""
         vectors, num_queries = self.vectors[:, : self.texts.dimensions], self.texts.num_queries
         if not self.texts.normalize and not num_queries:
             return vectors
@@ -199,7 +199,7 @@ class _Request:
 
 
 def _pairs(vectors: NDArray[np.float32], num_queries: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """The queries, each as often as it is needed, and the texts they belong to."""
+    """The queries, repeated to match the texts, and those texts."""
     queries, texts = np.split(vectors, [num_queries])
     return np.broadcast_to(queries, texts.shape), texts
 
@@ -220,26 +220,29 @@ class PoolingLoop:
         context_tokens: int,
         counters: Counters,
         shares_device: Callable[[], bool],
+        slice_s: float,
     ) -> None:
         """`batch_tokens`: the most tokens of a batch, except that of a single text, which may have `context_tokens`.
-        `shares_device`: whether other models compute on the device now."""
+        `shares_device`: whether other models compute on the device now. `slice_s`: about the time of a step, which has
+        at least one layer."""
         self._model = model
         self._shares_device = shares_device
         self._batch_tokens = batch_tokens
+        self._slice_s = slice_s
         self._context_tokens = context_tokens
         self.counters = counters
         self._requests: dict[str, _Request] = {}
         self._queue = TextQueue()
         self._running: _Running | None = None
         self._next: _Running | None = None
-        """A batch that was uploaded while the device computed the end of the one before."""
+        """The next batch, uploaded while the device computes the end of the previous one."""
         self._outputs: list[StepOutput] = []
         self._layer_token_s: float | None = None
-        """The time that a layer takes for a token, as the last slice took it."""
+        """Time per layer and token, from the last slice."""
         self._failed: tuple[str, ...] = ()
         """The requests of the batch that raised last."""
         self._suspects: deque[str] = deque()
-        """Requests that are computed one at a time, the first of them next."""
+        """Requests to compute one at a time, in order."""
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -299,7 +302,7 @@ class PoolingLoop:
             self._suspects.popleft()
         only = self._suspects[0] if self._suspects else None
         layer_token_s = self._layer_token_s if self._shares_device() else None
-        return tuple(self._queue.take(batch_tokens(self._batch_tokens, layer_token_s), only))
+        return tuple(self._queue.take(batch_tokens(self._batch_tokens, layer_token_s, self._slice_s), only))
 
     def _pass_of(self, texts: tuple[QueuedText, ...]) -> TextPass:
         owners = [self._requests[text.request_id] for text in texts]
@@ -311,7 +314,7 @@ class PoolingLoop:
         batch, began_s = running.batch, time.monotonic()
         num_layers = 1
         if self._layer_token_s is not None:
-            num_layers = max(1, int(SLICE_S / max(self._layer_token_s * batch.num_tokens, 1e-9)))
+            num_layers = max(1, int(self._slice_s / max(self._layer_token_s * batch.num_tokens, 1e-9)))
         num_run = batch.advance(num_layers)
         vectors = None
         if batch.done:
@@ -351,7 +354,7 @@ class PoolingLoop:
                 self._finish(StepOutput(text.request_id, finish="stop", vectors=owner.result().tobytes()))
 
     def _retract(self, texts: tuple[QueuedText, ...]) -> None:
-        """The texts of a batch that failed wait again, before those of the next one."""
+        """Requeue the texts of a failed batch, before those of the next one."""
         both = (*texts, *(self._next.texts if self._next is not None else ()))
         self._running = self._next = None
         self._queue.put_back(text for text in both if text.request_id in self._requests)
@@ -362,11 +365,11 @@ class PoolingLoop:
         self._outputs.append(last)
 
     def prepare(self) -> bool:
-        """Nothing is built ahead."""
+        """Nothing to build."""
         return False
 
     def prepare_first(self) -> None:
-        """Nothing is."""
+        """Nothing to build."""
 
     def self_test(self) -> tuple[int, ...]:
         """The vector of a fixed short text, bit by bit; not counted."""
@@ -407,9 +410,11 @@ BATCH_TOKENS: Final = {"cuda": 16_384, "cpu": 1_024}
 class PoolingEngine(Engine):
     """Belongs to the engine thread of its device's worker."""
 
-    def __init__(self, loaded: LoadedModel, spec: LoadSpec) -> None:
+    def __init__(self, loaded: LoadedModel, spec: LoadSpec, *, slice_s: float = SLICE_S) -> None:
+        """`slice_s`: see `PoolingLoop`."""
         assert isinstance(loaded.body, PooledModel)
         self.pooled = loaded.body
+        self._slice_s = slice_s
         super().__init__(loaded, spec)
         self.info = replace(self.info, vector_width=self.pooled.width)
 
@@ -417,7 +422,9 @@ class PoolingEngine(Engine):
         batch_tokens = self._spec.prefill_chunk_tokens or BATCH_TOKENS[self._device.type]
         context_tokens = self._limits.context_tokens
         return PoolingLoop(
-            self.pooled, batch_tokens, context_tokens, self._counters, shares_device=lambda: self.shares_device
+            *(self.pooled, batch_tokens, context_tokens, self._counters),
+            shares_device=lambda: self.shares_device,
+            slice_s=self._slice_s,
         )
 
     def close(self) -> None:

@@ -1,1 +1,1 @@
-"""What a step must read and compute, and how fast the device can."""
+"""The bytes and operations of a step, and the device's rates."""

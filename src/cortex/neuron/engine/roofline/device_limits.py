@@ -1,4 +1,4 @@
-"""How fast a device reads its memory and multiplies matrices: what the speed of a model is a share of."""
+"""Measures how fast a device reads memory and multiplies matrices, the limits of a model's speed."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _COLUMNS = 8192
 _REPEATS = 20
 _WARM_UP = 3
 _CPU_S = 0.3
-"""Other programs use a CPU too: the best try within this time counts."""
+"""The best try within this time counts, because other programs use the CPU too."""
 _CPU_READ_BYTES = 256 << 20
 _CPU_SIDE = 1024
 _BUS_BYTES = 64 << 20
 _GPU_READ_BYTES = 2 << 30
 _MIN_READ_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
-"""Smaller reads would show how fast a cache is."""
+"""Smaller reads would measure a cache."""
 
 
 def measure_limits(device: torch.device, free_bytes: int) -> DeviceLimits | None:
-    """Takes at most about a second, and at most half of `free_bytes`, which it gives back. None: that is too little."""
+    """Takes about a second at most, and uses at most half of `free_bytes` meanwhile. None if that is too little."""
     read_bytes = free_bytes // 2
     if read_bytes < _MIN_READ_BYTES[device.type]:
         return None

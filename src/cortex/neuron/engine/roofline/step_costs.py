@@ -1,4 +1,4 @@
-"""How long the next step will take: the roofline's counts, at the rates that earlier steps showed. Pure.
+"""Predicts the time of the next step: the roofline's counts, at rates learned from earlier steps. Pure.
 
 A step reads weights, states and KV, and multiplies its tokens with the weights. Both parts count in full, which is
 right within a tenth for what was measured on GPUs. Every step corrects the rates of the two parts, each by its share
@@ -15,14 +15,14 @@ from cortex.neuron.engine.roofline.step_work import DeviceLimits, StepWork
 PACE: Final = 0.15
 """The weight of the latest step; that of the first ones is higher."""
 RECOVERY: Final = 0.01
-"""How fast the time of sizes that are not computed returns to the expected one, so that they are tried again."""
+"""How fast the times of unused sizes return to the expected ones, so that they are tried again."""
 MOST_CHANGE: Final = 4.0
-"""A step that takes more than this many times what was expected is a pause of the machine, unless the next one does,
-too. Then it counts as one that took that many times as long."""
+"""A step that exceeds the expected time by this factor counts as a pause of the machine, unless the next one does too.
+Then it counts with this factor."""
 FIRST_CHANGE: Final = 64.0
-"""The same of the first steps, before which the rates are a guess."""
+"""The same for the first steps, when the rates are still guesses."""
 KNOWN: Final = 3.0
-"""A rate is known after as many steps that consist of its part."""
+"""A rate is known after this many steps that consist of its part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class StepShape:
     """Tokens before those of the streams, together."""
     prompt_tokens: int = 0
     prompt_worth: float = 0.0
-    """What the prompts' chunks are worth together: `StepWork.prompt_worth`."""
+    """The work of all prompt chunks: `StepWork.prompt_worth`."""
 
     def with_prompts(self, worth: float) -> StepShape:
         """The same streams, and prompts without attention."""
@@ -46,23 +46,23 @@ class StepCosts:
     """Expected seconds of steps. Belongs to the engine thread."""
 
     def __init__(self, work: StepWork, limits: DeviceLimits) -> None:
-        """`limits`: roughly those of the device, until steps were measured."""
+        """`limits`: rough limits of the device, until steps are measured."""
         self.work = work
         self._read_s = 1.0 / limits.bytes_per_s
         self._flop_s = 1.0 / limits.flops
         self._num_reads = self._num_computes = 0.0
-        """Steps that the rates are known from, each by the share of the part in it."""
+        """The number of steps behind each rate, weighted by the share of the part."""
         self._is_paused = False
         """Whether the last step took much longer than expected."""
         self._sizes: dict[tuple[bool, int], float] = {}
         """The measured time over the sum of the two parts, by kind and size of the step."""
 
     def seconds(self, shape: StepShape) -> float:
-        """What the step is expected to take."""
+        """The expected time of the step."""
         return sum(self._parts(shape)) * self._sizes.get(_size(shape), 1.0)
 
     def prompt_tokens(self, shape: StepShape, seconds: float, most: int) -> int:
-        """How many tokens of prompts, at most `most`, the step has room for within `seconds`. `shape`: its streams."""
+        """The number of prompt tokens, at most `most`, that fit the step within `seconds`. `shape`: its streams."""
         if self.seconds(shape.with_prompts(most)) <= seconds:
             return most
         least = 0

@@ -1,4 +1,4 @@
-"""What a step of a model must read and compute at least: with the device's limits, the fastest that it could be."""
+"""The minimum of bytes and operations of a model's step, which with the device's limits give its shortest time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import sqrt
 
 @dataclass(frozen=True, slots=True)
 class DeviceLimits:
-    """How fast a device is, as measured on it."""
+    """Measured rates of a device."""
 
     bytes_per_s: float
     """A large read of its memory."""
@@ -42,11 +42,11 @@ class StepWork:
     """Weights that every step reads: all but the embedding and the routed experts."""
     experts: tuple[ExpertWork, ...] = ()
     token_bytes: int = 0
-    """KV that a row reads for each token before it."""
+    """KV bytes that a row reads per preceding token."""
     state_bytes: int = 0
     """Recurrent states that a row reads."""
     weights_per_token: int = 0
-    """Weights that a token of a prompt is multiplied with; the head is not among them."""
+    """Weights that each prompt token is multiplied with, without the head."""
     attention_width: int = 0
     """The query heads' elements, over all layers."""
 
@@ -64,8 +64,8 @@ class StepWork:
         return 2.0 * self.weights_per_token * self.prompt_worth(0, tokens)
 
     def prompt_worth(self, start: int, tokens: int) -> float:
-        """A chunk of a prompt that begins at `start`, as the number of tokens whose products with weights, without
-        attention, are as much work."""
+        """The work of a prompt chunk that begins at `start`, as the number of tokens with equal work without
+        attention."""
         return tokens * (1.0 + self._attention_weight * (start + tokens / 2))
 
     def tokens_worth(self, start: int, worth: float) -> int:
@@ -75,7 +75,7 @@ class StepWork:
 
     @property
     def _attention_weight(self) -> float:
-        """What attention to one more token costs, in products of a token with weights."""
+        """The cost of attention to one more token, relative to a token's products with the weights."""
         return 2.0 * self.attention_width / max(1, self.weights_per_token)
 
     @classmethod

@@ -29,9 +29,9 @@ class Constraint:
         self.accepted: bool | None = None
         """Whether the grammar allowed the token that is asked about next, if it has been matched already."""
         self.failure: str | None = None
-        """Why the grammar cannot be matched any further; ignore tokens drawn after that."""
+        """Why the grammar cannot be matched any further; ignore tokens drawn afterwards."""
         self.is_contradiction = False
-        """Whether it failed because the request contradicts itself, or asks for what the model cannot spell."""
+        """Whether it failed because the request contradicts itself or asks for text that the model cannot spell."""
 
     def fill_mask(self, row: Tensor) -> None:
         """Sets the bits of the allowed next tokens. row: [words] int32, on the host"""
@@ -66,7 +66,7 @@ class Constraint:
             index += 1 + len(drafted)
 
     def forced_tokens(self) -> tuple[int, ...]:
-        """Tokens that the grammar asks for next. Others that spell the same text may be allowed too."""
+        """Tokens that the grammar forces next. Others that spell the same text may be allowed too."""
         try:
             return self.state.forced_tokens()
         except Exception:  # noqa: BLE001 - a draft is not needed

@@ -30,11 +30,11 @@ from cortex.neuron.kernels.sampling.rows import ADJUSTING, FOREVER, Draws, RowOp
 from cortex.neuron.kernels.sampling.tally import count_drawn
 
 MIN_TEMPERATURE = 1e-5
-"""Lower temperatures draw the same tokens, but dividing the logits by them would overflow."""
+"""Lower temperatures draw the same tokens, but dividing by them would overflow."""
 _EDITS = 512
-"""Edits of a row that there is room for, or a multiple."""
+"""The capacity for edits per row grows in multiples of this."""
 _BANNING = 1 << 16
-"""A flag that only the host reads: edits end with the request's `min_tokens`."""
+"""A flag for the host only: edits end with the request's `min_tokens`."""
 
 (_SAMPLED, _CUT, _MIN_P, _EDITED, _RESTRICTED, _PENALISED, _LOGPROBS, _TOP_LOGPROBS) = (
     number(flag)
@@ -61,7 +61,7 @@ class Draw(NamedTuple):
 
     row: int
     num_drawn: int
-    """Tokens drawn for it before this one."""
+    """Number of tokens drawn for it before."""
     drafted: int | None = None
     """The draft token that this draw checks; the next draw is of the same row and after that token."""
 
@@ -84,7 +84,7 @@ class GrammarMask(NamedTuple):
     words: Tensor
     """[constrained draws, words] int32 on the device: a bit for each token."""
     rows: NDArray[np.int64]
-    """For each draw its row of `words`; -1: it has no grammar."""
+    """For each draw its row of `words`; -1 without a grammar."""
 
 
 def draw_lines(
@@ -171,8 +171,8 @@ class Sampler:
         return params.repetition_window if is_bounded else 0
 
     def _edits(self, request: EngineRequest) -> tuple[list[tuple[int, float, int]], bool]:
-        """What is added to the logits of which token until which position: biases, and bans of stop tokens while the
-        request is below its `min_tokens`. Also whether there are bans."""
+        """Additions to logits by token, with the position where they end: biases, and bans of stop tokens until
+        `min_tokens`. Also returns whether there are bans."""
         edits = [(token, bias, FOREVER) for token, bias in request.sampling.logit_bias if 0 <= token < self.vocab]
         until = len(request.prompt) + request.min_tokens - 1
         bans = [(token, -math.inf, until) for token in request.stop_token_ids if 0 <= token < self.vocab]
@@ -255,7 +255,7 @@ class Sampler:
         return Drawn(drawn.tokens, drawn.healthy, drawn.logprobs, *top)
 
     def compute_all_kinds(self, logits: Tensor) -> None:
-        """Draws from logits in every kind, for a pass that collects kernels: no row has been assigned."""
+        """Draws in every kind, for the pass that collects kernels, when no row is assigned."""
         lines = torch.zeros((len(logits), number(options.COLUMNS)), dtype=torch.int64, device=logits.device)
         draws = Draws(lines, self.no_mask)
         for flags in KINDS:
@@ -274,7 +274,7 @@ class Sampler:
 
 
 def _flags(params: SamplingParams, vocab: int) -> int:
-    """Without that of edits."""
+    """The flags without that of edits."""
     is_penalised = params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
     is_sampled = params.temperature > 0
     wanted = {

@@ -1,1 +1,1 @@
-"""What the next step computes: sequences, their admission and their shares of a step. Pure."""
+"""Plans the next step: sequences, their admission and their shares of a step. Pure."""

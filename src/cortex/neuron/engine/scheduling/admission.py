@@ -1,6 +1,7 @@
-"""What a waiting sequence needs before it runs, and how it gets it. Pure: no tensors, no clock, no I/O.
+"""Admits waiting sequences: the pages and states that each needs before it runs. Pure: no tensors, no clock, no
+I/O.
 
-It reuses the pages of its prefix that are known, and those that host memory has; a model with recurrent layers also
+A sequence reuses the known pages of its prefix, including those in host memory; a model with recurrent layers also
 needs a saved state at their end. The pages that it lacks must be free in addition to what running sequences may need.
 Everything here belongs to the engine thread.
 """
@@ -19,16 +20,16 @@ from cortex.neuron.engine.scheduling.sequence_states import SequenceStates
 from cortex.neuron.engine.scheduling.step_plan import StepDraft
 
 HasPage = Callable[[int, Digest], bool]
-"""Whether the page of a KV group that ends this prefix can be had."""
+"""Whether the page of a KV group that ends this prefix is available."""
 HasState = Callable[[Digest], bool]
-"""Whether the recurrent state after this prefix can be had."""
+"""Whether the recurrent state after this prefix is available."""
 
 
 class OffloadedPages(Protocol):
-    """Pages and states that left the device, as the scheduler sees them. No call waits for a copy."""
+    """The scheduler's interface to pages and states that left the device. No call waits for a copy."""
 
     def may_have(self, request_id: str, num_pages: int) -> bool:
-        """Whether it is worth looking for this many further pages of a request. False once it was looked for."""
+        """Whether it is worth looking for this many further pages of a request. False once they were looked for."""
         ...
 
     def fetch(
@@ -39,17 +40,17 @@ class OffloadedPages(Protocol):
         last: int,
         usable: Callable[[HasPage, HasState], int],
     ) -> int | None:
-        """Starts to copy the prefix of a request to the device, as far as the request can continue after it. `cached`:
-        its pages that are on the device; `last`: its last position, which is computed in any case; `usable`: how many
-        pages it could continue after. None: it does not wait. Otherwise it waits until they have arrived
-        (`is_fetching`), and computes its pages up to the returned number meanwhile, if these are more than `cached`."""
+        """Starts to copy the prefix of a request to the device, as far as it can continue after it. `cached`: its pages
+        on the device; `last`: its last position, which is always computed; `usable`: the page counts after which it
+        could continue. Returns None if it does not wait. Otherwise it waits until they have arrived (`is_fetching`),
+        and meanwhile computes its pages up to the returned number, if that exceeds `cached`."""
         ...
 
     def is_fetching(self, request_id: str) -> bool: ...
 
     def front_end(self, request_id: str, digests: Ordered[Digest], num_computed: int, front: int) -> int:
-        """Up to which page a request computes now that has computed its first `num_computed` pages and was to compute
-        those up to `front`. It is less if what was fetched has arrived before that: further pages are fetched then."""
+        """The page up to which a request computes now, after its first `num_computed` pages; `front` was planned. Less
+        if the fetched pages have already arrived, because further pages are then fetched."""
         ...
 
     def ended(self, request_id: str) -> None:
@@ -64,8 +65,8 @@ class OffloadedPages(Protocol):
 class Reservations:
     """The pages that running sequences may still need: a sequence is admitted only if they stay free.
 
-    Looks at each running sequence once in a step: a burst of requests is admitted in one step, and would otherwise
-    take a time that grows with the square of their number."""
+    Looks at each running sequence once per step, because a burst of requests is admitted in one step and would
+    otherwise take quadratic time."""
 
     def __init__(self, pages: KVPages, reserved_tokens: int) -> None:
         """`reserved_tokens`: see `SchedulerLimits`."""
@@ -73,7 +74,7 @@ class Reservations:
         self._reserved_tokens = reserved_tokens
         self._lacking = [0] * len(pages.groups)
         self._num_counted = 0
-        """How many of the running sequences, from the first, are in the sum."""
+        """How many running sequences, from the first, are in the sum."""
 
     def forget(self) -> None:
         """The pages or the lengths of running sequences change from now on, or one of them ends."""
@@ -100,11 +101,11 @@ class Reservations:
 
 
 class PromptTails:
-    """Prompts that come again: all of their tokens but the last are reused, although these end inside a page.
+    """Repeated prompts, which reuse all tokens but the last, even though these end inside a page.
 
     The page in which a prompt ended is named by the tail of the prompt: the prefix up to, and without, its last token.
-    The same prompt gets a copy of that page and computes its last token alone. The page need not be kept for this: its
-    sequence appends to it, and its first positions stay what they are until the page is used for something else.
+    The same prompt gets a copy of that page and computes its last token alone. The page need not be kept unchanged: its
+    sequence appends to it, and its first positions stay valid until the page is reused.
 
     Prompts that have no full page before that, or end with a picture, have no tail.
 
@@ -116,7 +117,7 @@ class PromptTails:
         self._pages = pages
         self._checkpoints = checkpoints
         self._copied: list[TailPages] = []
-        """What the step that is being planned copies: nothing else gets these pages before it."""
+        """Pages that the step being planned copies, reserved until then."""
 
     def resume(self, sequence: Sequence, draft: StepDraft) -> bool:
         """Continues a sequence, which has just got its row and its cached pages, with the last token of its prompt if
@@ -187,7 +188,7 @@ class SequenceAdmission:
         self._reservations.forget()
 
     def cached_pages(self, sequence: Sequence, draft: StepDraft) -> int | None:
-        """How many pages of its prefix are already computed; None if the sequence must wait for the next step."""
+        """The number of computed pages of its prefix; None if the sequence must wait for the next step."""
         if sequence.planned:
             return None  # preempted while a step was in flight: what it drew is not known yet
         digests = sequence.digests_of_full_pages(self._pages.page_tokens)  # also names saved states
@@ -205,12 +206,12 @@ class SequenceAdmission:
         return min(cached * self._pages.page_tokens, len(sequence.tokens) - 1)
 
     def fits(self, sequence: Sequence, cached: int) -> bool:
-        """Whether the pages that the sequence lacks are free, and are not those that running ones may still need."""
+        """Whether enough pages are free for the sequence, beyond those that running ones may still need."""
         return self._reservations.admit(sequence, cached, self.start(sequence, cached), self._running)
 
     def fetch(self, sequence: Sequence, cached: int, offloaded: OffloadedPages) -> int | None:
-        """Looks for pages after which the sequence can continue further, once, when the sequence has room. Returns what
-        `OffloadedPages.fetch` does."""
+        """Looks for further pages of the sequence's prefix, once, when it has room. Returns the result of
+        `OffloadedPages.fetch`."""
         digests, request_id = sequence.digests, sequence.request.id
         if sequence.scores_prompt or not offloaded.may_have(request_id, len(digests) - cached):
             return None
@@ -223,7 +224,8 @@ class SequenceAdmission:
         return offloaded.fetch(request_id, digests, cached, len(sequence.tokens) - 1, usable)
 
     def admit(self, sequence: Sequence, cached: int, row: int, draft: StepDraft) -> None:
-        """Gives a sequence that fits its row and what is known of its prefix: it continues after that with the step."""
+        """Gives a sequence that fits its row and the known part of its prefix, after which it continues in this
+        step."""
         start = self.start(sequence, cached)
         sequence.pages = self._pages.hold(sequence.digests, cached, start)
         sequence.committed = cached

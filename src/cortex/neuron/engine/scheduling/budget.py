@@ -1,13 +1,13 @@
-"""How much of the next step is for prompts, and whose prompts get it. Pure.
+"""Divides the next step's budget for prompts among principals. Pure.
 
-A step with streams is bounded by its expected time, because each stream waits for all of it. Prompts are measured in
-tokens without attention (`StepWork.prompt_worth`), so that a chunk late in a long prompt has fewer tokens.
+A step with streams is bounded by its expected time, because every stream waits for the whole step. Prompts are measured
+in tokens without attention (`StepWork.prompt_worth`), so a chunk late in a long prompt has fewer tokens.
 
 Prompts of a higher class come first; `idle_work.py` decides how much of a step the idle class gets. Within a class,
-principals whose prompts wait get the same shares, and what one does not need goes to the others, so that a long prompt
-of one principal delays the prompts of another by a chunk, not by itself. Shares are not smaller than `LEAST_TOKENS`:
-with more principals than fit into a step, those that had the fewest tokens so far go first. Within a principal, short
-prompts overtake a long one with half of its share.
+principals with waiting prompts get equal shares, and unused parts go to the others, so that a long prompt of one
+principal delays another's prompts by one chunk only. Shares are not smaller than `LEAST_TOKENS`: with more principals
+than fit into a step, those that had the fewest tokens so far go first. Within a principal, short prompts overtake a
+long one with half of its share.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from cortex.neuron.engine.roofline.step_work import StepWork
 from cortex.system.fair_turns import DEFAULT, PRIORITY, VirtualTime
 
 LEAST_TOKENS = 64
-"""Smaller chunks cost more for each token."""
+"""Smaller chunks cost more per token."""
 LEAST_CHUNK = 16
-"""Fewer tokens of a prompt that does not end with them do not join a step of other prompts."""
+"""A smaller chunk joins a step of other prompts only if it ends its prompt."""
 STREAM_SHARE = 1 / 3
-"""Where streams alone take more than this part of the bound, the step is longer: they take this part of it."""
+"""If streams alone take more than this part of the bound, the step is lengthened so that they take this part."""
 READS_PER_STEP = 16
-"""A step of several prompts without streams takes at least this many times as long as reading the weights: shorter
-ones would spend more of their time on that."""
+"""A step of several prompts without streams takes at least this many times as long as reading the weights, which would
+otherwise dominate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,23 +41,22 @@ class SchedulerLimits:
     step_tokens: int
     """Most tokens that one step computes, decode rows included."""
     step_s: float
-    """Expected seconds that prompts may extend a step to if others wait for it: streams, or other prompts."""
+    """Expected duration to which prompts may extend a step while streams or other prompts wait for it."""
     context_tokens: int
     """Longest sequence, prompt and output together."""
     reserved_tokens: int = 0
-    """Pages are reserved for each row up to this many tokens ahead, at most up to its `max_tokens`. Responses no
-    longer than this are never preempted. Clients set `max_tokens` far above usual lengths: reserving all of it would
-    leave rows idle."""
+    """Pages are reserved for each row up to this many tokens ahead, at most up to its `max_tokens`. Responses no longer
+    than this are never preempted. Clients set `max_tokens` far above usual lengths, so reserving all of it would leave
+    rows idle."""
     mixed_sizes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """The prompt sizes of the captured graphs, in tokens, by the most streams that the graphs decode with them. Both
     ascend. Empty: there are no such graphs."""
     least_prompt_tokens: int = 1
-    """Prompts of a step may have as many tokens, whatever they take: fewer would waste most of a step on a slow
-    device."""
+    """Minimum prompt tokens per step, whatever their time: fewer would waste most of a step on a slow device."""
 
     def prompt_budget(self, costs: StepCosts, streams: StepShape, num_prompts: int) -> int | None:
-        """How much the prompts of a step are worth at most; None: as many tokens as the step holds. `streams`: the
-        step without prompts."""
+        """The maximum work of prompts in a step; None for as many tokens as the step holds. `streams`: the step without
+        prompts."""
         room, streams_s = self.step_tokens - streams.num_streams, costs.seconds(streams)
         if not streams.num_streams:
             if num_prompts < 2:
@@ -77,14 +76,14 @@ class SchedulerLimits:
 
 
 class Sharer(NamedTuple):
-    """The requests that share what one of them is given: those of a principal with the same class."""
+    """The unit of sharing: the requests of one principal and class."""
 
     principal: str
     level: int = DEFAULT
 
 
 def fair_shares(budget: int, needed: Mapping[Sharer, int]) -> dict[Sharer, int]:
-    """Tokens of each sharer. Their sum is at most `budget`, and is below it only where nobody needs more.
+    """Tokens of each sharer. Their sum is at most `budget`, and less only if no sharer needs more.
 
     `needed` has the tokens that each sharer could use, in the order in which they are considered.
     """
@@ -102,7 +101,7 @@ def fair_shares(budget: int, needed: Mapping[Sharer, int]) -> dict[Sharer, int]:
 
 
 class Prompt(NamedTuple):
-    """What a prompt that waits or is computed still needs, as far as its turn depends on it."""
+    """The remaining need of a waiting or running prompt, as input of its turn."""
 
     sharer: Sharer
     worth: int
@@ -112,14 +111,14 @@ class Turns(NamedTuple):
     """The order in which the prompts of a step are computed, as their indexes."""
 
     overtaking: list[int]
-    """Short ones that go first, the shortest first."""
+    """Short prompts that overtake, the shortest first."""
     by_age: list[int]
 
 
 def turns(prompts: Ordered[Prompt], shares: Mapping[Sharer, int]) -> Turns:
-    """The turns of prompts, which are given by age. A sharer whose oldest prompt needs more than its share gives up
-    to half of the share to other prompts of its own that end with it: they wait for a chunk of the long one and not
-    for all of it, and the long one always advances."""
+    """The turns of prompts, which are given by age. A sharer whose oldest prompt exceeds its share gives up to half of
+    the share to other prompts of its own that the share completes. They wait for a chunk of the long prompt, not for
+    all of it, and the long one always advances."""
     oldest: dict[Sharer, int] = {}
     for index, prompt in enumerate(prompts):
         oldest.setdefault(prompt.sharer, index)
@@ -139,10 +138,10 @@ def turns(prompts: Ordered[Prompt], shares: Mapping[Sharer, int]) -> Turns:
 
 
 class StepShares:
-    """What is left of the principals' shares while a step is planned."""
+    """The rest of the principals' shares while a step is planned."""
 
     def __init__(self, work: StepWork, shares: dict[Sharer, int]) -> None:
-        """`work`: says what tokens are worth."""
+        """`work` gives the work of tokens."""
         self._work = work
         self.left = shares
 
@@ -153,14 +152,14 @@ class StepShares:
         return min(remaining, max(1, self._work.tokens_worth(start, share))) if share > 0 else 0
 
     def take(self, sharer: Sharer, start: int, count: int) -> int:
-        """Takes a chunk off, and returns what it is worth."""
+        """Subtracts a chunk and returns its work."""
         worth = ceil(self._work.prompt_worth(start, count))
         self.left[sharer] -= worth
         return worth
 
 
 class PrefillShares:
-    """The tokens that sharers have had while they had prompts to prefill. Belongs to the scheduler."""
+    """Tokens that each sharer has received while it had prompts to prefill. Belongs to the scheduler."""
 
     def __init__(self) -> None:
         self._prefilled: list[VirtualTime[Sharer]] = [VirtualTime() for _ in range(PRIORITY + 1)]
@@ -181,5 +180,5 @@ class PrefillShares:
         return shares
 
     def count(self, sharer: Sharer, worth: int) -> None:
-        """Record what was prefilled."""
+        """Record prefilled tokens."""
         self._prefilled[sharer.level].charge(sharer, worth)

@@ -1,11 +1,11 @@
-"""How much of a step is for the idle class, for which nobody waits. Pure.
+"""Decides how much of a step goes to the idle class, for which no one waits. Pure.
 
-Beside other requests, rows of this class join a step only as far as it is expected to take little longer than without
-them; the oldest join first. A prompt rarely fits. What does not, advances in any case once in many steps.
+Rows of this class join a step of other requests, oldest first, only while the step is expected to take little longer. A
+prompt rarely fits. Work that does not fit advances once in many steps in any case.
 
-A step without other requests has every row of the class, but is kept short: a request that comes meanwhile waits for
-that step, and for the one that is launched after it. Where rows would leave little of such a step for prompts, it is
-for prompts alone: two short steps, of prompts and of rows, compute more than two of both.
+A step without other requests has every row of the class but is kept short, because a new request waits for that step
+and the one launched after it. If rows would leave little room for prompts in such a step, it takes prompts alone: two
+short steps, one of prompts and one of rows, compute more than two mixed ones.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from cortex.neuron.engine.roofline.step_costs import StepCosts, StepShape
 from cortex.neuron.engine.scheduling.budget import LEAST_TOKENS
 
 GROWTH = 1.08
-"""How many times as long rows of the idle class may make a step of other requests."""
+"""Factor by which rows of the idle class may lengthen a step of other requests."""
 READS = 1.8
-"""A step of the idle class alone takes this many times as long as reading the weights, if prompts are computed."""
+"""Target duration of an idle-only step with prompts, as a multiple of the time to read the weights."""
 LEAST_STEP_S = 0.004
-"""It may take as long in any case: nobody notices the wait, and a step of a small model is mostly launches."""
+"""Such a step may always take this long: the wait is not noticeable, and steps of a small model are mostly launches."""
 ROWS_SHARE = 1 / 8
-"""Rows join prompts in a step of the idle class alone, if they take no more than this part of what reading leaves."""
+"""Rows join prompts in an idle-only step if they take at most this part of the time beyond reading the weights."""
 MOST_PROMPT_STEPS = 32
-"""Rows are computed at least once in so many steps of the idle class alone."""
+"""Rows are computed at least once in this many idle-only steps."""
 MOST_SKIPPED = 256
-"""Rows and a prompt advance at least once in so many steps of other requests."""
+"""Rows and a prompt advance at least once in this many steps of other requests."""
 FORCED_READS = 3.0
-"""Such a step takes at most this many times as long as reading the weights, or as the least chunk of a prompt does."""
+"""Limit of such a step, as a multiple of the time to read the weights or to compute the smallest chunk of a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
-class IdleRoom:
-    """What one step has for the idle class."""
+class IdleBudget:
+    """The budget of one step for the idle class."""
 
     costs: StepCosts
     others: StepShape
     """The step without the idle class."""
     most_s: float
-    """What it may take."""
+    """The time that it may take."""
     forced_s: float = 0.0
-    """What it may take at least, because rows or a prompt have waited for long; 0: none have."""
+    """The time granted to rows or a prompt that have waited for long; 0 if none have."""
 
     @property
     def is_alone(self) -> bool:
-        """Whether nothing else is in the step."""
+        """Whether the step has no other requests."""
         return not self.others.num_streams and not self.others.prompt_tokens
 
     @property
@@ -55,7 +55,7 @@ class IdleRoom:
         return max(self.most_s, self.forced_s)
 
     def num_rows(self, contexts: Ordered[int]) -> int:
-        """How many rows join, of those that have so many tokens before them."""
+        """The number of rows that join, given the context length of each."""
         if self.is_alone:
             return len(contexts)
         sums = list(accumulate(contexts, initial=0))
@@ -75,7 +75,7 @@ class IdleRoom:
         return not contexts or self._seconds(len(contexts), sum(contexts)) <= most_s
 
     def prompt_worth(self, planned: StepShape, room: int) -> int:
-        """What prompts are worth at most. `planned`: the step so far; `room`: the tokens that it can still have."""
+        """The maximum work of prompts. `planned`: the step so far; `room`: the tokens that it can still take."""
         before = planned.prompt_tokens
         worth = self.costs.prompt_tokens(planned, self._longest_s, room + before) - before
         if self.is_alone or self.forced_s:
@@ -99,25 +99,25 @@ class IdleWork:
 
     def __init__(self) -> None:
         self._num_skipped = 0
-        """Steps of other requests in a row in which all rows or all prompts were left out."""
+        """Consecutive steps of other requests that left out all rows or all prompts."""
         self._num_prompt_steps = 0
-        """Steps in a row in which prompts kept rows out."""
+        """Consecutive steps in which prompts kept rows out."""
 
     @property
     def rows_are_due(self) -> bool:
         return self._num_prompt_steps >= MOST_PROMPT_STEPS
 
-    def room(self, costs: StepCosts, others: StepShape) -> IdleRoom:
-        """What the next step has. `others`: that step without the idle class."""
+    def room(self, costs: StepCosts, others: StepShape) -> IdleBudget:
+        """The budget of the next step. `others`: that step without the idle class."""
         read_s = costs.seconds(StepShape(1))
         if not others.num_streams and not others.prompt_tokens:
-            return IdleRoom(costs, others, max(READS * read_s, LEAST_STEP_S))
+            return IdleBudget(costs, others, max(READS * read_s, LEAST_STEP_S))
         forced_s = FORCED_READS * read_s if self._num_skipped >= MOST_SKIPPED else 0.0
-        return IdleRoom(costs, others, GROWTH * costs.seconds(others), forced_s)
+        return IdleBudget(costs, others, GROWTH * costs.seconds(others), forced_s)
 
-    def planned(self, room: IdleRoom, *, leaves_out: bool, skips_rows: bool) -> None:
-        """The step is planned. `leaves_out`: there are rows of which none joined, or prompts of which none advanced;
-        `skips_rows`: a step of the class alone is for prompts, although there are rows."""
+    def planned(self, room: IdleBudget, *, leaves_out: bool, skips_rows: bool) -> None:
+        """Records a planned step. `leaves_out`: none of its rows joined, or none of its prompts advanced; `skips_rows`:
+        an idle-only step takes prompts although there are rows."""
         self._num_prompt_steps = self._num_prompt_steps + 1 if skips_rows else 0
         is_skipped = leaves_out and not room.is_alone and not room.forced_s
         self._num_skipped = self._num_skipped + 1 if is_skipped else 0

@@ -1,4 +1,4 @@
-"""Where the pictures of a sequence are: in its rows, in its page digests, and on the axes of its rotation. Pure."""
+"""The places of a sequence's pictures: in its rows, in its page digests, and on the axes of its rotation. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cortex.neuron.vision.picture import Picture, PictureGrid, PictureRules
+from cortex.neuron.pictures.picture import Picture, PictureGrid, PictureRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,16 +14,16 @@ class PictureSpan:
     """The positions of a picture that a row computes."""
 
     offset: int
-    """Where the first of them is in the row."""
+    """Index of the first of them in the row."""
     count: int
     first: int
-    """Where the first of them is in the picture."""
+    """Index of the first of them in the picture."""
     key: bytes
     grid: PictureGrid
     rope: int
-    """The position of the picture's beginning, as the rotation counts."""
+    """The rotation's position of the picture's beginning."""
     lag: int
-    """What the rotation of the positions after the picture lags behind their positions."""
+    """By how much the rotation lags behind positions after the picture."""
 
 
 class PicturePositions:
@@ -41,7 +41,7 @@ class PicturePositions:
             self._lags.append(self._lags[-1] + gained)
 
     def lag(self, position: int) -> int:
-        """What the rotation lags behind at a position: in a picture, what it does before the picture."""
+        """By how much the rotation lags at a position; inside a picture, as before the picture."""
         index = bisect_right(self._starts, position)
         inside = index > 0 and position < self._pictures[index - 1].end
         return self._lags[index - 1 if inside else index]
@@ -72,7 +72,7 @@ class PicturePositions:
         return picture.at if picture.at > start else picture.end
 
     def salt(self, start: int, end: int) -> bytes:
-        """What distinguishes the content of a page with these positions from that of others with the same tokens."""
+        """Distinguishes a page with these positions from others with the same tokens."""
         return b"".join(span.key + span.first.to_bytes(4, "little") for span in self.spans(start, end))
 
 

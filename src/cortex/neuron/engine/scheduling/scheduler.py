@@ -1,12 +1,12 @@
 """Decides what the next step computes. Pure: no tensors, no clock, no I/O.
 
 Every step is made of decode rows (sequences that need exactly their last drawn token computed) and a bounded chunk of
-prefill. Decode rows go first. Prompts extend the step up to a bound of its expected time, so that running streams keep
-their pace: principals get equal shares of it, and the prompts of one go by age, except that short ones overtake.
-Rows and prompts of the idle class come last, as far as they hardly delay the rest.
-When pages run out, the youngest sequence of the lowest class gives its pages back and is computed again later. It also
-does so for a waiting sequence of a higher class. The oldest of the highest class never does, so there is no deadlock.
-A step may be planned before the host knows the tokens of the previous one.
+prefill. Decode rows go first. Prompts extend the step up to a bound on its expected time, so that running streams keep
+their pace: principals get equal shares, and a principal's prompts go by age, except that short ones overtake. Rows and
+prompts of the idle class come last and must hardly delay the rest. When pages run out, the youngest sequence of the
+lowest class is preempted: it gives its pages back and is computed again later. It is also preempted for a waiting
+sequence of a higher class. The oldest of the highest class is never preempted, so there is no deadlock. A step may be
+planned before the host knows the tokens of the previous one.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from cortex.neuron.engine.scheduling.picture_positions import NO_PICTURES, Pictu
 from cortex.neuron.engine.scheduling.sequence import NO_ROW, Sequence
 from cortex.neuron.engine.scheduling.sequence_states import SequenceStates
 from cortex.neuron.engine.scheduling.step_plan import RowPlan, StepDraft, StepPlan, step_shape
-from cortex.neuron.vision.picture import PictureRules
+from cortex.neuron.pictures.picture import PictureRules
 from cortex.system.fair_turns import IDLE
 
 NOTHING_DRAFTED: Mapping[str, tuple[int, ...]] = {}
 _COUNT = StepWork(weight_bytes=0)
-"""Tokens are worth the same anywhere: nobody waits for the step but the prompt that it computes."""
+"""All tokens count equally, because only the prompt itself waits for the step."""
 _LOOKED_UP = 32
-"""Waiting prompts whose cached part is looked up in one step before their turn."""
+"""Number of waiting prompts per step whose cached part is looked up before their turn."""
 
 
 class Scheduler:
@@ -61,20 +61,20 @@ class Scheduler:
         checkpoints: RecurrentCheckpoints | None = None,
         pictures: PictureRules | None = None,
     ) -> None:
-        """`costs`: the expected times of steps, which the caller corrects. `checkpoints`: only for a model with
-        recurrent layers. `pictures`: only for one that takes pictures."""
+        """`costs`: the expected times of steps, updated by the caller. `checkpoints`: only for a model with recurrent
+        layers. `pictures`: only for one that takes pictures."""
         self.pages = pages
         self.checkpoints = checkpoints
         self.limits = limits
         self.costs = costs
         self.waiting: deque[Sequence] = deque()
-        """By class, and within one first in, first out for each principal; preempted sequences go to the front of their
-        class. The node decides whose request is sent when."""
+        """By class, and within a class first in, first out per principal; preempted sequences go to the front of their
+        class. The node decides the order of requests."""
         self.running: list[Sequence] = []
-        """By class, and within one in order of admission: the first is the oldest of the highest class."""
+        """By class, and within a class in order of admission: the first is the oldest of the highest class."""
         self.preemptions = 0
         self._offloaded: OffloadedPages | None = None
-        """Pages that the device has no room for; None: they are lost."""
+        """Pages outside of the device; None if they are not kept."""
         self._pictures = pictures
         self._states = SequenceStates(checkpoints, pages.page_tokens)
         self._tails = PromptTails(pages, checkpoints)
@@ -86,7 +86,7 @@ class Scheduler:
         self._is_blocked = False
         """Whether a waiting sequence lacked pages, and none were released since."""
         self._starved: Sequence | None = None
-        """The waiting sequence that lacked pages last: none overtakes it."""
+        """The waiting sequence that last lacked pages, which no other overtakes."""
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -123,7 +123,7 @@ class Scheduler:
         return sequence
 
     def use_offloaded(self, pages: OffloadedPages) -> None:
-        """From now on, waiting sequences get what these have of their prefixes."""
+        """Use these pages for the prefixes of waiting sequences from now on."""
         self._offloaded = pages
 
     def drop(self, sequence: Sequence) -> None:
@@ -153,7 +153,7 @@ class Scheduler:
             self._offloaded.forget(digests)
 
     def forget(self, is_chosen: Callable[[Digest], bool]) -> None:
-        """Forgets the cached pages and states of these prefixes. Sequences that have them keep theirs."""
+        """Forgets the cached pages and states of these prefixes. Sequences that hold them keep them."""
         digests = [each for each in (*self.pages.digests(), *self._states.digests()) if is_chosen(each)]
         self.pages.disown(digests)
         self._states.forget(digests)
@@ -198,7 +198,7 @@ class Scheduler:
 
     @property
     def _has_idle(self) -> bool:
-        """The idle class is the last of both."""
+        """Whether the last running or waiting sequence is of the idle class, which sorts last."""
         return any(sequences and sequences[-1].level == IDLE for sequences in (self.running, self.waiting))
 
     def _plan_idle(self, draft: StepDraft, drafted: Mapping[str, tuple[int, ...]], *, is_full: bool) -> None:
@@ -228,7 +228,7 @@ class Scheduler:
         return step_shape(draft.rows, self.costs.work)
 
     def _preempt_lower_classes(self, draft: StepDraft) -> None:
-        """Makes room for the first waiting sequence, as far as running ones of lower classes have it."""
+        """Makes room for the first waiting sequence by preempting running ones of lower classes."""
         while self.waiting and self.running and self.running[-1].level < self.waiting[0].level:
             first = self.waiting[0]
             if self._offloaded is not None and self._offloaded.is_fetching(first.request.id):
@@ -239,8 +239,8 @@ class Scheduler:
             self._preempt(self.running[-1])
 
     def _end_fronts(self) -> None:
-        """Sequences that have computed all pages before those that are fetched wait for these without a row. Their
-        pages are known and idle meanwhile, and they are admitted again with all of their prefix."""
+        """Sequences that have computed all pages before the fetched ones wait for these without a row. Their pages are
+        known and idle meanwhile, and they are admitted again with their whole prefix."""
         page_tokens = self.pages.page_tokens
         for sequence in [each for each in self.running if each.front_end]:
             if self._offloaded is not None and sequence.scheduled < sequence.front_end:
@@ -264,8 +264,8 @@ class Scheduler:
         return self._finish(draft)
 
     def retract(self, plan: StepPlan) -> None:
-        """Undoes the latest plan, whose step failed. Its sequences are queued again and recomputed; what the step may
-        have written in part is forgotten."""
+        """Undoes the latest plan, whose step failed. Its sequences are queued again and recomputed; anything that the
+        step may have written is forgotten."""
         page_tokens = self.pages.page_tokens
         planned = {row.row: row for row in plan.rows}
         for sequence in [sequence for sequence in reversed(self.running) if sequence.row in planned]:
@@ -281,7 +281,7 @@ class Scheduler:
             self._preempt(sequence)
 
     def _new_draft(self) -> StepDraft:
-        """Begins a step. Releases the pages that no further step reads: those behind the windows of layers."""
+        """Begins a step. Releases pages that no later step reads: those behind the windows of layers."""
         self._states.begin_step()
         self._admission.running_change()
         if self.pages.has_windows:
@@ -329,8 +329,8 @@ class Scheduler:
 
     def _plan_prompts(self, draft: StepDraft, idle_budget: int | None = None) -> bool:
         """Adds chunks of prompts: of short ones that overtake, of running ones by age, of waiting ones in order.
-        `idle_budget`: what those of the idle class are worth at most; None: adds those of the other classes. True: a
-        request waits for room that others must not take."""
+        `idle_budget`: the maximum work of prompts of the idle class; None: adds those of the other classes. Returns
+        True if a request waits for room that others must not take."""
         is_idle = idle_budget is not None
         if idle_budget == 0:
             return False
@@ -375,7 +375,7 @@ class Scheduler:
         return False
 
     def _prompts(self, sequences: Ordered[Sequence], draft: StepDraft, work: StepWork) -> list[Prompt]:
-        """What these need, of those that wait as far as it is known."""
+        """The remaining needs of these prompts; of waiting ones, as far as known."""
         prompts, num_looked_up = [], 0
         for sequence in sequences:
             start, remaining = sequence.scheduled, sequence.remaining
@@ -390,8 +390,8 @@ class Scheduler:
         return prompts
 
     def _admit(self, sequence: Sequence, draft: StepDraft, shares: StepShares, *, is_next: bool = False) -> bool:
-        """Admits a waiting sequence and adds its first chunk. False: it cannot start in this step. If it is the next in
-        order, it blocks the rest then, so that small requests never starve a large one."""
+        """Admits a waiting sequence and adds its first chunk. False if it cannot start in this step; if it is next in
+        order, it then blocks the rest, so that small requests never starve a large one."""
         cached = self._admission.cached_pages(sequence, draft)
         if cached is None or not self._has_room(sequence, self._admission.start(sequence, cached), draft, shares):
             return False
@@ -409,7 +409,7 @@ class Scheduler:
         return self._prefill_share(sequence, draft, shares) > 0
 
     def _prefill_share(self, sequence: Sequence, draft: StepDraft, shares: StepShares) -> int:
-        """Prefills what the share of the sequence's principal allows, and takes it off."""
+        """Prefills what the share of the sequence's principal allows, and subtracts it."""
         sharer, start = _sharer(sequence), sequence.scheduled
         num_tokens = self._prefill(sequence, draft, shares.tokens(sharer, start, sequence.remaining))
         prefilled = self._idle_shares if sharer.level == IDLE else self._shares
@@ -432,15 +432,15 @@ class Scheduler:
         return True
 
     def _room(self, draft: StepDraft) -> int | None:
-        """The tokens that the step can still have; None: the shares are the bound. A picture that must be whole may
-        exceed a share, so that shares alone do not keep a step within the memory that was planned for it. The first row
-        of a step has no bound: a picture that is larger than a step could never be computed."""
+        """The tokens that the step can still take; None if the shares are the bound. An indivisible picture may exceed
+        a share, so shares alone do not keep a step within its planned memory. The first row of a step has no bound,
+        because otherwise a picture larger than a step could never be computed."""
         if self._pictures is None or not self._pictures.is_whole or not draft.rows:
             return None
         return self.limits.step_tokens - draft.num_tokens
 
     def _has_room(self, sequence: Sequence, start: int, draft: StepDraft, shares: StepShares) -> bool:
-        """Whether the step can have the first chunk of a waiting sequence. A sequence is not admitted without one."""
+        """Whether the step has room for the first chunk of a waiting sequence, without which it is not admitted."""
         room = self._room(draft)
         if room is None:
             return True
@@ -529,7 +529,7 @@ class Scheduler:
         self._requeue(sequence)
 
     def _requeue(self, sequence: Sequence) -> None:
-        """Takes the row of a running sequence, which becomes the first of its class that waits."""
+        """Takes the row of a running sequence, which becomes the first waiting one of its class."""
         self.running.remove(sequence)
         self._release(sequence)
         place = 0
@@ -540,8 +540,8 @@ class Scheduler:
     # -- results ---------------------------------------------------------------------------------------------------
 
     def row_read(self, sequence: Sequence, row: RowPlan, num_accepted: int) -> None:
-        """Records a launched row, once the host has read its results and appended the accepted ones of the drawn tokens
-        to those of the sequence."""
+        """Records a launched row once the host has read its results and appended the accepted tokens to the
+        sequence."""
         sequence.planned -= row.inputs.count
         sequence.in_flight -= row.outputs.draws
         if sequence.row != NO_ROW:  # else it was preempted: its pages are gone

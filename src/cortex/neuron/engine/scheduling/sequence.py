@@ -1,4 +1,4 @@
-"""Where a request lies while it runs: its row, its pages, the slots of its states, and how far it is computed."""
+"""The place of a running request: its row, pages, state slots and progress."""
 
 from __future__ import annotations
 
@@ -37,52 +37,52 @@ class Sequence:
 
     request: EngineRequest
     tokens: Ordered[int]
-    """Those of the prompt and the drawn ones that the host knows. It grows; only read it."""
+    """The tokens of the prompt and the drawn ones that the host knows. Grows; read-only here."""
     packed: array[int] = field(default_factory=lambda: array("I"))
-    """The first of them in 32 bits, from which digests are computed."""
+    """The first of them in 32 bits, for digests."""
     pictures: PicturePositions = NO_PICTURES
     row: int = NO_ROW
     pages: Holding = ()
     digests: list[Digest] = field(default_factory=list)
     tail: Digest | None = None
-    """Names its prompt without the last token, if that ends inside a page that is not the first (`PromptTails`). Known
-    once it is about to be admitted."""
+    """Digest of its prompt without the last token, if that ends inside a page after the first (`PromptTails`). Set just
+    before admission."""
     computed: int = 0
-    """Positions whose KV is in its pages, as far as results were read."""
+    """Positions whose KV is in its pages, by the results read so far."""
     planned: int = 0
-    """Positions that steps in flight compute. They are counted until they are read, even if it has lost its row."""
+    """Positions that steps in flight compute, counted until read, even if the sequence has lost its row."""
     in_flight: int = 0
     """Tokens that steps in flight draw."""
     drew_in_row: bool = False
     """Whether its last token was drawn in its current row."""
     is_token_on_device: bool = False
-    """Whether the device knows its last token: it was the only one that its row drew."""
+    """Whether the device knows its last token, because its row drew only that one."""
     committed: int = 0
     """Leading pages whose digests the pool knows."""
     expected_start: int | None = None
-    """Where its first chunk was expected to begin when it was first considered for a step."""
+    """The expected start of its first chunk when it was first considered."""
     cached: int | None = None
     """Prompt tokens that came from the prefix cache at first admission."""
     front_end: int = 0
-    """Where it leaves its row, because the rest of a known prefix is being fetched; 0: it is not."""
+    """The position where it leaves its row, because the rest of a known prefix is being fetched; 0 if not."""
     front_tokens: int = 0
-    """Those of its prompt that it has computed before it left its row there."""
+    """Prompt tokens that it computed before it left its row there."""
     shared: int = 0
-    """Pages at the start of a model with recurrent layers that an earlier prompt had, too: more than `committed` where
-    no state was saved at their end."""
+    """With recurrent layers: leading pages shared with an earlier prompt; more than `committed` if no state was saved
+    at their end."""
     checkpoints: tuple[int, ...] = ()
     """Positions where its recurrent state will be saved, if the model has one."""
     decode_checkpoint: DecodeCheckpoint | None = None
     preemptions: int = 0
     """How often it lost its row."""
     snapshot: int | None = None
-    """The slot that its recurrent state is copied to before a row checks draft tokens."""
+    """The slot to which its recurrent state is copied before a row checks draft tokens."""
     is_state_ahead: bool = False
-    """Whether the recurrent state of its row includes rejected tokens: the one in `snapshot` is valid."""
+    """Whether the recurrent state of its row includes rejected tokens; then `snapshot` has the valid one."""
 
     @property
     def level(self) -> int:
-        """Of its class. It rises with the preemptions, so that no sequence loses its row for ever; it changes only
+        """The level of its class, raised after preemptions, so that no sequence is preempted forever. Changes only
         while the sequence waits."""
         return min(PRIORITY, self.request.level + self.preemptions // PREEMPTIONS_PER_LEVEL)
 
@@ -97,7 +97,7 @@ class Sequence:
 
     @property
     def scheduled(self) -> int:
-        """Positions that are computed or in flight: the next step continues there."""
+        """Positions computed or in flight, after which the next step continues."""
         return self.computed + self.planned
 
     @property
@@ -112,11 +112,12 @@ class Sequence:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether log-probabilities of its prompt are still needed: then every position is computed, cached or not."""
+        """Whether log-probabilities of its prompt are still needed, for which every position is computed, cached or
+        not."""
         return self.request.prompt_logprobs is not None and len(self.tokens) == len(self.request.prompt)
 
     def next_row(self, end: int, drafted: tuple[int, ...], *, writes: bool) -> RowPlan:
-        """The row that computes the next positions, up to `end`, with the draft tokens that reach up to there."""
+        """The row that computes the next positions, up to `end`, including draft tokens."""
         start = self.computed + self.planned
         lag = self.pictures.lag(start) if self.request.pictures else 0
         if self.is_token_on_device and end - start == 1 and self.drew_in_row:
@@ -139,8 +140,8 @@ class Sequence:
         return RowOutputs(draws, PromptScoring(following, self.request.prompt_logprobs or 0))
 
     def digests_of_full_pages(self, page_tokens: int) -> list[Digest]:
-        """Digests of every full page of the known tokens, extended as tokens arrive. None of a request without
-        prefix cache."""
+        """Digests of every full page of the known tokens, extended as tokens arrive; empty for a request without prefix
+        cache."""
         if not self.request.uses_prefix_cache:
             return self.digests
         done = len(self.digests) * page_tokens

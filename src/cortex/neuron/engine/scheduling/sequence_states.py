@@ -1,4 +1,4 @@
-"""Where the recurrent states of running sequences are saved and restored. Pure: it plans copies between slots."""
+"""Saves and restores the recurrent states of running sequences. Pure: it plans copies between slots."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SequenceStates:
         self._page_tokens = page_tokens
 
     def begin_step(self) -> None:
-        """From now on another step is planned."""
+        """Begin planning another step."""
         if self._checkpoints is not None:
             self._checkpoints.begin_step()
 
@@ -36,7 +36,7 @@ class SequenceStates:
         self, sequence: Sequence, counts: Ordered[int], elsewhere: Callable[[Digest], bool] | None = None
     ) -> int:
         """The largest of `counts` after which the sequence can continue: counts of cached pages, ascending.
-        `elsewhere`: whether the state after a prefix can be had from somewhere else."""
+        `elsewhere`: whether the state after a prefix is available elsewhere."""
         if self._checkpoints is None:
             return counts[-1]
         sequence.shared = counts[-1]
@@ -88,7 +88,7 @@ class SequenceStates:
         return sequence.tail
 
     def prefill_end(self, sequence: Sequence, end: int) -> int:
-        """Where the next chunk of a prompt ends that could reach `end`."""
+        """The end of the prompt's next chunk, which could reach `end`."""
         if self._checkpoints is None:
             return end
         return chunk_end(sequence.checkpoints, sequence.scheduled, end, cuts_rows=self._checkpoints.cuts_rows)
@@ -113,7 +113,7 @@ class SequenceStates:
 
     def num_drafts(self, sequence: Sequence, count: int) -> int:
         """How many of `count` draft tokens the next row may check. There must be a slot for the state before them. The
-        row ends where a state is to be saved, because the state after a rejected token is of no use."""
+        row ends where a state is to be saved, because a state after a rejected token is useless."""
         if self._checkpoints is None or count <= 0:
             return count
         held = sequence.decode_checkpoint
@@ -125,9 +125,9 @@ class SequenceStates:
         return 0 if sequence.snapshot is None else max(0, count)
 
     def before_decode(self, sequence: Sequence, end: int, draft: StepDraft) -> None:
-        """Before a row of a response that reaches up to `end`: the state of the row must be the one at its start. If
-        the row checks draft tokens, that state is kept. It is saved, if it is to be and `decode` could not: because the
-        row before checked draft tokens."""
+        """Call before a row of a response that reaches up to `end`: ensures that the row's state is the one at its
+        start, and keeps it if the row checks draft tokens. Also saves it if due and `decode` could not, because the
+        previous row checked draft tokens."""
         if self._checkpoints is None:
             return
         if sequence.is_state_ahead:
@@ -142,14 +142,14 @@ class SequenceStates:
             self._save(sequence, sequence.computed, draft.restores)
 
     def rejected(self, sequence: Sequence) -> bool:
-        """Draft tokens were rejected. True: the state of the row includes them, so that its tokens must be computed
-        again, from the state before them."""
+        """Draft tokens were rejected. Returns True if the state of the row includes them, so that its tokens must be
+        recomputed from the state before them."""
         sequence.is_state_ahead = self._checkpoints is not None
         return sequence.is_state_ahead
 
     def decode(self, sequence: Sequence, draft: StepDraft) -> None:
-        """After a row of a response: where its state is to be saved, it replaces the one saved before, unless the row
-        checks draft tokens: which of them its state includes is not known yet."""
+        """Call after a row of a response: if its state is due to be saved, it replaces the one saved before, unless the
+        row checks draft tokens, because it is not known yet which of them the state includes."""
         if self._checkpoints is not None and draft.rows[-1].outputs.draws == 1:
             self._save(sequence, sequence.scheduled, draft.saves)
 
@@ -161,7 +161,7 @@ class SequenceStates:
         return held.num_pages * self._page_tokens + max(1, self._checkpoints.response_tokens)
 
     def _save(self, sequence: Sequence, position: int, copies: list[StateCopy]) -> None:
-        """Saves the state of the row at `position`, if it is to be."""
+        """Saves the state of the row at `position`, if due."""
         assert self._checkpoints is not None
         num_pages, rest = divmod(position, self._page_tokens)
         if rest or position < self._next_save(sequence) or not sequence.request.uses_prefix_cache:
@@ -192,7 +192,7 @@ class SequenceStates:
             self._checkpoints.forget(digests)
 
     def retract(self, sequence: Sequence, start: int, touched: Iterable[Digest]) -> None:
-        """Forgets the states that a failed step from position `start` on was to save."""
+        """Forgets the states that a failed step from position `start` would have saved."""
         if self._checkpoints is not None:
             self._checkpoints.forget(touched)
             checkpoint = sequence.decode_checkpoint

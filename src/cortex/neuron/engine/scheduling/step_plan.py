@@ -1,4 +1,4 @@
-"""One step as plain values, and the draft that the scheduler makes it from. Imports no torch."""
+"""One step as plain values, and the draft from which the scheduler makes it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ StateCopy = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class RowInputs:
-    """What goes into a row: a token at each of `count` consecutive positions."""
+    """The inputs of a row: a token at each of `count` consecutive positions."""
 
     count: int
     tokens: tuple[int, ...] | None
-    """Known to the host. None: the row's latest token, which an earlier step drew and which never left the device."""
+    """Tokens known to the host. None: the row's latest token, drawn by an earlier step and still only on the device."""
     following: int | None = None
-    """The token after these; None: the row draws it."""
+    """The token after these; None if the row draws it."""
     pictures: tuple[PictureSpan, ...] = ()
     """The positions that have vectors of pictures in place of their tokens' embeddings."""
     rope_lag: int = 0
-    """What the rotation of the first position lags behind the position, after pictures."""
+    """By how much the rotation lags behind the first position, after pictures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +49,16 @@ class PromptScoring:
 
 @dataclass(frozen=True, slots=True)
 class RowOutputs:
-    """What comes out of a row. A chunk in the middle of a prompt has no outputs: it only fills pages."""
+    """The outputs of a row. A chunk in the middle of a prompt has none: it only fills pages."""
 
     draws: int = 0
-    """A token is drawn after each of this many last positions. If there are several, all but the first of these
-    positions contain draft tokens; the tokens drawn up to the first wrong one are accepted."""
+    """The number of last positions after each of which a token is drawn. If there are several, all but the first
+    contain draft tokens; the tokens drawn up to the first wrong draft are accepted."""
     scores: PromptScoring | None = None
 
 
 class StateCut(NamedTuple):
-    """A place inside a row where its recurrent state is also saved, within the step."""
+    """A place inside a row where the step also saves its recurrent state."""
 
     num_tokens: int
     """The tokens of the row before it: at least one, and not all."""
@@ -73,7 +73,7 @@ DRAW_ONE = RowOutputs(draws=1)
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """What a step computes for one sequence, from position `start` on."""
+    """The part of a step for one sequence, from position `start` on."""
 
     row: int
     start: int
@@ -113,17 +113,17 @@ class NamedBlocks(NamedTuple):
 
     part: int
     ids: tuple[int, ...]
-    """Where they are on the device; empty where that does not matter."""
+    """Their places on the device; empty if irrelevant."""
     digests: tuple[Digest, ...]
 
 
 BlockAction = Literal["name", "keep", "save", "ask", "fetch", "forget"]
-"""`save` is `keep` for a model without work: it may take its time."""
+"""`save` is `keep` for an idle model, which may take longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockOrder:
-    """What all ranks of a divided model do with their parts of blocks in host memory."""
+    """An order to all ranks of a divided model about their blocks in host memory."""
 
     action: BlockAction
     blocks: tuple[NamedBlocks, ...]
@@ -137,7 +137,7 @@ class StepPlan:
     """Rows of one token come first: the kernels treat all of them as decodes."""
     num_singles: int
     new_rows: tuple[NewRow, ...]
-    """Rows that a sequence gets with this step."""
+    """Rows assigned to sequences with this step."""
     new_pages: tuple[NewPages, ...]
     """Additions to the rows' page tables."""
     page_copies: tuple[PageCopy, ...] = ()
@@ -148,12 +148,12 @@ class StepPlan:
     saves: tuple[StateCopy, ...] = ()
     """Recurrent states to copy after the step, from a row to a checkpoint. Rows save further ones at their cuts."""
     num_proposals: int | None = None
-    """Draft tokens that are computed for each row that draws, where the model has what computes them; 0: none, but
-    those of later steps can be. None: those of later steps will be poor for the sequences of this step."""
+    """Draft tokens to compute for each row that draws, if the model has a proposer. 0: none, but later steps can
+    propose. None: none, and later proposals for these sequences will be poor."""
     captures: bool = False
-    """For a divided model: the plan is no step, but the capture of the next graph, which all ranks do together."""
+    """For a divided model: not a step but the capture of the next graph, which all ranks do together."""
     order: BlockOrder | None = None
-    """For a divided model: the plan is no step, but this order."""
+    """For a divided model: not a step but this order."""
 
     @property
     def num_tokens(self) -> int:
@@ -180,7 +180,7 @@ CAPTURE = StepPlan((), 0, (), (), captures=True)
 
 @dataclass(slots=True)
 class StepDraft:
-    """A step while it is planned."""
+    """A step being planned."""
 
     rows: list[RowPlan] = field(default_factory=list)
     num_tokens: int = 0
@@ -214,7 +214,7 @@ class StepDraft:
 
 
 def step_shape(rows: Sequence[RowPlan], work: StepWork) -> StepShape:
-    """What the time of a step of these rows depends on. `work`: of the model."""
+    """The shape of a step of these rows, on which its time depends. `work`: of the model."""
     num_streams = context_tokens = prompt_tokens = 0
     worth = 0.0
     for row in rows:

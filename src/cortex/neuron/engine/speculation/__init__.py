@@ -1,1 +1,1 @@
-"""Several tokens per step: where draft tokens come from, and how many of them a step checks."""
+"""Several tokens per step: sources of draft tokens, and how many of them a step checks."""

@@ -1,7 +1,7 @@
-"""The draft tokens of one sequence, and how likely each of them is to be the token that will be drawn.
+"""The draft tokens of one sequence, and the probability of each to be accepted.
 
-The likelihood is learned from every token of the response, whether or not it was drafted: each tells whether what was
-expected there was right. So a sequence whose text begins to repeat is noticed without cost. Pure.
+The probability is learned from every token of the response, drafted or not: each shows whether the expected token was
+right. So text that begins to repeat is noticed without cost. Pure.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from cortex.neuron.engine.speculation.suffix_match import SuffixMatch
 
 DraftKind = Literal["lookup", "prediction", "grammar", "mtp", "draft"]
 ProposalKind = Literal["mtp", "draft"]
-"""Those that are computed on the device: by a head of the model, or by a smaller model."""
+"""Kinds computed on the device: by a head of the model, or by a smaller model."""
 PROPOSAL_KINDS: Final = frozenset(get_args(ProposalKind))
 
 _MATCH_LENGTHS: Final = (1, 4, 8, 16, 32)
-"""Matches are as likely to go on as other matches of a length between the same two of these."""
+"""Buckets of match lengths: matches of one bucket share the probability to continue."""
 _FIRST_ODDS: Final[dict[str, tuple[float, ...]]] = {
     "lookup": (0.0, 0.3, 0.5, 0.7, 0.8, 0.9),
     "prediction": (0.6, 0.6, 0.8, 0.9, 0.9, 0.95),
     "grammar": (0.9,) * 6,
 }
 MAX_PROPOSALS: Final = 7
-"""Most draft tokens that are computed on the device for a row."""
+"""Maximum number of draft tokens computed on the device per row."""
 _FIRST_PROPOSAL_ODDS: Final = 0.75
 _FIRST_SAMPLES, _MOST_SAMPLES = 4, 20
-"""How many proposed tokens the first odds of proposals count as, and how many the learned ones count as at most."""
+"""Weights, in proposed tokens, of the initial odds of proposals, and at most of the learned ones."""
 _RETURN: Final = 0.0005
-"""How fast the odds of proposals return to the first ones while there are none, so that they are tried again."""
+"""How fast the odds of proposals return to the initial ones while there are none, so that they are tried again."""
 _PACE: Final = 0.1
-"""How fast the odds follow what happens: the weight of the latest token."""
+"""The weight of the latest token in the odds."""
 _MAX_FOLLOWED: Final = 32
-"""If more tokens wait to be followed, their odds are not learned."""
+"""Beyond this many pending tokens, their odds are not learned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
     tokens: tuple[int, ...]
     odds: tuple[float, ...]
-    """How likely each token, together with all before it, is to be accepted."""
+    """The probability that each token and all before it are accepted."""
     kind: DraftKind
 
     def first(self, count: int) -> Draft:
@@ -65,13 +65,13 @@ class Drafter:
         is_on: bool = True,
         proposals: ProposalKind | None = None,
     ) -> None:
-        """`is_on`: whether it is asked for drafts; if not, it only says how much of the prediction appeared at its
-        place. `proposals`: of what kind those from the device are; None: there are none."""
+        """`is_on`: whether to draft; if not, it only reports how much of the prediction appeared in place. `proposals`:
+        the kind of those from the device; None without any."""
         self.proposal_kind = proposals
         self.is_on = is_on
         self._text = text
         self._lookup: SuffixMatch | None = None
-        """Made when it is first needed: the index of a long prompt takes some milliseconds."""
+        """Made on first use, because the index of a long prompt takes milliseconds."""
         self._prediction = SuffixMatch(prediction, text, is_prediction=True, searches=is_on) if prediction else None
         self._odds = {kind: list(odds) for kind, odds in _FIRST_ODDS.items()}
         self._proposed: tuple[int, ...] = ()
@@ -83,7 +83,7 @@ class Drafter:
         """What these were learned from."""
 
     def draft(self, count: int) -> Draft:
-        """Up to `count` tokens that are expected after the text."""
+        """Up to `count` expected tokens after the text."""
         self._follow()
         sources: tuple[tuple[DraftKind, SuffixMatch | None], ...] = (
             ("prediction", self._prediction),
@@ -96,7 +96,7 @@ class Drafter:
         return max(drafts, key=lambda draft: sum(draft.odds), default=NO_DRAFT)
 
     def propose(self, tokens: tuple[int, ...]) -> None:
-        """Takes the tokens that the device proposes after the text, and learns from those it proposed before."""
+        """Records the tokens that the device proposes after the text, and learns from its previous proposals."""
         odds, counts = self._proposal_odds, self._num_samples
         for index, token in enumerate(self._proposed[: len(self._text) - self._proposed_at]):
             held = self._text[self._proposed_at + index] == token
@@ -110,7 +110,7 @@ class Drafter:
 
     @property
     def proposal_chances(self) -> tuple[float, ...]:
-        """How likely each token that the device may propose is to be accepted, together with all before it."""
+        """The probability that each token that the device may propose, and all before it, are accepted."""
         odds, known = [], 1.0
         for one, count in zip(self._proposal_odds, self._num_samples, strict=True):
             known = one if count > _FIRST_SAMPLES else min(one, known)  # not learned: no likelier than the one before
@@ -126,7 +126,7 @@ class Drafter:
         return Draft(tokens, self._chances("grammar", 0, len(tokens)), "grammar")
 
     def checked(self, kind: DraftKind, num_drafted: int, num_accepted: int) -> None:
-        """Learns from draft tokens that were checked. What became of others follows from the text."""
+        """Learns from checked draft tokens. The outcome of others follows from the text."""
         if kind == "grammar":
             for index in range(min(num_accepted + 1, num_drafted)):
                 self._learn("grammar", 0, held=index < num_accepted)
@@ -160,7 +160,7 @@ class Drafter:
         odds[place] += (held - odds[place]) * _PACE
 
     def _chances(self, kind: DraftKind, length: int, count: int) -> tuple[float, ...]:
-        """A match that goes on gets longer, and with it more likely to go on."""
+        """A continuing match gets longer and thus more likely to continue."""
         chances, chance = [], 1.0
         for index in range(count):
             chance *= self._odds[kind][bisect_right(_MATCH_LENGTHS, length + index if kind != "grammar" else 0)]

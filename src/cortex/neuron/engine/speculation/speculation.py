@@ -15,14 +15,14 @@ from cortex.neuron.engine.speculation.drafter import NO_DRAFT, Draft, Drafter, D
 from cortex.neuron.engine.speculation.width_rule import WidthRule
 
 MAX_ROWS: Final = 32
-"""Larger batches get no drafts: reading the weights takes a small part of their steps."""
+"""Larger batches get no drafts, because reading the weights is a small part of their steps."""
 MAX_WIDTH: Final = 31
 """Most draft tokens of a row."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedDraft:
-    """What became of the draft of one row."""
+    """The outcome of one row's draft."""
 
     kind: DraftKind
     num_drafted: int
@@ -36,13 +36,13 @@ NOTHING_CHECKED = CheckedDraft("lookup", 0, 0, 0)
 
 @dataclass(slots=True)
 class _Drafting:
-    """What is drafted for one request."""
+    """The drafting state of one request."""
 
     drafter: Drafter
     constraint: Constraint | None
     """The grammar that its output must conform to. Only read here."""
     kind: DraftKind = "lookup"
-    """What the latest draft came from."""
+    """The source of the latest draft."""
 
     def draft(self, sequence: Sequence, count: int) -> Draft:
         """Up to `count` tokens that its grammar, if it has one, allows."""
@@ -59,7 +59,7 @@ class _Drafting:
 
 
 class Speculation:
-    """Owns what is drafted for the requests of one model: nothing else writes it. Belongs to the engine thread."""
+    """The sole writer of the drafts for one model's requests. Belongs to the engine thread."""
 
     def __init__(
         self,
@@ -69,8 +69,8 @@ class Speculation:
         is_on: bool = True,
         proposals: ProposalKind | None = None,
     ) -> None:
-        """`is_on`: false: predictions are followed, because usage reports them, but nothing is drafted. `proposals`:
-        what computes draft tokens on the device, if anything does."""
+        """`is_on`: if false, nothing is drafted, but predictions are still followed, because usage reports them.
+        `proposals`: the source of draft tokens on the device, if any."""
         self._proposals = proposals
         self.rule = rule
         self._new_drafter = new_drafter
@@ -114,7 +114,7 @@ class Speculation:
         return count or (0 if is_mixed or follows_text else None)
 
     def is_likely(self, decoding: Ordered[Sequence], *, is_mixed: bool) -> bool:
-        """Whether the next step would check drafts, as far as is known before the last one is read."""
+        """Whether the next step would likely check drafts, judged before the last one is read."""
         return any(draft.tokens for draft in self._drafts(decoding, is_mixed=is_mixed))
 
     def draft(self, decoding: Ordered[Sequence], *, is_mixed: bool) -> Mapping[str, tuple[int, ...]]:
@@ -150,8 +150,8 @@ class Speculation:
         return [draft.first(width) for draft, width in zip(drafts, widths, strict=True)]
 
     def read(self, request_id: str, row: RowPlan, tokens: Ordered[int], proposed: tuple[int, ...] = ()) -> CheckedDraft:
-        """Records what became of the drafts of a row. `tokens`: those that the row added to the request. `proposed`:
-        draft tokens for the next one."""
+        """Records the outcome of a row's drafts. `tokens`: those that the row added to the request. `proposed`: draft
+        tokens for the next row."""
         drafting = self._drafting.get(request_id)
         if drafting is None:
             return NOTHING_CHECKED

@@ -25,8 +25,8 @@ _WORD: Final = (1 << 64) - 1
 
 
 class NGrams:
-    """Where each sequence of `order` tokens ends in a corpus: the index after its last token. Different sequences may
-    share a key, so the caller compares."""
+    """The ends of each sequence of `order` tokens in a corpus: the index after its last token. Different sequences may
+    share a key, so the caller must compare."""
 
     def __init__(self, order: int, corpus: Sequence[int]) -> None:
         self.order = order
@@ -51,8 +51,8 @@ class NGrams:
             self._added.setdefault(self._key(text, end), []).append(end)
 
     def ends(self, text: Sequence[int], end: int, near: int | None) -> Iterator[int]:
-        """Where the n-gram of `text` that ends before `end` may occur: the latest first, or the first one after `near`
-        first."""
+        """Possible occurrences of the n-gram of `text` that ends before `end`: the latest first, or the first one after
+        `near` first."""
         if end < self.order:
             return
         key = self._key(text, end)
@@ -77,18 +77,18 @@ class SuffixMatch:
         self, corpus: Sequence[int], text: Sequence[int], *, is_prediction: bool = False, searches: bool = True
     ) -> None:
         """Both are kept and only read; `text` grows. They may be the same. `is_prediction`: the rest of the text is
-        expected to be the corpus, with changes. `searches`: false: a text that leaves the corpus, but for replaced
-        tokens of a prediction, is not found in it again, and nothing is indexed."""
+        expected to be the corpus, with changes. `searches`: if false, nothing is indexed, and a text that leaves the
+        corpus, except by replaced tokens of a prediction, is not found again."""
         self._corpus = corpus
         self._text = text
         self._seen = len(text)
         self._is_prediction = is_prediction
         self.place: int | None = 0 if is_prediction and corpus else None
-        """The corpus continues here as the text is expected to; None: the text is nowhere in the corpus."""
+        """The place in the corpus at which the text is expected to continue; None if the text is not in the corpus."""
         self.length = 0
         """How many of the latest tokens are the same in both, up to MAX_MATCH."""
         self._left: int | None = None
-        """Where the text left a prediction, and is expected to return to it."""
+        """The place where the text left a prediction and is expected to return."""
         self.num_followed = 0
         """Tokens of the text that were the expected ones."""
         self._orders = _ORDERS if searches else ()
@@ -108,7 +108,7 @@ class SuffixMatch:
         return len(self._text) - self._seen
 
     def skip(self, count: int) -> None:
-        """Follows `count` tokens, at least one, without a look at what was expected."""
+        """Follows `count` tokens, at least one, without comparing them with expectations."""
         for _ in range(count - 1):
             self._seen += 1
             self._add()
@@ -118,7 +118,7 @@ class SuffixMatch:
         self._add()
 
     def advance(self) -> bool | None:
-        """Follows the text by one token. Returns whether it was the expected one; None: nothing was expected."""
+        """Follows the text by one token. Returns whether it was the expected one; None if none was expected."""
         token = self._text[self._seen]
         self._seen += 1
         held = None if self.place is None else self._corpus[self.place] == token
@@ -139,7 +139,7 @@ class SuffixMatch:
         return held
 
     def draft(self, count: int) -> tuple[int, ...]:
-        """Up to `count` tokens that are expected next. A text that repeats itself is expected to go on doing so."""
+        """Up to `count` expected next tokens. A repeating text is expected to keep repeating."""
         if self.place is None:
             return ()
         tokens = list(self._corpus[self.place : self.place + count])

@@ -1,12 +1,12 @@
-"""Decides how many draft tokens steps check and the device proposes: as many as give the most tokens per second.
+"""Chooses the number of draft tokens that steps check and the device proposes, for the most tokens per second.
 
 A step of more tokens takes longer, and gives more tokens if drafts are right. Both are known from earlier steps: the
 odds of each draft token from its sequence, the time of a step from steps of the same size.
 
 A step that checks draft tokens of the device and computes the next ones pays once for being planned after the step
 before it was read, and once for the pass of the proposer over its tokens; then for each draft token. So its time is
-measured as a whole, for one draft token first and then for one more at a time: what fewer take is known, what one more
-takes is known roughly.
+measured as a whole, first for one draft token and then for one more at a time: the times of fewer are known, and that
+of one more approximately.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from typing import Final, Protocol
 from cortex.neuron.engine.speculation.drafter import MAX_PROPOSALS, PROPOSAL_KINDS, Draft
 
 MIN_GAIN: Final = 1.03
-"""Drafts are checked only if they are expected to give this many times as many tokens per second."""
+"""Drafts are checked only if they are expected to raise tokens per second by this factor."""
 PACE: Final = 0.2
-"""The weight of the latest step in the time of steps of its size."""
+"""Weight of the latest step in the time of its size."""
 RECOVERY: Final = 0.002
-"""How fast the time of steps that are not made returns to the assumed one, so that they are tried again."""
+"""How fast the times of unused sizes return to the assumed ones, so that they are tried again."""
 _TRIES: Final = 3
-"""The first steps of a kind may load what they need: the fastest of this many counts."""
+"""The first steps of a kind may load their kernels: the fastest of this many counts."""
 _MOST_CHANGE: Final = 0.1
-"""The time of steps that were not made falls to no less than this part at once, so it stays above zero."""
+"""The time of unused sizes falls at most to this fraction at once, so it stays positive."""
 
 
 class MeasuredTimes:
-    """Seconds of several kinds of steps, as they were measured."""
+    """Measured seconds of several kinds of steps."""
 
     def __init__(self) -> None:
         self._times: dict[int, float] = {}
@@ -50,11 +50,11 @@ class MeasuredTimes:
         return change
 
     def known(self, kind: int) -> float | None:
-        """None: there was no such step yet."""
+        """None without such a step yet."""
         return self._times.get(kind)
 
     def tried(self, kind: int) -> float | None:
-        """None: there were not enough such steps."""
+        """None without enough such steps."""
         return self._times[kind] if self._counts.get(kind, 0) >= _TRIES else None
 
     def move(self, kind: int, change: float) -> None:
@@ -71,8 +71,8 @@ class StepCosts:
     """Seconds that steps take, by their number of tokens and whether they check drafts."""
 
     def __init__(self, sizes: Sequence[int], growth: float) -> None:
-        """`sizes`: ascending; steps up to the same one of them take about as long. `growth`: what a token more adds to
-        the time of a step, in proportion to a step of one token, until it is measured."""
+        """`sizes`: ascending; steps up to the same size take about equally long. `growth`: assumed cost of one extra
+        token, relative to a step of one token, until measured."""
         self._sizes = sizes
         self._growth = growth
         self._plain = MeasuredTimes()
@@ -85,11 +85,11 @@ class StepCosts:
                 self._checking.move(other, (self._assumed(other) - (self._checking.known(other) or 0.0)) * RECOVERY)
 
     def plain(self, num_tokens: int) -> float | None:
-        """What a step without drafts takes; None if there was no such step yet."""
+        """Seconds of a step without drafts; None without such a step yet."""
         return self._plain.known(self.size(num_tokens))
 
     def checking(self, num_tokens: int) -> float:
-        """What a step that checks drafts takes."""
+        """Seconds of a step that checks drafts."""
         size = self.size(num_tokens)
         tried = self._checking.tried(size)
         return self._assumed(size) if tried is None else tried
@@ -101,7 +101,7 @@ class StepCosts:
         return (self._plain.known(near) or 0.0) * (1 + self._growth * max(0, size - near))
 
     def size(self, num_tokens: int) -> int:
-        """The one of the sizes whose steps those of `num_tokens` are like."""
+        """The size to which a step of `num_tokens` belongs."""
         place = bisect_left(self._sizes, num_tokens)
         return self._sizes[place] if place < len(self._sizes) else num_tokens
 
@@ -130,15 +130,15 @@ def choose_widths(
 
 
 NEXT_GAIN: Final = 1.03
-"""More tokens are proposed only if they are expected to give this many times as many tokens per second."""
+"""More tokens are proposed only if they are expected to raise tokens per second by this factor."""
 
 
 class ProposalCosts:
     """Seconds of steps that check drafts and propose, by their rows and how many tokens they propose for each."""
 
     def __init__(self, steps: StepCosts, proposal_cost: float) -> None:
-        """`steps`: the times of other steps. `proposal_cost`: what one proposed token for each row adds to the time of
-        a step, in proportion to a step without drafts, until it is measured."""
+        """`steps`: the times of other steps. `proposal_cost`: assumed cost of one proposed token per row, relative to a
+        step without drafts, until measured."""
         self._steps = steps
         self._proposal_cost = proposal_cost
         self._times: dict[int, MeasuredTimes] = {}
@@ -171,7 +171,7 @@ class ProposalCosts:
         return self._assumed(num_rows, count)
 
     def most(self, num_rows: int) -> int:
-        """One more than was measured: the next may take much longer than it is assumed to."""
+        """One more than was measured, because the next may take much longer than assumed."""
         times = self._of(num_rows)
         return 1 + max((count for count in times.kinds if times.tried(count) is not None), default=0)
 
@@ -212,7 +212,8 @@ class StepTime:
     num_proposals: int = 0
     """Draft tokens that it computed for each row."""
     follows: bool = True
-    """Whether it was launched before the step before it was read, where steps overlap: the device did not wait."""
+    """Whether it was launched before the previous step was read (overlapping steps), so that the device did not
+    wait."""
 
 
 class WidthRule(Protocol):
@@ -237,12 +238,12 @@ class WidthRule(Protocol):
         ...
 
     def forget(self) -> None:
-        """Steps may take another time from now on: graphs were captured for them."""
+        """Forget measured times, because newly captured graphs change them."""
         ...
 
 
 class FastestWidths:
-    """As many as give the most tokens per second; none while there are prompts, whose steps are long anyway."""
+    """Chooses the number with the most tokens per second; none while there are prompts, whose steps are long anyway."""
 
     def __init__(
         self, sizes: Sequence[int], growth: float, max_tokens: Callable[[], int], proposal_cost: float = 0.0

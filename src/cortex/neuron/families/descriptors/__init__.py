@@ -1,1 +1,1 @@
-"""A file for each maker of models, or for several with one family each."""
+"""One file per maker of models, or for several makers with one family each."""

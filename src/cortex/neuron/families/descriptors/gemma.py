@@ -16,10 +16,10 @@ from cortex.neuron.families.gguf import (
     ropes_by_type,
 )
 from cortex.neuron.families.tool_calls import CallFrame, ToolSyntax
-from cortex.neuron.vision.spec import PictureDefaults, PictureText
+from cortex.neuron.pictures.spec import PictureDefaults, PictureText
 
 _GEMMA3_27B_LAYERS: Final = 62
-"""The one Gemma 3 whose attention scale does not follow from the width of its heads, and files do not name it."""
+"""The one Gemma 3 whose attention scale does not follow from its head width; files do not contain it."""
 
 
 def _gemma3(keys: GGUFKeys, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def _embedding_gemma(keys: GGUFKeys, config: Mapping[str, Any]) -> dict[str, Any
 
 
 def _gemma4(keys: GGUFKeys, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What files say about heads is about layers without a window, and under names of their own about the others."""
+    """Head options of files describe layers without a window; those of other layers have separate names."""
     num_layers, inner = config["num_hidden_layers"], config["intermediate_size"]
     windows = keys.windows(num_layers, 6)
     full = [layer for layer, kind in enumerate(windows["layer_types"]) if kind == "full_attention"]
@@ -89,7 +89,7 @@ def _gemma4(keys: GGUFKeys, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _beside_tower(text: Mapping[str, Any]) -> dict[str, Any]:
-    """Pictures of the larger models see all of themselves; files do not say it."""
+    """In the larger models, positions of a picture see each other; files do not contain this."""
     return {} if text.get("hidden_size_per_layer_input") else {"use_bidirectional_attention": "vision"}
 
 

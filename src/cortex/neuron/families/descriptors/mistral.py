@@ -9,7 +9,7 @@ from cortex.neuron.families.family import THINK, ModelFamily, ReasoningMarkers
 from cortex.neuron.families.gguf import FUSED, GGUFArchitecture, GGUFKeys
 from cortex.neuron.families.splits import CL100K_WHOLE, Split, cased_words
 from cortex.neuron.families.tool_calls import HERMES_JSON, CallFrame, ToolSyntax, named_form
-from cortex.neuron.vision.spec import PictureDefaults, PictureText
+from cortex.neuron.pictures.spec import PictureDefaults, PictureText
 
 TEKKEN: Final = Split((cased_words(r"\p{N}", suffix=""),), whole_words_first=True)
 _HEAD: Final = r"NAME (?:\[CALL_ID\] [\w-]+)? (?:\[ARGS\])?"

@@ -10,7 +10,7 @@ from cortex.neuron.families.family import THINK, ModelFamily
 from cortex.neuron.families.gguf import SHARED_EXPERT, GGUFArchitecture, GGUFKeys, ropes_by_type
 from cortex.neuron.families.splits import DIGITS, GPT2, ONE_DIGIT_NFC, Split, words
 from cortex.neuron.families.tool_calls import HERMES_JSON, TOOL_CALL, TagForm, tagged
-from cortex.neuron.vision.spec import PictureDefaults, PictureText
+from cortex.neuron.pictures.spec import PictureDefaults, PictureText
 
 QWEN_XML: Final = replace(
     tagged(

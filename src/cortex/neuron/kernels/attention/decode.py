@@ -20,7 +20,7 @@ from cortex.neuron.kernels.attention.split_keys import (
     combine_last,
     counters,
     join,
-    parts_of,
+    splits_of,
 )
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.kernels.jit import (
@@ -67,7 +67,7 @@ def decode_attention(
         shared_memory(q.device),
     )
     division = plan.division
-    parts, is_new = parts_of(batch, division, rules.window or 0, has_new=False)
+    parts, is_new = splits_of(batch, division, rules.window or 0, has_new=False)
     partial = sums = None
     if division.parts > 1:
         partial = torch.empty((division.programs, heads, dim), dtype=torch.float32, device=q.device)

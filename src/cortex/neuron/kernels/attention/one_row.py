@@ -19,7 +19,7 @@ from cortex.neuron.kernels.norm import rms_norm
 
 @dataclass(frozen=True, slots=True)
 class OneRow:
-    """What all layers of a step of one token share."""
+    """Values shared by all layers of a one-token step."""
 
     rotation: Rotation
     matrix: Tensor | None

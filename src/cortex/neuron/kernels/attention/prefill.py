@@ -16,7 +16,7 @@ from cortex.neuron.kernels.attention.decode_plan import WIDE, WIDE_WARPS
 from cortex.neuron.kernels.attention.rules import AttentionRules
 from cortex.neuron.kernels.attention.split_keys import MAX_COMBINED_ROWS, SPLIT_KEYS, combine, keys_of, num_splits
 from cortex.neuron.kernels.batch import PREFILL_TILE, Batch
-from cortex.neuron.kernels.device_facts import facts_of
+from cortex.neuron.kernels.device_properties import properties_of
 from cortex.neuron.kernels.jit import (
     constant,
     gdc_launch_dependents,
@@ -46,7 +46,7 @@ def prefill_attention(
     _, heads, dim = q.shape
     _, page_tokens, kv_heads, _ = key_pages.shape
     assert batch.prefill_tiles is not None
-    if facts_of(q.device).capability[0] == HOPPER:
+    if properties_of(q.device).capability[0] == HOPPER:
         from cortex.neuron.kernels.attention import hopper
 
         if hopper.takes(q, rules, batch, key_pages):

@@ -138,7 +138,7 @@ def rotation_factors(
     PAIRS: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """What elements of a head and their partners are multiplied by to scale and rotate them: two of [dim] float32."""
+    """The factors of a head's elements and of their partners that scale and rotate them: two of [dim] float32."""
     dim = tl.arange(0, DIM_BLOCK)
     pair = tl.where(dim < HALF, dim, dim - HALF)
     is_rotated = (dim < 2 * HALF) & (pair < PAIRS)

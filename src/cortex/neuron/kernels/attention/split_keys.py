@@ -69,7 +69,7 @@ def combine(
     )
 
 
-class Parts:
+class KeySplits:
     """How programs divide the keys of the decode rows of a step, on the device, because a captured graph serves many
     steps. Long rows have more programs: the longest of a step, with one, would keep all others waiting."""
 
@@ -101,19 +101,19 @@ class Parts:
         )
 
 
-def parts_of(batch: Batch, division: KeyDivision, window: int = 0, *, has_new: bool) -> tuple[Parts, bool]:
+def splits_of(batch: Batch, division: KeyDivision, window: int = 0, *, has_new: bool) -> tuple[KeySplits, bool]:
     """The parts of the decode rows of a step, which all layers share, and whether they are new: the kernel that is
-    launched next must not read them before its predecessor has ended. `has_new`: as of `Parts`."""
+    launched next must not read them before its predecessor has ended. `has_new`: as of `KeySplits`."""
     made = []
 
-    def make() -> Parts:
+    def make() -> KeySplits:
         made.append(True)
-        return Parts(batch.lengths[: batch.num_decodes], batch.rows, division, window, has_new=has_new)
+        return KeySplits(batch.lengths[: batch.num_decodes], batch.rows, division, window, has_new=has_new)
 
     return batch.once(("parts", division, window, has_new), make), bool(made)
 
 
-def join(parts: Parts, partial: Tensor | None, sums: Tensor | None, out: Tensor) -> None:
+def join(parts: KeySplits, partial: Tensor | None, sums: Tensor | None, out: Tensor) -> None:
     """Fills `out` ([rows, heads, dim]) where more than one program had keys of a decode row. They left `partial`
     ([programs, heads, dim]) and `sums` ([programs, heads, 2])."""
     rows, heads, dim = out.shape

@@ -1,4 +1,4 @@
-"""How a quantised matrix lies in a CPU's memory, and how many bytes it takes. Needs no torch."""
+"""The layout of a quantised matrix in a CPU's memory, and its size. Needs no torch."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from cortex.neuron.kernels.recurrent.few_tokens import (
 )
 
 COLUMNS, WARPS = 32, 1
-"""What one program has. One warp needs no synchronisation for its sums."""
+"""Columns of one program. One warp needs no synchronisation for its sums."""
 
 
 def delta_few_tokens(projected: Tensor, rules: DeltaRules, batch: Batch, state: DeltaState, out: Tensor) -> None:

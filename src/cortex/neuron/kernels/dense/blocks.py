@@ -18,7 +18,7 @@ library's, which have clusters of programs that share what they read; and where 
 
 
 class Blocks(NamedTuple):
-    """What one program takes of a product."""
+    """The block of a GEMM that one program computes."""
 
     outputs: int
     inputs: int

@@ -42,7 +42,7 @@ class Float8Codes:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What holds the weights."""
+        """The tensors of the weights."""
         return self.codes, self.scales
 
     def put_float8(self, first_row: int, codes: Tensor, scales: Tensor) -> None:

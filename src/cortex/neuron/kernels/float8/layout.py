@@ -1,4 +1,4 @@
-"""How an FP8 matrix lies in a device's memory. Needs no torch.
+"""The layout of an FP8 matrix in device memory. Needs no torch.
 
 The weights lie as in a checkpoint, row by row. They have one scale for each block of 128 x 128, or one for each row.
 """

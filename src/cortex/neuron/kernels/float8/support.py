@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cortex.neuron.kernels.device_facts import facts_of
+from cortex.neuron.kernels.device_properties import properties_of
 from cortex.neuron.kernels.float8.layout import Float8Layout
 
 _LIBRARY_GROUPS = 4
@@ -13,7 +13,7 @@ _CUDA = tuple(map(int, (torch.version.cuda or "0").split(".")))
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    return facts_of(device).capability
+    return properties_of(device).capability
 
 
 def has_float8_products(device: torch.device) -> bool:

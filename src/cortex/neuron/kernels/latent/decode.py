@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cortex.neuron.kernels.attention.decode import LOG2_E
 from cortex.neuron.kernels.attention.decode_plan import MAX_PARTS, KeyDivision
-from cortex.neuron.kernels.attention.split_keys import PART_WORDS, parts_of
+from cortex.neuron.kernels.attention.split_keys import PART_WORDS, splits_of
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.kernels.jit import (
     gdc_launch_dependents,
@@ -42,7 +42,7 @@ def decode_latent_attention(query: Tensor, rules: LatentRules, batch: Batch, pag
     tile = fitting_tile(heads_block, pages.shape[-1] * query.element_size(), shared_memory(query.device))
     most = min(MAX_PARTS, triton.cdiv(batch.max_length, tile))
     division = KeyDivision.of(rows, num_processors(query.device) // blocks, most, tile)
-    parts, is_new = parts_of(batch, division, has_new=True)
+    parts, is_new = splits_of(batch, division, has_new=True)
     partial = sums = None
     if most > 1:
         partial = torch.empty((division.programs, heads, rules.latent), dtype=torch.float32, device=query.device)

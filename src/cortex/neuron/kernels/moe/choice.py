@@ -44,12 +44,12 @@ def _kept(
             index = tl.min(tl.where(own == best, expert, ROUTED_BLOCK), 0)
             best += tl.max(tl.where(expert == index, -float("inf"), own), 0)
         of_group = tl.where(group == number, best, of_group)
-    is_kept = group < 0
+    is_chosen = group < 0
     for _ in tl.static_range(KEPT_GROUPS):
-        left = tl.where(is_kept, -float("inf"), of_group)
-        index = tl.min(tl.where((left == tl.max(left, 0)) & (is_kept == 0), group, ROUTED_BLOCK), 0)
-        is_kept = is_kept | (group == index)
-    return tl.where(is_kept & (expert < ROUTED), score, -float("inf"))
+        left = tl.where(is_chosen, -float("inf"), of_group)
+        index = tl.min(tl.where((left == tl.max(left, 0)) & (is_chosen == 0), group, ROUTED_BLOCK), 0)
+        is_chosen = is_chosen | (group == index)
+    return tl.where(is_chosen & (expert < ROUTED), score, -float("inf"))
 
 
 @jit

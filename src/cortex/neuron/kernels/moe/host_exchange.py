@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,12 +16,19 @@ from cortex.neuron.kernels.moe.host_memory import launch_host_function
 
 EXCHANGE_BUFFER = 2
 """The number of the buffer on the device for an expert that comes."""
-_STEPS = 2
-"""Steps between two looks at a layer's counts."""
-_FACTOR, _LEAST = 1.5, 16
-"""How much more often an expert in host memory must have been chosen than one on the device."""
 _HALVED_AT = 1 << 12
 """Counts of a layer are halved from this many choices per expert on: use changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeRule:
+    """The rule for exchanging an expert in host memory with one on the device."""
+
+    every_steps: int = 2
+    """Interval of checks of a layer's counts."""
+    factor: float = 1.5
+    least: int = 16
+    """The one in host memory must have been chosen `factor` times as often plus `least` times."""
 
 
 class Exchange(NamedTuple):
@@ -33,12 +41,12 @@ class Exchange(NamedTuple):
     """Of the expert in host memory, which becomes the spare one."""
 
 
-def exchange_of(counts: Tensor, expert_on: Tensor, expert_in: Tensor) -> tuple[int, int] | None:
+def exchange_of(counts: Tensor, expert_on: Tensor, expert_in: Tensor, rule: ExchangeRule) -> tuple[int, int] | None:
     """The slot of the expert on the device that is used least, and the place of the one in host memory that is used
     most, if that pays. A place below 0 is the spare one. Pure."""
     on, place_counts = counts[expert_on], counts[expert_in.clamp(min=0)].where(expert_in >= 0, -1)
     slot, place = int(on.argmin()), int(place_counts.argmax())
-    pays = int(place_counts[place]) > _FACTOR * int(on[slot]) + _LEAST
+    pays = int(place_counts[place]) > rule.factor * int(on[slot]) + rule.least
     return (slot, place) if pays else None
 
 
@@ -52,6 +60,7 @@ class Exchanges:
     ) -> None:
         """`buffer`: memory on the device for places of a layer, by the number of the buffer."""
         self.layers: list[HostExperts] = []
+        self.rule = ExchangeRule()
         self.num_done = 0
         self._device = device
         self._buffer = buffer
@@ -69,10 +78,11 @@ class Exchanges:
                 self._commit(exchange, library)
             return
         self._num_steps += 1
-        if not self.layers or self._num_steps % _STEPS:
+        every_steps = self.rule.every_steps
+        if not self.layers or self._num_steps % every_steps:
             return
-        layer = self.layers[self._num_steps // _STEPS % len(self.layers)]
-        found = exchange_of(layer.counts, layer.expert_on, layer.expert_in)
+        layer = self.layers[self._num_steps // every_steps % len(self.layers)]
+        found = exchange_of(layer.counts, layer.expert_on, layer.expert_in, self.rule)
         if int(layer.counts.sum()) > _HALVED_AT * layer.num_experts:
             layer.counts.div_(2, rounding_mode="floor")
         if found is not None:

@@ -119,7 +119,7 @@ class HostBlock(HostLayer):
 
 
 class HostExperts(HostLayer):
-    """Those routed experts of a layer that lie in host memory. The layer's `Experts` has the others, by their slots."""
+    """The routed experts of a layer that are in host memory. The layer's `Experts` has the others, by their slots."""
 
     def __init__(
         self,

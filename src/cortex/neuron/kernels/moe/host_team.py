@@ -90,7 +90,7 @@ class HostTeam:
             raise MemoryError("no memory for the threads that compute experts")
         self._close = weakref.finalize(self, self._library.host_pool_stop, self._pool)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._exchanges = Exchanges(device, self._buffer)
+        self.exchanges = Exchanges(device, self._buffer)
 
     def _room_bytes(self, layer: HostLayer) -> int:
         """Memory that the threads need for the most rows."""
@@ -110,7 +110,7 @@ class HostTeam:
             torch.cuda.synchronize(self.device)
         for layer in self.layers:
             layer.fill()
-        self._exchanges.layers = [layer for layer in self.layers if isinstance(layer, HostExperts)]
+        self.exchanges.layers = [layer for layer in self.layers if isinstance(layer, HostExperts)]
         self._room = torch.empty(max(self._room_bytes(layer) for layer in self.layers) + 64, dtype=torch.uint8)
         width, slots = max(layer.width for layer in self.layers), max(layer.slots for layer in self.layers)
         in_bytes = MAX_ROWS * (width * self.dtype.itemsize + slots * 8)
@@ -129,18 +129,18 @@ class HostTeam:
 
     def release(self) -> None:
         """Frees the buffers on the device, while the model sleeps. Ends the copies of an exchange, which is dropped."""
-        self._exchanges.drop()
+        self.exchanges.drop()
         self._buffers.clear()
         self._free = [None, None]
 
     def exchange(self) -> None:
         """Called between two steps: has hot experts change places with cold ones."""
         if not self.holds_places:
-            self._exchanges.advance(self._library)
+            self.exchanges.advance(self._library)
 
     @property
     def num_exchanges(self) -> int:
-        return self._exchanges.num_done
+        return self.exchanges.num_done
 
     def forget_counts(self) -> None:
         for layer in self.layers:

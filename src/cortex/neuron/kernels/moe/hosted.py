@@ -1,4 +1,4 @@
-"""Feed-forward blocks whose weights, or routed experts, lie in host memory, in the layout that the device has.
+"""Feed-forward blocks with weights, or routed experts, in host memory, in the layout of the device.
 
 For few rows the CPU computes them (`native/experts.c`), while the device computes its own experts, and the device adds
 both. On a GPU that is a branch of the stream, which a CUDA graph captures as it is: inputs to page-locked memory, a

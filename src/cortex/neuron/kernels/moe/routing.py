@@ -52,8 +52,8 @@ def _in_best_groups(score: Tensor, experts: Experts) -> Tensor:
     """score: [tokens, routed] → the same, -inf outside each token's groups"""
     grouped: Tensor = score.unflatten(1, (experts.rule.groups, -1))
     best = grouped.topk(1 if experts.bias is None else 2).values.sum(-1).topk(experts.rule.kept_groups).indices
-    is_kept = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=score.device).scatter_(1, best, True)
-    return grouped.masked_fill(~is_kept[..., None], -torch.inf).flatten(1)
+    is_chosen = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=score.device).scatter_(1, best, True)
+    return grouped.masked_fill(~is_chosen[..., None], -torch.inf).flatten(1)
 
 
 def choose_rows(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Experts) -> ExpertChoice:

@@ -1,1 +1,1 @@
-"""What the GEMM and GEMV kernels of all storages share: how they are launched, begin and end. Inner loops differ."""
+"""Shared by the GEMM and GEMV kernels of all storages: launch, prologue and epilogue. Inner loops differ."""

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cortex.neuron.kernels.jit import constant, has_kernels, jit, tl, triton
+from cortex.neuron.kernels.jit import INTERPRETED, constant, has_kernels, jit, tl, triton
 from cortex.neuron.kernels.products.small_batch import COUNTED_ROWS
 from cortex.neuron.kernels.quantised.layout import OWN_ZERO, SCALED_COLUMNS, UNIT, Layout, padded
 from cortex.neuron.kernels.quantised.quantise import FITTED_BITS, TINY, extra_steps, kept_scale, quantised, zeros_of
 
-_BLOCKS = 64
-"""Blocks of 32 columns that a program takes."""
+_BLOCKS = 1024 if INTERPRETED else 64
+"""Blocks of 32 columns that a program takes. Interpreted, a program takes as long with few."""
 _COLUMNS = constant(SCALED_COLUMNS)
 _TINY = constant(TINY)
 _OWN_ZERO = constant(OWN_ZERO)
@@ -297,7 +297,7 @@ class PackedCodes:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What holds the weights."""
+        """The tensors of the weights."""
         return self.low, self.high, self.scales
 
     def put_codes(self, first_row: int, code: Tensor, scale: Tensor, minimum: Tensor) -> None:

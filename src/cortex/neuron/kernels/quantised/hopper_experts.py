@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cortex.neuron.kernels.activations import activation_number
-from cortex.neuron.kernels.device_facts import facts_of
+from cortex.neuron.kernels.device_properties import properties_of
 from cortex.neuron.kernels.expert_pairs import PairLists
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, num_processors, tl, triton
 from cortex.neuron.kernels.products.grouped import max_tiles, own_tile, pairs_from
@@ -56,7 +56,7 @@ def takes(x: Tensor, layout: Layout, num_pairs: int, num_experts: int) -> bool:
         x.dtype == torch.bfloat16
         and (layout.low_bits, layout.high_bits, layout.scale_words) == (4, 0, 1)
         and is_faster(layout, num_pairs, num_experts)
-        and facts_of(x.device).capability[0] == GENERATION
+        and properties_of(x.device).capability[0] == GENERATION
         and (GLUON.is_usable if x.is_meta else GLUON.usable_on((x.device, layout), partial(_check, x.device, layout)))
     )
 

@@ -1,4 +1,4 @@
-"""How a quantised matrix lies in a device's memory, and how many bytes it takes. Needs no torch.
+"""The layout of a quantised matrix in device memory, and its size. Needs no torch.
 
 Every format becomes one of a few layouts: unsigned codes in one or two bit planes, and bfloat16 scales per group of
 columns. A weight is `scale · code + minimum`, or `scale · (code - zero)` where a group has no minimum of its own, or

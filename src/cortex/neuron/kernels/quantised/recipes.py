@@ -1,4 +1,4 @@
-"""What `quant` may say about dense weights that are quantised as they are loaded. Needs no torch."""
+"""The values of `quant` for dense weights that are quantised at load. Needs no torch."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What recurrent layers share: the rows of a step, the causal convolution, and the layer that is only that."""
+"""Shared by recurrent layers: the rows of a step, the causal convolution, and the layer that consists of it."""

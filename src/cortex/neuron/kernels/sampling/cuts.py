@@ -60,14 +60,22 @@ _NUM_COUNTS = constant(5)
 
 
 def cut_vocabulary(
-    logits: Tensor, draws: Draws, tables: RowTables, highest: Tensor, figures: Tensor, *, adjusts: bool
+    logits: Tensor,
+    draws: Draws,
+    tables: RowTables,
+    highest: Tensor,
+    figures: Tensor,
+    *,
+    adjusts: bool,
+    most_listed: int = MAX_LISTED,
 ) -> Tensor:
     """The cut of each draw whose row has one: [draws] int64.
 
-    `highest`: the top adjusted logit of each draw. `figures`: those of the first pass over the logits, by part."""
+    `highest`: the top adjusted logit of each draw. `figures`: those of the first pass over the logits, by part.
+    `most_listed`: a power of two."""
     device, count, vocab = logits.device, len(draws), tables.vocab
     assert vocab <= MAX_VOCAB, f"cuts are made for up to {MAX_VOCAB} tokens"
-    max_listed = min(MAX_LISTED, max(1024, triton.next_power_of_2(vocab) // 16))
+    max_listed = min(most_listed, max(1024, triton.next_power_of_2(vocab) // 16))
     limits = torch.empty((count, 2), dtype=torch.int32, device=device)
     counts = torch.empty((count, number(_NUM_COUNTS)), dtype=torch.int64, device=device)
     listed = torch.empty((count, max_listed), dtype=torch.int64, device=device)
@@ -119,7 +127,7 @@ def _composite(key, token, vocab, TOKEN_BITS: tl.constexpr):
 
 
 @jit
-def is_kept(x, token, shift, cut, vocab, TOKEN_BITS: tl.constexpr):
+def passes_cut(x, token, shift, cut, vocab, TOKEN_BITS: tl.constexpr):
     """Whether the row keeps each token: whether its composite is at least `cut`."""
     key = _key(x, shift)
     last_key = (cut >> TOKEN_BITS).to(tl.int32)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cortex.neuron.kernels.jit import constant, gdc_launch_dependents, gdc_wait, jit, launch_options, tl, triton
-from cortex.neuron.kernels.sampling.cuts import cut_vocabulary, is_kept, key_shift, token_bits
+from cortex.neuron.kernels.sampling.cuts import cut_vocabulary, key_shift, passes_cut, token_bits
 from cortex.neuron.kernels.sampling.gumbel import MIX_1, MIX_2, POSITION_STRIDE, TOKEN_STRIDE
 from cortex.neuron.kernels.sampling.rows import (
     ADJUSTING,
@@ -69,7 +69,7 @@ class DrawnTokens(NamedTuple):
 
 
 class FirstPass(NamedTuple):
-    """What is known of each draw once all its logits were read."""
+    """The facts of each draw after all its logits were read."""
 
     figures: Tensor
     """[draws, NUM_FIGURES, parts] float32"""
@@ -309,7 +309,7 @@ def _noise_kernel(
             scaled = x * inverse
             keeps = (x > float("-inf")) & (scaled >= floor)
             if flags & CUT:
-                keeps = keeps & is_kept(x, token, shift, cut, vocab, TOKEN_BITS)
+                keeps = keeps & passes_cut(x, token, shift, cut, vocab, TOKEN_BITS)
             if tl.max(keeps.to(tl.int32), 0) != 0:
                 score = scaled + _noise(noise, token)
                 is_better = keeps & (score > best)

@@ -1,4 +1,4 @@
-"""What the sampling kernels compute, with plain operations, one row at a time. CPUs draw with it."""
+"""The reference of the sampling kernels with plain operations, one row at a time. CPUs draw with it."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class RowOptions:
 
 @dataclass(frozen=True, slots=True)
 class RowTables:
-    """What kernels read of all rows. A table that no row uses has one element."""
+    """The tables of all rows that kernels read. An unused table has one element."""
 
     options: Tensor
     """[rows, WIDTH] int64; floats are in the lower half of their element."""

@@ -1,1 +1,1 @@
-"""What makes a vector or a score of the hidden states of a text."""
+"""Pooling: from the hidden states of a text to a vector or a score."""

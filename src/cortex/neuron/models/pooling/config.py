@@ -1,4 +1,4 @@
-"""What is done with the last hidden states of a text: pooled, then a chain of small steps. Imports no torch.
+"""The pooling of a text's last hidden states, and the chain of small steps after it. Imports no torch.
 
 `weights/pooling_files.py` reads it from a model's files, checks it, and puts it into the config as plain values.
 """
@@ -123,7 +123,7 @@ class PoolingConfig:
         return size
 
     def check(self, hidden: int) -> None:
-        """Raises UnsupportedModel for what cannot be computed."""
+        """Raises UnsupportedModel for a pooling that cannot be computed."""
         if not self.modes:
             raise UnsupportedModel("the pooling config of the model selects no mode")
         size = self.width(hidden)

@@ -97,7 +97,7 @@ Layer = Callable[[Tensor, Batch], Tensor]
 
 
 class Body(Protocol):
-    """What computes the hidden states of texts, layer by layer."""
+    """The model that computes the hidden states of texts, layer by layer."""
 
     @property
     def ropes(self) -> RopeTables: ...

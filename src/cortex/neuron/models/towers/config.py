@@ -1,4 +1,4 @@
-"""What a vision tower is made of, and what it takes in bytes. Imports no torch."""
+"""The structure and size of a vision tower. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cortex.neuron.vision.picture import PictureRules
+from cortex.neuron.pictures.picture import PictureRules
 
 PASS_PATCHES = {"cuda": 16_384, "cpu": 4096}
 """Most patches that the tower computes at once, unless a single picture has more."""
@@ -151,7 +151,7 @@ def num_cached_vectors(pass_patches: int) -> int:
 
 
 def tower_room_bytes(config: TowerConfig, item_bytes: int, pass_patches: int) -> int:
-    """What a pass of the tower takes besides its weights, and the vectors that are kept."""
+    """Memory of a pass of the tower in addition to its weights, and of the cached vectors."""
     width = 4 * config.hidden + 4 * config.heads * config.head_dim + 2 * len(config.names.up) * config.inner
     kept = num_cached_vectors(pass_patches) * config.out * config.num_parts
     return (pass_patches * width + kept) * item_bytes
@@ -161,5 +161,5 @@ def side_of(num_positions: int) -> int:
     """The side of a square table of positions. Raises ValueError."""
     side = math.isqrt(num_positions)
     if side * side != num_positions:
-        raise ValueError(f"{num_positions} positions are no square")
+        raise ValueError(f"{num_positions} positions are not a square number")
     return side

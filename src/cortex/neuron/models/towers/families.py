@@ -9,7 +9,7 @@ from typing import Any
 from cortex.neuron.families.registry import family_of
 from cortex.neuron.models.config import UnsupportedModel, count_in, layer_count_in, number_in
 from cortex.neuron.models.towers.config import Activation, LayerNames, TowerConfig, TowerTensor, side_of
-from cortex.neuron.vision.picture import PictureRules
+from cortex.neuron.pictures.picture import PictureRules
 
 Json = Mapping[str, Any]
 

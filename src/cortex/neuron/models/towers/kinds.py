@@ -19,7 +19,7 @@ from cortex.neuron.models.towers.families import (
     SiglipTowerConfig,
 )
 from cortex.neuron.models.towers.tower import PixelGrid, Tower, Turn, activated, averaged, normed, rotation_by
-from cortex.neuron.vision.spec import PictureSpec
+from cortex.neuron.pictures.spec import PictureSpec
 
 
 class SiglipTower(Tower):

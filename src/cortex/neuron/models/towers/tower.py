@@ -17,9 +17,9 @@ from cortex.neuron.kernels.attention.rotate import Rotation
 from cortex.neuron.kernels.attention.turn import turned
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.towers.config import TowerConfig, TowerTensor
+from cortex.neuron.pictures.picture import PictureGrid
+from cortex.neuron.pictures.spec import PictureSpec
 from cortex.neuron.private_api.torch import gelu_of_product
-from cortex.neuron.vision.picture import PictureGrid
-from cortex.neuron.vision.spec import PictureSpec
 
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Implementations of attention, the fastest first."""

@@ -28,8 +28,8 @@ _DENSE: Final = re.compile(r"\.experts\.|router\.|\.gate\.weight$|emb(?!ed_out)|
 
 
 class TransformersArchitecture(Architecture):
-    """What the config says, which is enough to size and place the model. A worker knows from the library's modules what
-    each layer's attention does (`with_attentions`): configs may leave the windows to the library."""
+    """The config's facts, which suffice to size and place the model. A worker learns each layer's attention from the
+    library's modules (`with_attentions`), because configs may leave windows to the library."""
 
     backend: ClassVar[str] = "transformers"
     has_stages: ClassVar[bool] = False

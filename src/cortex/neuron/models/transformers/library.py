@@ -1,4 +1,4 @@
-"""What the installed `transformers` library says about a model. Only workers import the library."""
+"""The facts of the installed `transformers` library about a model. Only workers import the library."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, Final
 
 from cortex.neuron.models.config import UnsupportedModel
-from cortex.neuron.private_api.transformers import Unreadable, class_facts, library_version
+from cortex.neuron.private_api.transformers import Unreadable, library_version, model_classes
 
 EXTRA: Final = ".[neuron,transformers]"
 COMPARED: Final = (
@@ -67,7 +67,7 @@ def library_model(model_type: str) -> LibraryModel:
         )
     installed = f"the installed transformers {version}"
     try:
-        found = class_facts(model_type)
+        found = model_classes(model_type)
     except Unreadable as error:
         raise UnsupportedModel(f"{installed} cannot be used: {error}") from error
     if found is None:

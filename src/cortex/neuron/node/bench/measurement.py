@@ -1,5 +1,4 @@
-"""One measurement of a model on this node: its streams, its prompts, its wake and its load, next to what the devices
-could do."""
+"""One measurement of a model on this node: streams, prompts, wake and load, compared with the limits of the devices."""
 
 from __future__ import annotations
 
@@ -36,10 +35,10 @@ _GREEDY = SamplingParams(temperature=0.0)
 
 
 class StreamSet:
-    """Requests that start together. Prompts are random, so that nothing of them is cached; nothing ends a response
-    early, and no token is drafted: the work depends on the sizes alone. Nothing of them is kept: it would push
-    conversations out of the cache. They are therefore computed like other requests, except that no recurrent states are
-    saved and that no chunk of a prompt ends at a checkpoint."""
+    """Requests that start together. Prompts are random and so never cached, responses never end early, and no tokens
+    are drafted, so that the work depends on the sizes alone. Their KV is not kept, because it would evict conversations
+    from the cache. They are therefore computed like other requests, except that no recurrent states are saved and that
+    no chunk of a prompt ends at a checkpoint."""
 
     def __init__(self, instance: Instance, num_streams: int, prompt_tokens: int, max_tokens: int) -> None:
         """Raises CortexError, and then nothing runs."""
@@ -161,7 +160,7 @@ class Measurement:
         return self._controller.serving_instance()
 
     async def _limits(self) -> ReplicaLimits | None:
-        """None where shares of a limit cannot be said; a note says why."""
+        """None, with a note, if shares of the limits are unknown."""
         self._on_stage("limits of the device")
         instance = self._instance()
         model, work = self._controller.model, instance.resident.info.work
@@ -201,7 +200,7 @@ class Measurement:
         return rate, mean_tokens(measured.arrivals)
 
     async def _prompt(self) -> tuple[int, float]:
-        """The length of the longest prompt that was measured, and its tokens per second; 0 if none ended in time."""
+        """The length of the longest measured prompt, and its tokens per second; 0 if none ended in time."""
         self._on_stage("prompt")
         room = self._room(self._instance())
         tokens = room.prompt_tokens(0.0)

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 _Hardware = tuple[str, str, int]
-"""A device's kind, name and GiB: equal devices are equally fast."""
+"""A device's kind, name and GiB; equal devices are assumed equally fast."""
 
 
 _NO_MATTER = frozenset(
@@ -54,8 +54,9 @@ class _KeptResult(msgspec.Struct, frozen=True):
 class BenchResults:
     """Belongs to the daemon's loop, except for the reads and writes of files, which are small."""
 
-    def __init__(self, devices: tuple[Device, ...], max_num_seqs: int) -> None:
-        self._folder = _folder()
+    def __init__(self, devices: tuple[Device, ...], max_num_seqs: int, folder: Path | None = None) -> None:
+        """`folder`: where they are kept; None: in the user's cache."""
+        self._folder = folder or _folder()
         self._hardware = {device.index: (device.kind, device.name, device.total_bytes >> 30) for device in devices}
         self._max_num_seqs = max_num_seqs
         self._kept: dict[str, _KeptResult] = {kept.model_id: kept for kept in _read(self._folder)}
@@ -73,7 +74,7 @@ class BenchResults:
         return kept.result if is_same else None
 
     def rates(self) -> Rates | None:
-        """The memory rates of hardware like this, by the latest measurement of any model; None: there was none."""
+        """The memory rates of such hardware, from the latest measurement of any model; None if there was none."""
         here: Counter[_Hardware] = Counter(self._hardware.values())
         known = [kept.result for kept in self._kept.values() if not Counter(kept.devices) - here]
         whole = [each for each in known if each.bytes_per_s and each.host_bytes_per_s and each.bus_bytes_per_s]

@@ -1,4 +1,4 @@
-"""What a measurement asks of a model, within its limits, and what follows from the times. Pure."""
+"""The workload of a measurement, within a model's limits, and the rates that follow from its times. Pure."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import astuple, dataclass, replace
 from cortex.neuron.engine.roofline.step_work import DeviceLimits, StepWork
 
 DECODE_PROMPT_TOKENS = 32
-"""Short: it is the decoding that is measured."""
+"""Short, because decoding is measured."""
 MIN_DECODE_TOKENS = 16
-"""Fewer say nothing about a rate."""
+"""Minimum for a meaningful rate."""
 PROBE_TOKENS = 128
 """A first prompt, which shows how long a prompt may be here."""
 PROMPT_S = 4.0
@@ -19,22 +19,22 @@ PROMPT_S = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The most that a measurement asks of a model, and how long it waits."""
+    """What a measurement asks of a model at most, and how long it waits."""
 
     streams: tuple[int, ...] = (1, 8, 64)
-    """The numbers of concurrent responses that are measured."""
+    """The measured numbers of concurrent responses."""
     decode_tokens: int = 256
     prompt_tokens: int = 2048
     prompt_repeats: int = 3
     warm_up_s: float = 8.0
     streams_s: float = 8.0
-    """For one number of streams; slower ones have fewer tokens by then."""
+    """Maximum duration for a number of streams; slow ones produce fewer tokens."""
     prompt_s: float = 15.0
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCapacity:
-    """How much of a workload a model takes at once."""
+    """A model's limits on concurrent work."""
 
     workload: Workload
     context_tokens: int
@@ -45,7 +45,7 @@ class ModelCapacity:
     """Tokens of all sequences together."""
 
     def decode_tokens(self, streams: int) -> int:
-        """The tokens of each of `streams` concurrent responses; 0: they do not fit."""
+        """The tokens of each of `streams` concurrent responses; 0 if they do not fit."""
         if streams > self.slots:
             return 0
         longest = min(self.context_tokens, self.cache_tokens // streams) - DECODE_PROMPT_TOKENS
@@ -53,7 +53,7 @@ class ModelCapacity:
         return tokens if tokens >= MIN_DECODE_TOKENS else 0
 
     def prompt_tokens(self, tokens_per_s: float) -> int:
-        """The length of the prompt to measure, where a short one had this rate."""
+        """The length of the prompt to measure, given the rate of a short one."""
         longest = min(self.context_tokens - 1, self.max_prompt_tokens or self.context_tokens, self.cache_tokens - 1)
         wanted = max(PROBE_TOKENS, round(tokens_per_s * PROMPT_S))
         return max(1, min(self.workload.prompt_tokens, longest, wanted))
@@ -83,7 +83,7 @@ def mean_tokens(streams: Sequence[Arrivals]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLimits:
-    """The limits of the devices that run one step of a model, and how often the model is there."""
+    """The limits of the devices that run one step of a model, and the number of replicas."""
 
     work: StepWork
     devices: DeviceLimits
@@ -109,7 +109,7 @@ class ReplicaLimits:
         return replace(self, devices=DeviceLimits(*map(max, both)))
 
     def decode_share(self, streams: int, tokens_per_s: float, *, tokens: float) -> float:
-        """The share of the limit that a rate of concurrent responses is, which had `tokens` each."""
+        """The rate of concurrent responses with `tokens` each, as a share of the limit."""
         rows = -(-streams // self.replicas)
         used = min(self.replicas, streams)
         context_tokens = DECODE_PROMPT_TOKENS + round(tokens / 2)
@@ -120,7 +120,7 @@ class ReplicaLimits:
         return tokens_per_s * step_s / (rows * used)
 
     def prompt_share(self, tokens: int, tokens_per_s: float) -> float:
-        """The share of the limit that the rate of one prompt is."""
+        """The rate of one prompt, as a share of the limit."""
         limit_s = max(
             self.work.prompt_flops(tokens) / self.devices.flops,
             self.work.read_bytes(tokens) / self.devices.bytes_per_s,

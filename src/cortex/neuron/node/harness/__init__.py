@@ -1,1 +1,1 @@
-"""What runs models: `harness` is the interface, `engine` the built-in engine behind it, `command` servers."""
+"""Harnesses, which run models: `harness` is the interface, `engine` the built-in engine, `command` servers."""

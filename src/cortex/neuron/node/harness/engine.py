@@ -15,14 +15,14 @@ from cortex.neuron.kernels.quantised.recipes import Recipe
 from cortex.neuron.node.devices import NodeDevices
 from cortex.neuron.node.harness.estimates import Footprint
 from cortex.neuron.node.harness.forecast import Forecast, wanted_tokens
+from cortex.neuron.node.inspection_process.client import Inspector
+from cortex.neuron.node.inspection_process.preflight import ModelMetadata
+from cortex.neuron.node.inspection_process.reading import Read
 from cortex.neuron.node.library import KnownModel, Library
 from cortex.neuron.node.memory.allocation import ChosenDevices, DeviceAllocation
 from cortex.neuron.node.memory.ceilings import smallest
 from cortex.neuron.node.memory.kv_exchange import KvExchange
-from cortex.neuron.node.survey_process.client import Surveys
-from cortex.neuron.node.survey_process.preflight import ModelFacts
-from cortex.neuron.node.survey_process.reading import Read
-from cortex.neuron.text.model import TextSurvey
+from cortex.neuron.text.model import TextInspection
 from cortex.neuron.worker.hosts.replica import HostReplica
 from cortex.neuron.worker.hosts.replicated import ReplicatedHost
 from cortex.neuron.worker.model_host import ModelHost
@@ -44,7 +44,7 @@ class EngineHarness:
         config: NeuronConfig,
         devices: NodeDevices,
         forecast: Forecast,
-        surveys: Surveys,
+        inspector: Inspector,
         library: Library,
         kv: KvExchange,
     ) -> None:
@@ -52,7 +52,7 @@ class EngineHarness:
         self._kv = kv
         self.estimates = forecast
         self.max_num_seqs = config.limits.max_num_seqs
-        self._surveys = surveys
+        self._inspector = inspector
         self._config = config
         self._devices = devices
         self._objection = _objection(devices)
@@ -69,44 +69,43 @@ class EngineHarness:
     def needs_files(self, model: KnownModel) -> bool:  # noqa: ARG002 - as Harness has it
         return True
 
-    async def read(self, model: KnownModel, path: Path) -> tuple[ModelFacts, dict[str, Footprint]]:
+    async def read(self, model: KnownModel, path: Path) -> tuple[ModelMetadata, dict[str, Footprint]]:
         """Raises LoadFailed for damaged files, and ModelUnsupported for a family that the engine does not have or a
         quantisation that the files are not in, or that the devices do not support at load."""
         self.check(model)
-        facts = await self.inspect(model, path)
+        metadata = await self.inspect(model, path)
         devices = self._devices.all
-        if facts.recipe is not None and not all(self.estimates.quantises(each, facts.recipe) for each in devices):
-            raise _not_quantised(model, facts.recipe)
-        return facts, await asyncio.to_thread(self.estimates.quantised, model, facts, devices)
+        if metadata.recipe is not None and not all(self.estimates.quantises(each, metadata.recipe) for each in devices):
+            raise _not_quantised(model, metadata.recipe)
+        return metadata, await asyncio.to_thread(self.estimates.quantised, model, metadata, devices)
 
-    async def read_text(self, model: KnownModel, path: Path) -> TextSurvey:
-        return await self._surveys.read_text(path, model.id, model.chat_template)
+    async def read_text(self, model: KnownModel, path: Path) -> TextInspection:
+        return await self._inspector.read_text(path, model.id, model.chat_template)
 
-    async def inspect(self, model: KnownModel, path: Path) -> ModelFacts:
-        """What the config and the headers say, also those of its draft model if that is on disk. Raises LoadFailed."""
-        facts = await self._surveys.read(Read(str(path), model.id, model.quant, model.tensor_parallel))
+    async def inspect(self, model: KnownModel, path: Path) -> ModelMetadata:
+        """The metadata from config and headers, including those of its draft model if on disk. Raises LoadFailed."""
+        metadata = await self._inspector.read(Read(str(path), model.id, model.quant, model.tensor_parallel))
         if model.speculation == "mtp":
-            return facts.with_head(model.id)
+            return metadata.with_head(model.id)
         draft = self._library.draft_of(model)
         draft_path = None
         if draft is not None:
-            draft_path = await self._surveys.find_local(draft.source, self._library.cache, draft.quant)
+            draft_path = await self._inspector.find_local(draft.source, self._library.cache, draft.quant)
         if draft is None or draft_path is None:
-            return facts
-        return facts.with_draft(await self._surveys.read(Read(str(draft_path), draft.id, None, 1)), model.id)
+            return metadata
+        return metadata.with_draft(await self._inspector.read(Read(str(draft_path), draft.id, None, 1)), model.id)
 
-    def spec(self, model: KnownModel, facts: ModelFacts, chosen: ChosenDevices) -> LoadSpec:
-        """What each of the devices loads, of which the one with the least to give decides; a stage has a limit of its
-        own."""
-        ceilings = [self.estimates.ceiling_bytes(model, facts, device) for device in chosen.devices]
+    def spec(self, model: KnownModel, metadata: ModelMetadata, chosen: ChosenDevices) -> LoadSpec:
+        """What each device loads; the device with the least available memory decides. A stage has its own limit."""
+        ceilings = [self.estimates.ceiling_bytes(model, metadata, device) for device in chosen.devices]
         limits = self._config.limits
         return LoadSpec(
-            **engine_options(model, facts.recipe),
-            path=str(facts.path),
+            **engine_options(model, metadata.recipe),
+            path=str(metadata.path),
             model_id=model.id,
             dtype=self._config.harness.torch.dtype,
-            wanted_tokens=wanted_tokens(model, facts),
-            draft_path="" if facts.draft is None else str(facts.draft.path),
+            wanted_tokens=wanted_tokens(model, metadata),
+            draft_path="" if metadata.draft is None else str(metadata.draft.path),
             max_num_seqs=limits.max_num_seqs,
             prefill_chunk_tokens=limits.prefill_chunk_tokens,
             step_ms=limits.step_ms,
@@ -121,11 +120,11 @@ class EngineHarness:
         )
 
     async def host(
-        self, model: KnownModel, facts: ModelFacts, room: DeviceAllocation
+        self, model: KnownModel, metadata: ModelMetadata, room: DeviceAllocation
     ) -> tuple[ModelHost, ChosenDevices]:
         """One replica on each equal part of the devices, the lowest index first."""
         chosen = room.chosen
-        spec, indices = self.spec(model, facts, chosen), sorted(chosen.indices)
+        spec, indices = self.spec(model, metadata, chosen), sorted(chosen.indices)
         if model.replicas == 1 and not model.may_grow:
             return self._devices.host(indices, spec), chosen
         size = len(indices) // model.replicas
@@ -139,22 +138,22 @@ class EngineHarness:
             workers = [self._devices.supervisors[index] for (index,) in places]
             await self._kv.share(source.host.resident.info, source.stats, request, *workers)
 
-    def replica(self, model: KnownModel, facts: ModelFacts, chosen: ChosenDevices) -> ModelHost:
-        return self._devices.host(chosen.indices, self.spec(model, facts, chosen))
+    def replica(self, model: KnownModel, metadata: ModelMetadata, chosen: ChosenDevices) -> ModelHost:
+        return self._devices.host(chosen.indices, self.spec(model, metadata, chosen))
 
     def forget_size(self, model_id: str) -> None:
-        """Its sizes are computed."""
+        """Nothing to forget: its sizes are computed."""
 
     def upstream(self, model: KnownModel) -> None:
-        """It takes tokens."""
+        """None: the engine takes tokens."""
 
     async def close(self) -> None:
         await self._devices.close()
 
 
 def engine_options(model: KnownModel, recipe: Recipe | None) -> dict[str, Any]:
-    """The options of the model that the engine has under the same name. What the files are quantised as at load is
-    `recipe`, whatever file `quant` has chosen; a draft model is a path there."""
+    """The model's options under the engine's names. `recipe` is the quantisation at load, independent of the file that
+    `quant` has chosen; a draft model becomes a path."""
     return model.shared_with(_SPEC_FIELDS) | {
         "quant": None if recipe is None else recipe.name,
         "speculation": model.speculation if draft_of(model.speculation) is None else "draft",

@@ -1,4 +1,4 @@
-"""What placement asks a harness about a model: its files, and the memory that it needs and takes."""
+"""What a harness reports to placement about a model: its files, and its memory."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class Footprint:
     least_bytes: int
     """The least memory with which some device accepts it."""
     expected_bytes: int
-    """What it takes of the largest device, if that is otherwise empty."""
+    """Bytes that it takes of the largest device, if otherwise empty; 0 if unknown."""
     contexts: ContextSizes | None = None
-    """What the contexts between both take; None: they are not known."""
+    """The sizes of the contexts in between; None if unknown."""
     splits: HostSplits | None = None
-    """How its weights can be divided between device and host; None: they cannot, or may not."""
+    """How its weights can be divided between device and host; None if impossible or not permitted."""
     last_resort: HostSplits | None = None
-    """How they could be if its entry said so; None: in no way, or it says so."""
+    """How they could be divided if its entry permitted it; None if impossible or already permitted."""
 
 
-class FileFacts(Protocol):
-    """What a harness has found in a model's files."""
+class FileMetadata(Protocol):
+    """The metadata that a harness has read from a model's files."""
 
     @property
     def path(self) -> Path: ...
@@ -58,7 +58,7 @@ class FileFacts(Protocol):
 
     @property
     def backend(self) -> str:
-        """What runs the model: `native`, or the name of a library."""
+        """The backend of the model: `native`, or the name of a library."""
 
     @property
     def has_stages(self) -> bool:
@@ -66,19 +66,19 @@ class FileFacts(Protocol):
 
     @property
     def pooling(self) -> PoolingConfig | None:
-        """What the model does with texts instead of continuing them; None: it generates text."""
+        """How the model pools texts; None if it generates text."""
 
     @property
     def num_ranks(self) -> int:
-        """Number of devices that the model is divided among. If it is more than one, these are the facts of one."""
+        """Number of devices that the model is divided among. If it is more than one, this is the metadata of one."""
 
     @property
     def file_bytes(self) -> int | None:
-        """What its weights take in its files; None where that is not known, or these are the facts of a part."""
+        """Bytes of its weights in its files; None if unknown, or for the metadata of a part."""
 
     @property
     def stored(self) -> StoredForm | None:
-        """The form of its files; None where only a server knows it."""
+        """The form of its files; None if only a server knows it."""
 
     @property
     def digest(self) -> str:
@@ -86,7 +86,7 @@ class FileFacts(Protocol):
 
 
 class Estimates(Protocol):
-    """The memory of a model, in bytes. `facts`: as the same harness has found them. Pure."""
+    """The memory of a model, in bytes. `metadata` comes from the same harness. Pure."""
 
     @property
     def loads_in_worker(self) -> bool:
@@ -96,27 +96,27 @@ class Estimates(Protocol):
         """The memory of the device that a load leaves free. See `NodeLimits`."""
 
     def share_bytes(self, model: KnownModel, device: Device) -> int | None:
-        """What the operator's ceilings let the model take of the device. See `NodeLimits`."""
+        """Bytes that the operator's ceilings permit the model on the device. See `NodeLimits`."""
 
-    def least_bytes(self, model: KnownModel, facts: Any, device: Device) -> int:
+    def least_bytes(self, model: KnownModel, metadata: Any, device: Device) -> int:
         """The least memory with which the model can respond; a device with less rejects it."""
 
-    def context_bytes(self, model: KnownModel, facts: Any, device: Device, tokens: int) -> int:
-        """What a load must be able to take of the device for a context of `tokens`; at least `least_bytes`."""
+    def context_bytes(self, model: KnownModel, metadata: Any, device: Device, tokens: int) -> int:
+        """Bytes that a load must be able to take of the device for a context of `tokens`; at least `least_bytes`."""
 
-    def smallest_bytes(self, model: KnownModel, facts: Any, device: Device) -> int:
+    def smallest_bytes(self, model: KnownModel, metadata: Any, device: Device) -> int:
         """A lower limit (`memory_mb`) can never be met."""
 
-    def expected_bytes(self, model: KnownModel, facts: Any, device: Device) -> int:
-        """What it will take of the otherwise empty device."""
+    def expected_bytes(self, model: KnownModel, metadata: Any, device: Device) -> int:
+        """Bytes that it will take of the otherwise empty device."""
 
-    def footprint(self, model: KnownModel, facts: Any, devices: Sequence[Device]) -> Footprint:
+    def footprint(self, model: KnownModel, metadata: Any, devices: Sequence[Device]) -> Footprint:
         """On those of `devices` that the model may use, all ranks and replicas together."""
 
     def stages(
         self,
         model: KnownModel,
-        facts: Any,
+        metadata: Any,
         device: Device,
         capacities: Sequence[int],
         ceilings: Sequence[int | None],
@@ -124,21 +124,21 @@ class Estimates(Protocol):
         """The layers for each of several devices like `device`, of which each can give one of `capacities`; None if
         they cannot hold the model, or it cannot be divided."""
 
-    def empty_stages(self, model: KnownModel, facts: Any, devices: Sequence[Device]) -> tuple[StageSpec, ...] | None:
+    def empty_stages(self, model: KnownModel, metadata: Any, devices: Sequence[Device]) -> tuple[StageSpec, ...] | None:
         """The layers of each device while all of them are empty."""
 
-    def split(self, model: KnownModel, facts: Any, device: Device, lacking_bytes: int) -> HostSplit | str:
-        """What of it lies in host memory where the device has `lacking_bytes` too few; or why that cannot be. See
+    def split(self, model: KnownModel, metadata: Any, device: Device, lacking_bytes: int) -> HostSplit | str:
+        """The weights to keep in host memory if the device lacks `lacking_bytes`, or why that is impossible. See
         `NodeLimits`."""
 
     def basis(self, device: Device) -> object:
-        """What the estimates depend on in addition to their arguments; they are computed again when it changes."""
+        """State that the estimates depend on in addition to their arguments; they are recomputed when it changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeLimits:
-    """The part of `Estimates` that is the same whatever runs the models: what the operator lets them take of a device,
-    and what loads leave free on it."""
+    """The part of `Estimates` that does not depend on the harness: the operator's limits on a device, and the memory
+    that loads leave free."""
 
     config: NeuronConfig
 
@@ -147,9 +147,9 @@ class NodeLimits:
         return MemoryReserve.on(device.kind, device.total_bytes, self.config.limits.min_free_vram_mb << 20)
 
     def share_bytes(self, model: KnownModel, device: Device) -> int | None:
-        """What the operator's ceilings let the model take of the device while no other model is loaded."""
+        """Bytes that the operator's ceilings permit the model on the device while no other model is loaded."""
         return Ceilings.of(self.config).share_bytes(device.index, model.num_devices)
 
-    def split(self, model: KnownModel, facts: Any, device: Device, lacking_bytes: int) -> HostSplit | str:  # noqa: ARG002
-        """What of the model lies in host memory where the device lacks some; a text says why nothing does."""
+    def split(self, model: KnownModel, metadata: Any, device: Device, lacking_bytes: int) -> HostSplit | str:  # noqa: ARG002
+        """The weights to keep in host memory if device memory lacks, or a text with the reason why none can be."""
         return "only the built-in engine divides weights between device and host memory"

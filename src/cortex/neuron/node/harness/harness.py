@@ -1,5 +1,5 @@
-"""The interface of a harness, which runs models, and of its server, if that takes requests as text; and the harnesses
-of a node by name."""
+"""The interfaces of a harness, which runs models, and of a server that takes requests as text; and a node's harnesses
+by name."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cortex.http.upstream.pool import Pool
-from cortex.neuron.node.harness.estimates import Estimates, FileFacts, Footprint
+from cortex.neuron.node.harness.estimates import Estimates, FileMetadata, Footprint
 from cortex.neuron.node.library import KnownModel
 from cortex.neuron.node.memory.allocation import ChosenDevices, DeviceAllocation
-from cortex.neuron.text.model import TextSurvey
+from cortex.neuron.text.model import TextInspection
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.system.tasks import finish_all
 from cortex.wire.errors import ModelUnsupported, shorten
@@ -26,27 +26,28 @@ class Upstream(Protocol):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Fields of every request, in place of those of the client; among them the name of the model."""
+        """Fields set in every request, overriding those of the client, including the model's name."""
 
     @property
     def stripped_fields(self) -> tuple[str, ...]:
-        """Fields that no request has."""
+        """Fields removed from every request."""
 
     def log(self, after: int) -> ModelLog:
         """The lines that its servers wrote after the first `after` ones, as far as they are kept."""
 
     def pool(self) -> Pool:
-        """Takes requests that have a slot (`Node.generate`). Raises Recovering where the server has just ended."""
+        """Connections for requests that have a slot (`Node.generate`). Raises Recovering if the server has just
+        ended."""
 
     def check_route(self, path: str) -> None:
         """Raises UnsupportedModality for a path that the server does not have."""
 
     async def end_if_hung(self, reason: str) -> None:
-        """A response is overdue. Unless another one goes on, or the server responds to a health check, it is ended, as
-        one that has crashed."""
+        """A response is overdue. Ends the server, as if it had crashed, unless another response progresses or it
+        responds to a health check."""
 
     async def check_lost(self) -> None:
-        """For a request that failed: raises Recovering where the server has ended, or ends in a moment from now."""
+        """For a failed request: raises Recovering if the server has ended, or ends within a moment."""
 
     def produced(self, request_id: str) -> None:
         """The response has begun."""
@@ -56,8 +57,8 @@ class Upstream(Protocol):
 
 
 class Harness(Protocol):
-    """Runs models. Placement chooses devices by the estimates of a harness, and knows nothing else about it. What users
-    should know about a loaded model is in the notes of its host's `Resident`."""
+    """Runs models. Placement knows only the estimates of a harness. Notes for users about a loaded model are in its
+    host's `Resident`."""
 
     @property
     def names(self) -> Sequence[str]:
@@ -72,7 +73,7 @@ class Harness(Protocol):
 
     @property
     def restarts(self) -> bool:
-        """Whether a model that is lost is loaded again before it is asked for."""
+        """Whether a lost model is reloaded without a request."""
 
     def check(self, model: KnownModel) -> None:
         """Raises LoadFailed for options that it does not support, before any file is read."""
@@ -80,28 +81,28 @@ class Harness(Protocol):
     def needs_files(self, model: KnownModel) -> bool:
         """Whether the model's files must be on this node."""
 
-    async def read(self, model: KnownModel, path: Path) -> tuple[FileFacts, Mapping[str, Footprint]]:
-        """What the model's files say, and its memory with each quantisation that it could be loaded with instead.
-        Raises LoadFailed for a model that it cannot run."""
+    async def read(self, model: KnownModel, path: Path) -> tuple[FileMetadata, Mapping[str, Footprint]]:
+        """The metadata from the model's files, and its memory with each other quantisation that it could be loaded
+        with. Raises LoadFailed for a model that it cannot run."""
 
-    async def read_text(self, model: KnownModel, path: Path) -> TextSurvey:
-        """What it can do with text. Raises LoadFailed."""
+    async def read_text(self, model: KnownModel, path: Path) -> TextInspection:
+        """The model's text capabilities. Raises LoadFailed."""
 
-    async def host(self, model: KnownModel, facts: Any, room: DeviceAllocation) -> tuple[ModelHost, ChosenDevices]:
+    async def host(self, model: KnownModel, metadata: Any, room: DeviceAllocation) -> tuple[ModelHost, ChosenDevices]:
         """The host for a load on the devices of `room`, and the devices with the stages of the model. Raises
         LoadFailed, InsufficientCapacity, LoadRejected or WorkerLost."""
 
-    def replica(self, model: KnownModel, facts: Any, chosen: ChosenDevices) -> ModelHost:
+    def replica(self, model: KnownModel, metadata: Any, chosen: ChosenDevices) -> ModelHost:
         """The host of one more replica of a model that may have extra ones."""
 
     def forget_size(self, model_id: str) -> None:
-        """Forgets what the model has taken."""
+        """Discards the measured sizes of the model."""
 
     def upstream(self, model: KnownModel) -> Upstream | None:
-        """The server that takes the model's requests as text. None: its host takes them as tokens."""
+        """The server that takes the model's requests as text. None if its host takes tokens."""
 
     async def close(self) -> None:
-        """Ends all models, whatever they do."""
+        """Ends all models, whatever they are doing."""
 
 
 class Harnesses:

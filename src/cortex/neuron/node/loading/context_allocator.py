@@ -1,7 +1,7 @@
-"""Frees memory for the contexts of models: which models are unloaded for a load that this node decides on, and which
-are loaded again because a longer context fits now.
+"""Frees memory for contexts: unloads models for a load that this node decides on, and reloads models once a longer
+context fits.
 
-A load that a gateway orders evicts nothing here: the gateway knows which other models must stay. Such a model grows as
+A load ordered by a gateway evicts nothing here, because the gateway decides which models stay. Such a model grows as
 soon as memory is free.
 """
 
@@ -12,7 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from cortex.neuron.node.harness.estimates import FileFacts
+from cortex.neuron.node.harness.estimates import FileMetadata
 from cortex.neuron.node.library import KnownModel
 from cortex.neuron.node.loading.device_allocator import DeviceAllocator
 from cortex.neuron.node.loading.loader import ModelLoader
@@ -29,10 +29,10 @@ Fits = Callable[[Sequence[IdleModel]], Awaitable[bool]]
 
 @dataclass(frozen=True, slots=True)
 class ContextRules:
-    """When a model is unloaded for another, or loaded again for a longer context."""
+    """When a model is unloaded for another, or reloaded for a longer context."""
 
     min_idle_s: float = 5.0
-    """A model that had a request or was loaded more recently is left alone."""
+    """Models that had a request or were loaded more recently are not touched."""
     check_s: float = 5.0
     num_checks: int = 3
     """Consecutive checks that must find the memory free, because a load that is about to begin may need it."""
@@ -41,8 +41,8 @@ class ContextRules:
 
 
 def growth(contexts: ContextSizes, tokens: int) -> list[int]:
-    """The contexts for which a model with `tokens` is loaded again, longest first: the full one and, if it has less
-    than wanted, also the wanted one and all of twice the length."""
+    """The contexts for which a model with `tokens` is reloaded, longest first: the full one and, if it has less than
+    wanted, also the wanted one and any of at least twice the length."""
     if tokens >= tolerated(contexts.full_tokens):
         return []
     least = contexts.full_tokens
@@ -69,7 +69,7 @@ async def victims(idle: Sequence[IdleModel], fits: Fits) -> Sequence[IdleModel] 
 
 @dataclass(frozen=True, slots=True)
 class _Reload:
-    """A model was loaded again for a longer context."""
+    """A reload for a longer context."""
 
     at_s: float
     """On the loop's clock."""
@@ -94,7 +94,7 @@ class ContextAllocator:
         *,
         kept: Collection[str],
     ) -> None:
-        """`kept`: the models that are loaded when the node starts; they are not unloaded for others."""
+        """`kept`: the models loaded at the node's start, which are not unloaded for others."""
         self._room = room
         self._loader = loader
         self._models = models
@@ -105,10 +105,10 @@ class ContextAllocator:
         self._reloads: dict[str, _Reload] = {}
         """The latest one of each model."""
 
-    async def make_room(self, model: KnownModel, facts: FileFacts) -> bool:
-        """Unloads idle models for the context that the load of `model` asks for. False: that would not be enough, so
-        nothing was unloaded."""
-        found = await victims(self._evictable(model.id), self._fits(model, facts))
+    async def make_room(self, model: KnownModel, metadata: FileMetadata) -> bool:
+        """Unloads idle models for the context that the load of `model` asks for. False, with nothing unloaded, if that
+        would not be enough."""
+        found = await victims(self._evictable(model.id), self._fits(model, metadata))
         if found is None:
             return False
         for each in found:
@@ -122,9 +122,9 @@ class ContextAllocator:
         else:
             await idle.controller.ensure_gone(0.0)
 
-    def _fits(self, model: KnownModel, facts: FileFacts, own: Sequence[ModelHolding] = ()) -> Fits:
+    def _fits(self, model: KnownModel, metadata: FileMetadata, own: Sequence[ModelHolding] = ()) -> Fits:
         async def fits(leaving: Sequence[IdleModel]) -> bool:
-            return await self._room.fits_without(model, facts, [*own, *(each.holding for each in leaving)])
+            return await self._room.fits_without(model, metadata, [*own, *(each.holding for each in leaving)])
 
         return fits
 
@@ -170,15 +170,15 @@ class ContextAllocator:
     async def _target(self, idle: IdleModel, tokens: int) -> int | None:
         """The longest context that the model can have and is worth another load."""
         model = idle.controller.model
-        contexts, survey = self._loader.contexts(model), self._loader.surveys.get(model.id)
-        if contexts is None or survey is None or not self._may_retry(model.id, tokens):
+        contexts, inspection = self._loader.contexts(model), self._loader.inspections.get(model.id)
+        if contexts is None or inspection is None or not self._may_retry(model.id, tokens):
             return None
         evictable = self._evictable(model.id, idle.idle_s) if model.min_context_tokens is None else []
         for target in growth(contexts, tokens):
-            grown = self._loader.with_context(model, survey.facts, tolerated(target))
+            grown = self._loader.with_context(model, inspection.metadata, tolerated(target))
             if grown is None or grown.min_context_tokens != tolerated(target):
                 continue
-            fits = self._fits(grown, survey.facts, [idle.holding])
+            fits = self._fits(grown, inspection.metadata, [idle.holding])
             if await fits(()) or (target <= contexts.wanted_tokens and await victims(evictable, fits) is not None):
                 return target
         return None

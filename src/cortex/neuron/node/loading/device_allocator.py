@@ -1,4 +1,4 @@
-"""Allocates the devices of the node to loads: which devices a load gets, how much memory, and what it waits for."""
+"""Allocates the node's devices and their memory to loads, which may have to wait."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import partial
 
 from cortex.formats.units import gib
 from cortex.neuron.node.devices import NodeDevices, ReadDevices
-from cortex.neuron.node.harness.estimates import Estimates, FileFacts, NodeLimits
+from cortex.neuron.node.harness.estimates import Estimates, FileMetadata, NodeLimits
 from cortex.neuron.node.library import KnownModel
 from cortex.neuron.node.loading.device_choice import DeviceChoice, usable_now
 from cortex.neuron.node.loading.loads_in_progress import LoadsInProgress, OnWait, Turn
@@ -29,17 +29,17 @@ _SETTLE_S = 2.0
 SETTLE_INTERVAL_S = 0.2
 
 
-class RoomElsewhere(InsufficientCapacity):
+class MemoryElsewhere(InsufficientCapacity):
     """A sleeping model no longer fits on its devices, but fits on others."""
 
 
 class DeviceAllocator:
     """Belongs to the daemon's loop.
 
-    A load is decided alone and reserves the memory that it may take. Then it runs next to others, up to
-    `limits.max_loads`; only loads in the same worker take turns, the first to come first. A load for which there would
-    be room without the reservations of others waits until one of them has ended. Loads choose devices as if there were
-    no extra replicas, which then give way.
+    A load is decided alone and reserves the memory that it may take. Then it runs concurrently with others, up to
+    `limits.max_loads`; only loads in the same worker take turns, in order of arrival. A load that would fit without the
+    reservations of others waits until one of them ends. Loads choose devices as if there were no extra replicas, which
+    are then unloaded.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class DeviceAllocator:
         read_devices: ReadDevices,
         leaving: Callable[[bool], list[ModelHolding]] = lambda _: [],
     ) -> None:
-        """`estimates_of`: those of the model's harness. `leaving`: the models that are being unloaded, given whether
-        a sleep frees the devices."""
+        """`estimates_of`: the estimates of the model's harness. `leaving`: the models that are being unloaded, given
+        whether sleep frees the devices."""
         self._devices = devices.all
         self._supervisors = devices.supervisors
         self._extras = devices.extras
@@ -61,7 +61,7 @@ class DeviceAllocator:
         self._ceilings = ceilings
         self._read_devices = read_devices
         self.sleep_frees = devices.all[0].kind != "cpu"
-        """Whether models that fall asleep free the devices. The memory of a CPU is the host's."""
+        """Whether sleeping models free the devices; not on a CPU, whose memory is the host's."""
         self._leaving = partial(leaving, self.sleep_frees)
         self._loads = LoadsInProgress(devices.all)
         self._deciding = asyncio.Lock()
@@ -69,29 +69,29 @@ class DeviceAllocator:
 
     @contextlib.asynccontextmanager
     async def for_load(
-        self, model: KnownModel, facts: FileFacts, on_wait: OnWait = lambda _: None
+        self, model: KnownModel, metadata: FileMetadata, on_wait: OnWait = lambda _: None
     ) -> AsyncIterator[DeviceAllocation]:
         """The devices with room for the model, as many as it needs. Raises InsufficientCapacity."""
         async with contextlib.AsyncExitStack() as held:
             in_worker = self._estimates_of(model).loads_in_worker
             turn = held.enter_context(self._loads.queued(model.id)) if in_worker else None
-            chosen, reservation = await self._reserve(model, facts, turn, on_wait)
+            chosen, reservation = await self._reserve(model, metadata, turn, on_wait)
             held.callback(self._loads.end, reservation)
             await self._take_back(reservation, is_whole=not model.is_divided)
             on_wait(None)
-            yield DeviceAllocation(chosen, partial(self._for_reload, model, facts), reservation)
+            yield DeviceAllocation(chosen, partial(self._for_reload, model, metadata), reservation)
 
-    async def split(self, model: KnownModel, facts: FileFacts, host_bytes: int) -> HostSplit | str:
+    async def split(self, model: KnownModel, metadata: FileMetadata, host_bytes: int) -> HostSplit | str:
         """The weights that a load may put into host memory, of which `host_bytes` are free, next to the loads in
         progress; or why that is impossible."""
         readings = self._extras.without(await self._read())
-        return self._choice(model, facts, self._devices, readings, counts_loads=True).split(host_bytes)
+        return self._choice(model, metadata, self._devices, readings, counts_loads=True).split(host_bytes)
 
     async def _reserve(
-        self, model: KnownModel, facts: FileFacts, turn: Turn | None, on_wait: OnWait
+        self, model: KnownModel, metadata: FileMetadata, turn: Turn | None, on_wait: OnWait
     ) -> tuple[ChosenDevices, Reservation]:
-        """Decides once the load can start, so that it takes its devices as they are then. Raises InsufficientCapacity
-        where the model would have no room without other loads, nor after the unloads in progress."""
+        """Decides when the load can start, from the state of the devices then. Raises InsufficientCapacity if the model
+        would have no room even without other loads and after the unloads in progress."""
         while True:
             async with self._deciding:
                 is_settling = any(map(_is_settling, self._supervisors.values()))
@@ -100,16 +100,16 @@ class DeviceAllocator:
                     reason = f"waits for one of {most} loads to end (limits.max_loads)"
                 else:
                     readings = self._extras.without(await self._read())
-                    choice = self._choice(model, facts, self._devices, readings, counts_loads=True)
+                    choice = self._choice(model, metadata, self._devices, readings, counts_loads=True)
                     try:
                         chosen = self._best(choice, turn)
                     except InsufficientCapacity:
                         if not is_settling:
-                            reason = self._awaited(model, facts, readings, turn)
+                            reason = self._awaited(model, metadata, readings, turn)
                     else:
                         reason = None if turn is None else self._loads.start(turn, chosen.indices)
                         if reason is None:
-                            return chosen, self._begin(model, facts, choice, chosen)
+                            return chosen, self._begin(model, metadata, choice, chosen)
                 changed = self._loads.changed
             if reason is not None:
                 on_wait(reason)
@@ -123,23 +123,28 @@ class DeviceAllocator:
                 return replace(choice, devices=idle).choose()
         return choice.choose()
 
-    def _begin(self, model: KnownModel, facts: FileFacts, choice: DeviceChoice, chosen: ChosenDevices) -> Reservation:
-        """Reserves what the load is expected to take of its devices; all that it may take, if it is divided, because
-        its parts are not known yet."""
+    def _begin(
+        self, model: KnownModel, metadata: FileMetadata, choice: DeviceChoice, chosen: ChosenDevices
+    ) -> Reservation:
+        """Reserves the expected size of the load on its devices. Reserves the maximum if its parts or its size are
+        unknown."""
         estimates = self._estimates_of(model)
         sizes = {device.index: choice.usable_bytes(device) for device in chosen.devices}
         if not model.is_divided:
-            expected = {each.index: estimates.expected_bytes(model, facts, each) for each in chosen.devices}
-            sizes = {index: min(size, expected[index]) for index, size in sizes.items()}
+            expected = {each.index: estimates.expected_bytes(model, metadata, each) for each in chosen.devices}
+            sizes = {index: min(size, expected[index] or size) for index, size in sizes.items()}
         reservation = Reservation(model.id, sizes)
         self._loads.begin(reservation)
         return reservation
 
     @contextlib.asynccontextmanager
-    async def _for_reload(self, model: KnownModel, facts: FileFacts, indices: tuple[int, ...]) -> AsyncIterator[None]:
-        """Reserves memory for a lost part of a loaded model on the same devices, which have no extra replicas then."""
+    async def _for_reload(
+        self, model: KnownModel, metadata: FileMetadata, indices: tuple[int, ...]
+    ) -> AsyncIterator[None]:
+        """Reserves memory for a lost part of a loaded model on the same devices, after unloading their extra
+        replicas."""
         estimates = self._estimates_of(model)
-        need = {each.index: estimates.expected_bytes(model, facts, each) for each in self._devices}
+        need = {each.index: estimates.expected_bytes(model, metadata, each) for each in self._devices}
         async with (
             self._loads.turn(model.id, indices, lambda _: None),
             self._reserved(Reservation(model.id, {index: need[index] for index in indices}), lambda _: None),
@@ -171,8 +176,8 @@ class DeviceAllocator:
             self._loads.end(reservation)
 
     async def _take_back(self, reservation: Reservation, *, is_whole: bool = True) -> None:
-        """Unloads extra replicas where a device has less free memory than reserved; on all its devices, for a divided
-        model."""
+        """Unloads extra replicas if a device has less free memory than reserved; for a divided model, on all its
+        devices."""
         own = reservation.device_bytes
         readings = await self._read()
         sharing = self._extras.sharing(own)
@@ -192,7 +197,7 @@ class DeviceAllocator:
         await self._extras.give_back(sharing, self._drain_s, only_loading=has_room)
 
     async def for_extra(
-        self, model: KnownModel, facts: FileFacts, taken: tuple[int, ...]
+        self, model: KnownModel, metadata: FileMetadata, taken: tuple[int, ...]
     ) -> tuple[ChosenDevices, int] | None:
         """A device with room for an extra replica next to everything else, and its free bytes; None if there is none.
         `taken`: see `ReplicatedHost.taken_devices`. The load must start before the loop does anything else."""
@@ -211,7 +216,7 @@ class DeviceAllocator:
             held_bytes = self._extras.num_bytes(self._extras.sharing((device.index,)), readings)
             return None if left_bytes is None else max(0, left_bytes - held_bytes)
 
-        choice = DeviceChoice(model, facts, self._devices, readings, self._estimates_of(model), excluded, left)
+        choice = DeviceChoice(model, metadata, self._devices, readings, self._estimates_of(model), excluded, left)
         try:
             chosen = choice.choose()
         except InsufficientCapacity:
@@ -245,7 +250,7 @@ class DeviceAllocator:
         self,
         error: InsufficientCapacity | LoadRejected,
         model: KnownModel,
-        facts: FileFacts,
+        metadata: FileMetadata,
         host: ModelHost,
         resident: Resident,
     ) -> bool:
@@ -256,19 +261,19 @@ class DeviceAllocator:
             if error.kind is not FaultKind.OUT_OF_MEMORY:
                 return False
         try:
-            chosen = await self._choose_alone(model, facts)
+            chosen = await self._choose_alone(model, metadata)
         except (InsufficientCapacity, LoadFailed):
             return False
         if chosen.free_bytes and sum(chosen.free_bytes) < resident.measured_bytes:  # its layers are divided
             return False
         return set(chosen.indices) != set(host.device_indices)
 
-    async def fits_without(self, model: KnownModel, facts: FileFacts, leaving: Sequence[ModelHolding]) -> bool:
+    async def fits_without(self, model: KnownModel, metadata: FileMetadata, leaving: Sequence[ModelHolding]) -> bool:
         """Whether a load would find room if these models were unloaded first."""
         readings = self._after_unloads(self._extras.without(await self._read()), leaving)
         gone = {holding.model_id for holding in leaving}
         try:
-            self._choice(model, facts, self._devices, readings, gone=gone).choose()
+            self._choice(model, metadata, self._devices, readings, gone=gone).choose()
         except InsufficientCapacity:
             return False
         return True
@@ -285,14 +290,14 @@ class DeviceAllocator:
                 )
 
     def _left_bytes(self, device: Device, num_devices: int, model_id: str) -> int | None:
-        """Bytes of the operator's ceilings that other models and loads in progress leave to the model."""
+        """Bytes under the operator's ceilings that other models and loads in progress leave to the model."""
         loading = self._loads.holdings()
         return self._ceilings.left_bytes(device.index, num_devices, but=model_id, loading=loading)
 
     def _choice(
         self,
         model: KnownModel,
-        facts: FileFacts,
+        metadata: FileMetadata,
         candidates: tuple[Device, ...],
         readings: Mapping[int, DeviceReading],
         *,
@@ -313,33 +318,33 @@ class DeviceAllocator:
             # Its own reading during the load would show more.
             return smallest(left_bytes, usable_now(after_loads.get(device.index), estimates.reserve(device), None))
 
-        return DeviceChoice(model, facts, candidates, after_loads, estimates, left=left)
+        return DeviceChoice(model, metadata, candidates, after_loads, estimates, left=left)
 
-    async def _choose_alone(self, model: KnownModel, facts: FileFacts) -> ChosenDevices:
-        """As if no other load were in progress. Waits for memory that is being freed, or was a moment ago, then raises
-        InsufficientCapacity."""
+    async def _choose_alone(self, model: KnownModel, metadata: FileMetadata) -> ChosenDevices:
+        """Choose as if no other load were in progress. Waits for memory that is being freed, or was a moment ago,
+        before it raises InsufficientCapacity."""
         while True:
             readings = self._extras.without(await self._read())
             try:
-                return self._choice(model, facts, self._devices, readings).choose()
+                return self._choice(model, metadata, self._devices, readings).choose()
             except InsufficientCapacity:
                 if not any(map(_is_settling, self._supervisors.values())):
-                    self._awaited(model, facts, readings, None)
+                    self._awaited(model, metadata, readings, None)
             await asyncio.sleep(SETTLE_INTERVAL_S)
 
     def _awaited(
-        self, model: KnownModel, facts: FileFacts, readings: Mapping[int, DeviceReading], turn: Turn | None
+        self, model: KnownModel, metadata: FileMetadata, readings: Mapping[int, DeviceReading], turn: Turn | None
     ) -> str:
-        """What a load that does not fit waits for. Sets the devices of `turn` to those that the load will take. Raises
-        InsufficientCapacity if nothing in progress frees enough."""
+        """What a load that does not fit must wait for. Sets the devices of `turn` to those that the load will take.
+        Raises InsufficientCapacity if nothing in progress frees enough."""
         try:
-            indices = self._choice(model, facts, self._devices, readings).choose().indices
+            indices = self._choice(model, metadata, self._devices, readings).choose().indices
             reason = self._loads.memory_awaited(indices)
         except InsufficientCapacity as error:
             gone = {holding.model_id for holding in self._leaving()}
             try:
                 soon = self._after_unloads(readings, self._leaving())
-                indices = self._choice(model, facts, self._devices, soon, gone=gone).choose().indices
+                indices = self._choice(model, metadata, self._devices, soon, gone=gone).choose().indices
             except InsufficientCapacity:
                 raise error from None
             reason = self._unloads_awaited()

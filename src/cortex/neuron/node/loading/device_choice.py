@@ -1,4 +1,4 @@
-"""Which devices a load takes, and which layers go to each if the model is divided by layers. Pure."""
+"""Chooses the devices of a load, and the layers of each if the model is divided by layers. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 from cortex.formats.units import gib
 from cortex.neuron.engine.memory.reserve import MemoryReserve
-from cortex.neuron.node.harness.estimates import Estimates, FileFacts
+from cortex.neuron.node.harness.estimates import Estimates, FileMetadata
 from cortex.neuron.node.library import KnownModel
 from cortex.neuron.node.memory.allocation import ChosenDevices
 from cortex.neuron.node.memory.ceilings import smallest
@@ -25,7 +25,7 @@ _SEQUENCES = (4, 8, 16, 32)
 """The engine reserves at most a quarter of the device for sequences of a divided model rather than for weights."""
 
 DeviceLimit = Callable[[Device], int | None]
-"""Bytes of a device; None: no limit."""
+"""Bytes of a device; None without a limit."""
 
 
 def check_devices(model: KnownModel, devices: Sequence[Device]) -> None:
@@ -64,20 +64,20 @@ def capacity_bytes(model: KnownModel, devices: Sequence[Device], estimates: Esti
 
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
-    """Everything that decides which devices a load takes."""
+    """The inputs of a choice of devices."""
 
     model: KnownModel
-    facts: FileFacts
+    metadata: FileMetadata
     devices: Sequence[Device]
     readings: Mapping[int, DeviceReading]
     forecast: Estimates
     excluded: Mapping[int, str] = field(default_factory=dict)
     """Devices that the model cannot use, and why."""
     left: DeviceLimit = lambda _: None
-    """What other models leave of the operator's ceilings."""
+    """Bytes that other models leave under the operator's ceilings."""
 
     def choose(self) -> ChosenDevices:
-        """The devices with room for the model, as many as it takes. Raises InsufficientCapacity or LoadFailed."""
+        """The devices for the model, each with room. Raises InsufficientCapacity or LoadFailed."""
         model, forecast = self.model, self.forecast
         if not self.devices:
             raise InsufficientCapacity(f"{model.id} has no device to be loaded on")
@@ -128,15 +128,15 @@ class DeviceChoice:
         if len(have) < model.num_devices:
             return f"{plural(len(have), 'device')} can be used"
         have_bytes = sum(have) if model.pipeline_parallel > 1 else have[-1]
-        limit_bytes = None if model.memory_bytes is None else model.memory_bytes // self.facts.num_ranks
+        limit_bytes = None if model.memory_bytes is None else model.memory_bytes // self.metadata.num_ranks
         have_bytes, device = smallest(have_bytes, limit_bytes) or 0, self.devices[0]
         lacking_bytes = max(1, self._need_bytes() - have_bytes)
         # What is free changes a little until the load begins.
-        least = self.forecast.split(model, self.facts, device, lacking_bytes + lacking_bytes // _SLACK)
+        least = self.forecast.split(model, self.metadata, device, lacking_bytes + lacking_bytes // _SLACK)
         if isinstance(least, str) or least.host_bytes > host_bytes:
             return least
         for part in _SEQUENCES:
-            more = self.forecast.split(model, self.facts, device, lacking_bytes + have_bytes // part)
+            more = self.forecast.split(model, self.metadata, device, lacking_bytes + have_bytes // part)
             if isinstance(more, HostSplit):
                 return msgspec.structs.replace(
                     least, host_bytes=max(least.host_bytes, min(host_bytes, more.host_bytes))
@@ -144,11 +144,12 @@ class DeviceChoice:
         return least
 
     def _need_bytes(self) -> int:
-        """The least memory of each device, or of all if the layers are divided."""
+        """The least memory of each device, or of all if the layers are divided; positive for a model of unknown
+        size."""
         device, tokens = self.devices[0], self.model.min_context_tokens
         if tokens is None:
-            return self.forecast.least_bytes(self.model, self.facts, device)
-        return self.forecast.context_bytes(self.model, self.facts, device, tokens)
+            return max(1, self.forecast.least_bytes(self.model, self.metadata, device))
+        return self.forecast.context_bytes(self.model, self.metadata, device, tokens)
 
     @property
     def _purpose(self) -> str:
@@ -162,10 +163,10 @@ class DeviceChoice:
 
     def _check_stages(self) -> None:
         """Raises LoadFailed for a model that cannot be divided like this, even if all memory were free."""
-        model, num_layers, most_stages = self.model, self.facts.num_layers, self.facts.most_stages
-        if not self.facts.has_stages:
+        model, num_layers, most_stages = self.model, self.metadata.num_layers, self.metadata.most_stages
+        if not self.metadata.has_stages:
             raise ModelUnsupported(
-                f"{model.id} cannot be divided by layers, because the {self.facts.backend} library runs it; "
+                f"{model.id} cannot be divided by layers, because the {self.metadata.backend} library runs it; "
                 "use tensor_parallel instead of pipeline_parallel, or one device"
             )
         if model.pipeline_parallel > num_layers:
@@ -179,7 +180,7 @@ class DeviceChoice:
                 f"{model.id} has {num_layers} layers, of which some share keys and values or pictures and must be on "
                 f"one device: pipeline_parallel = {model.pipeline_parallel} is too many; {advice}"
             )
-        need_bytes = self.forecast.smallest_bytes(model, self.facts, self.devices[0])
+        need_bytes = self.forecast.smallest_bytes(model, self.metadata, self.devices[0])
         if model.memory_bytes is not None and model.memory_bytes < need_bytes:
             raise LoadFailed(
                 f"{model.id} needs {gib(need_bytes)}, but may take {gib(model.memory_bytes)} (memory_mb); "
@@ -208,7 +209,7 @@ class DeviceChoice:
             columns = [[chosen[start + stage] for start in range(0, len(chosen), size)] for stage in range(size)]
             capacities = [min(free_bytes[index] for index in column) for column in columns]
             limits = [smallest(*(ceilings[index] for index in column)) for column in columns]
-            stages = self.forecast.stages(model, self.facts, self.devices[0], capacities, limits)
+            stages = self.forecast.stages(model, self.metadata, self.devices[0], capacities, limits)
         need_bytes = 0 if model.min_context_tokens is None else model.replicas * self._need_bytes()
         if stages is not None and sum(free_bytes[index] for index in chosen) >= need_bytes:
             devices = tuple(device for device in allowed if device.index in chosen)
@@ -216,10 +217,10 @@ class DeviceChoice:
         raise self._no_room(chosen)
 
     def _no_room(self, chosen: tuple[int, ...]) -> InsufficientCapacity:
-        model, num_layers = self.model, self.facts.num_layers
+        model, num_layers = self.model, self.metadata.num_layers
         least_bytes = self._need_bytes()
         share_bytes = -(-least_bytes // model.pipeline_parallel)
-        fits_when_empty = self.forecast.empty_stages(model, self.facts, self.devices) is not None
+        fits_when_empty = self.forecast.empty_stages(model, self.metadata, self.devices) is not None
         table: list[dict[str, Any]] = []
         for device in self.devices:
             reading = self.readings.get(device.index)
@@ -260,8 +261,8 @@ def choose_devices(
     purpose: str = "",
 ) -> tuple[int, ...]:
     """The indices, in order, of the `count` devices with the most free memory among those where `need_bytes` fit; only
-    `allowed` ones, if any are given, and none of `excluded`, which has the reasons. `ceiling`: the most that the model
-    may ever take of a device; `left`: what other models leave of that; `purpose`: of the bytes, in words.
+    `allowed` ones, if given, and none of `excluded`, which has the reasons. `ceiling`: the model's maximum on a device;
+    `left`: what other models leave of it; `purpose`: of the bytes, in words.
 
     Raises InsufficientCapacity with the needed and the available bytes of every device that does not fit.
     """
@@ -331,7 +332,7 @@ def device_row(
 def _why_unusable(
     device: Device, reading: DeviceReading | None, allowed: Sequence[int], excluded: Mapping[int, str]
 ) -> str | None:
-    """Why a load cannot use the device, however much of it is free; None: it can."""
+    """Why a load cannot use the device, regardless of its free memory; None if it can."""
     if allowed and device.index not in allowed:
         return "not among the requested devices"
     return excluded.get(device.index, "the device does not respond" if reading is None else None)

@@ -1,8 +1,8 @@
 """Loads models: from a name to an instance that serves.
 
-`ModelLoader.load` reads from top to bottom: resolve the files, preflight them, find a device with room (or as many as
-the model is divided among), load the weights in its worker while the tokenizer starts. Downloads run on threads, and
-files are read in the survey process. A load that fails or is cancelled leaves nothing behind.
+`ModelLoader.load` reads from top to bottom: resolve the files, preflight them, find devices with room, load the weights
+in their workers while the tokenizer starts. Downloads run on threads, and files are read in the inspection process. A
+load that fails or is cancelled leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from cortex.neuron.config import NeuronConfig
 from cortex.neuron.hub_process.resolver import FileSources
 from cortex.neuron.models.host_division import NO_EXPERTS
 from cortex.neuron.node.devices import NodeDevices
-from cortex.neuron.node.harness.estimates import FileFacts, Footprint
+from cortex.neuron.node.harness.estimates import FileMetadata, Footprint
 from cortex.neuron.node.harness.harness import Harnesses
+from cortex.neuron.node.inspection_process.client import Inspector
 from cortex.neuron.node.instance import Instance, ModelCallbacks
 from cortex.neuron.node.library import Fetch, FileStamps, KnownModel, Library, file_stamps
-from cortex.neuron.node.loading.device_allocator import DeviceAllocator, RoomElsewhere, wake_settled
+from cortex.neuron.node.loading.device_allocator import DeviceAllocator, MemoryElsewhere, wake_settled
 from cortex.neuron.node.loading.device_choice import capacity_bytes, check_devices
 from cortex.neuron.node.loading.loads_in_progress import OnWait
 from cortex.neuron.node.memory.host_budget import HostBudget
-from cortex.neuron.node.survey_process.client import Surveys
 from cortex.neuron.node.text.texts import Texts
-from cortex.neuron.text.model import TextSurvey
+from cortex.neuron.text.model import TextInspection
 from cortex.neuron.weights import errors as weight_errors
 from cortex.neuron.weights.errors import Cancelled, CheckpointError
 from cortex.neuron.worker.faults import FaultKind
@@ -65,11 +65,11 @@ _DOWNLOAD_ERRORS: dict[type[CheckpointError], type[LoadFailed]] = {
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What a model's files say about it."""
+    """The metadata from a model's files."""
 
-    facts: FileFacts
-    """They describe the whole model, or one rank of a divided one."""
-    text: TextSurvey
+    metadata: FileMetadata
+    """Facts of the whole model, or of one rank of a divided one."""
+    text: TextInspection
     requested_quant: str | None
     speculation: str | None
     chat_template: str | None
@@ -79,7 +79,7 @@ class Inspection:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a model will take of this node, as far as its files and options say."""
+    """The memory that a model will take on this node, by its files and options."""
 
     footprint: Footprint
     stage_layers: tuple[int, ...]
@@ -103,9 +103,9 @@ class ModelLoader:
         room: DeviceAllocator,
         *,
         fetch: Fetch,
-        surveys: Surveys,
+        inspector: Inspector,
         texts: Texts,
-        make_room: Callable[[KnownModel, FileFacts], Awaitable[bool]],
+        make_room: Callable[[KnownModel, FileMetadata], Awaitable[bool]],
         host: HostBudget,
     ) -> None:
         """`make_room`: unloads idle models, if that makes room for the context that a load asks for."""
@@ -116,22 +116,22 @@ class ModelLoader:
         self._harnesses = harnesses
         self._room = room
         self._fetch = fetch
-        self._reader = surveys
+        self._reader = inspector
         self._texts = texts
         self._make_room = make_room
         self._host = host
-        self.surveys: dict[str, Inspection] = {}
+        self.inspections: dict[str, Inspection] = {}
         """By model id; kept after an unload."""
-        self._surveyed_files: dict[str, FileStamps] = {}
-        """By model id: the files of its survey, which is made again once they change."""
+        self._inspected_files: dict[str, FileStamps] = {}
+        """By model id: the files of its inspection, which is made again once they change."""
         self._estimates: dict[str, tuple[object, Estimate]] = {}
         """By model id: the latest one, and what it was computed from."""
         self.damaged: dict[str, CortexError] = {}
-        """Models whose files failed the survey, or are not where their path says → why."""
+        """Models whose files failed the inspection or are missing → why."""
         self._damaged_files: dict[str, tuple[Path, FileStamps]] = {}
-        """By model id: the files that failed the survey, which are read again once they change."""
+        """By model id: the files that failed the inspection, which are read again once they change."""
         self._absent: set[str] = set()
-        """Those of the latter kind."""
+        """Models whose files are missing."""
 
     async def load(self, model: KnownModel, callbacks: ModelCallbacks) -> Instance:
         """Raises LoadFailed, InsufficientCapacity or WorkerLost."""
@@ -142,114 +142,115 @@ class ModelLoader:
         if (draft := self._library.draft_of(model)) is not None and not await self.find_local(draft):
             await self.download(draft, callbacks.on_progress)
         callbacks.on_files_ready()
-        survey = await self.survey(model, path)
+        inspection = await self.inspect(model, path)
         try:
-            instance = await self._load_with_context(model, survey.facts, callbacks)
+            instance = await self._load_with_context(model, inspection.metadata, callbacks)
         except LoadRejected as error:
             raise _load_error(model.id, error) from error
         except InsufficientCapacity as error:
-            advice = _smaller_forms(survey.quantised)
+            advice = _smaller_forms(inspection.quantised)
             raise error.in_words(f"{error.message}{advice}") from error
-        instance.files = (path, self._surveyed_files.get(model.id, ()))
+        instance.files = (path, self._inspected_files.get(model.id, ()))
         self._library.remember_quant(model.id, model.quant)
         contexts, resident = self.contexts(model), instance.host.resident
         if contexts is not None and resident is not None and (why := contexts.shortage(resident.info.context_tokens)):
             log.warning("%s: %s", model.id, why)
         return instance
 
-    async def _load_with_context(self, model: KnownModel, facts: FileFacts, callbacks: ModelCallbacks) -> Instance:
-        """With the context that the load asks for. Where this node decides, with the one that the model is to have, and
-        else with what there is. Raises InsufficientCapacity, and what `_load_on_devices` raises."""
-        required = self.with_context(model, facts)
+    async def _load_with_context(
+        self, model: KnownModel, metadata: FileMetadata, callbacks: ModelCallbacks
+    ) -> Instance:
+        """Load with the context that the request asks for. If this node decides, with the wanted context, else with
+        what fits. Raises InsufficientCapacity, and what `_load_on_devices` raises."""
+        required = self.with_context(model, metadata)
         if required is None:
-            return await self._load_or_split(replace(model, min_context_tokens=None), facts, callbacks)
+            return await self._load_or_split(replace(model, min_context_tokens=None), metadata, callbacks)
         if model.min_context_tokens is not None:
-            return await self._load_or_split(required, facts, callbacks)
+            return await self._load_or_split(required, metadata, callbacks)
         with contextlib.suppress(InsufficientCapacity):
-            return await self._load_on_devices(required, facts, callbacks)
-        if await self._make_room(required, facts):
+            return await self._load_on_devices(required, metadata, callbacks)
+        if await self._make_room(required, metadata):
             with contextlib.suppress(InsufficientCapacity):  # another load may have taken the room
-                return await self._load_on_devices(required, facts, callbacks)
+                return await self._load_on_devices(required, metadata, callbacks)
         with contextlib.suppress(InsufficientCapacity):
-            return await self._load_split(required, facts, callbacks)
-        return await self._load_or_split(model, facts, callbacks)
+            return await self._load_split(required, metadata, callbacks)
+        return await self._load_or_split(model, metadata, callbacks)
 
-    async def _load_or_split(self, model: KnownModel, facts: FileFacts, callbacks: ModelCallbacks) -> Instance:
-        """On its devices alone, if they have room, else with a part of its weights in host memory. Raises
+    async def _load_or_split(self, model: KnownModel, metadata: FileMetadata, callbacks: ModelCallbacks) -> Instance:
+        """Load on devices alone if they have room, else with part of the weights in host memory. Raises
         InsufficientCapacity, and what `_load_on_devices` raises."""
         try:
-            return await self._load_on_devices(model, facts, callbacks)
+            return await self._load_on_devices(model, metadata, callbacks)
         except InsufficientCapacity as error:
-            footprint = self.estimate(model, facts).footprint
+            footprint = self.estimate(model, metadata).footprint
             if footprint.splits is None and not model.host_weights:
                 if footprint.last_resort is None:
                     raise
                 raise error.in_words(f"{error.message}; {NO_EXPERTS}") from error
             try:
-                return await self._load_split(model, facts, callbacks)
+                return await self._load_split(model, metadata, callbacks)
             except InsufficientCapacity as split_error:
                 message = f"{error.message}; {split_error.message.removeprefix(f'{model.id}: ')}"
                 raise error.in_words(message) from split_error
 
-    async def _load_split(self, model: KnownModel, facts: FileFacts, callbacks: ModelCallbacks) -> Instance:
-        """With as much of its weights in host memory as the device has no room for. Raises as `_load_or_split` does."""
-        split = await self._room.split(model, facts, self._host.free_bytes(model.id))
+    async def _load_split(self, model: KnownModel, metadata: FileMetadata, callbacks: ModelCallbacks) -> Instance:
+        """Load with the weights that do not fit the device in host memory. Raises as `_load_or_split` does."""
+        split = await self._room.split(model, metadata, self._host.free_bytes(model.id))
         if isinstance(split, str):
             raise InsufficientCapacity(f"{model.id}: {split}")
         async with self._host.for_weights(model.id, split.host_bytes):
-            splits = self.estimate(model, facts).footprint.splits
+            splits = self.estimate(model, metadata).footprint.splits
             speed = speed_in_words(split.tokens_per_s, is_measured=splits is not None and splits.is_measured)
             log.info("%s: loaded with up to %s of weights in host memory, %s", model.id, gib(split.host_bytes), speed)
-            return await self._load_on_devices(replace(model, host_split=split), facts, callbacks)
+            return await self._load_on_devices(replace(model, host_split=split), metadata, callbacks)
 
-    def with_context(self, model: KnownModel, facts: FileFacts, tokens: int | None = None) -> KnownModel | None:
-        """The model as a load that gets no less than `tokens` or, by default, than what the load asks for or the model
-        is to have: each as far as the empty devices hold it. None: its contexts are not known here."""
-        contexts = self.estimate(model, facts).footprint.contexts
+    def with_context(self, model: KnownModel, metadata: FileMetadata, tokens: int | None = None) -> KnownModel | None:
+        """The model as a load that gets at least `tokens` or, by default, the requested or wanted context, as far as
+        empty devices hold it. None if its contexts are unknown here."""
+        contexts = self.estimate(model, metadata).footprint.contexts
         if contexts is None:
             return None
         estimates = self._harnesses.of(model).estimates
         asked = tokens or model.min_context_tokens or tolerated(contexts.wanted_tokens)
-        splits = self.estimate(model, facts).footprint.splits
+        splits = self.estimate(model, metadata).footprint.splits
         have_bytes = capacity_bytes(model, self._devices, estimates)
         held = tolerated(contexts.tokens_in(have_bytes + (splits.most_saved_bytes if splits is not None else 0)))
         return replace(model, min_context_tokens=min(asked, contexts.full_tokens, held))
 
     def contexts(self, model: KnownModel) -> ContextSizes | None:
-        """What the contexts of a model take, if its files were read and its harness knows."""
-        survey = self.surveys.get(model.id)
-        return None if survey is None else self.estimate(model, survey.facts).footprint.contexts
+        """The sizes of a model's contexts, if its files were read and its harness knows them."""
+        inspection = self.inspections.get(model.id)
+        return None if inspection is None else self.estimate(model, inspection.metadata).footprint.contexts
 
-    async def _load_on_devices(self, model: KnownModel, facts: FileFacts, callbacks: ModelCallbacks) -> Instance:
+    async def _load_on_devices(self, model: KnownModel, metadata: FileMetadata, callbacks: ModelCallbacks) -> Instance:
         """Raises InsufficientCapacity, LoadFailed, LoadRejected or WorkerLost."""
         harness = self._harnesses.of(model)
-        async with self._room.for_load(model, facts, callbacks.on_wait) as room:
-            host, chosen = await harness.host(model, facts, room)
+        async with self._room.for_load(model, metadata, callbacks.on_wait) as room:
+            host, chosen = await harness.host(model, metadata, room)
             limits = replace(self._config.limits, max_num_seqs=harness.max_num_seqs)
             instance = Instance(model.id, host, limits, callbacks, preempts=harness.upstream(model) is None)
             own_stages = chosen.stages[: len(chosen.devices)]
             instance.stage_layers = tuple(stage.num_layers for stage in own_stages) * model.replicas
-            await self._load_weights(instance, facts.path, uses_text=harness.upstream(model) is None)
+            await self._load_weights(instance, metadata.path, uses_text=harness.upstream(model) is None)
         return instance
 
     async def add_replica(self, model: KnownModel, replicas: ReplicatedHost) -> bool:
-        """Loads an extra replica of a ready model on a device with room for it next to everything else. False: there is
-        none, or the load was cancelled, because the model goes or another load needs the memory. Raises LoadRejected
-        or WorkerLost."""
-        facts = self.surveys[model.id].facts
+        """Loads an extra replica of a ready model on a device with room in addition to everything else. False if there
+        is none, or if the load was cancelled because the model is unloaded or another load needs the memory. Raises
+        LoadRejected or WorkerLost."""
+        metadata = self.inspections[model.id].metadata
         # A gateway names the devices of the load that it asked for; the operator's choice holds for all replicas.
         devices = self._library.find(model.id).devices
         model = replace(model, replicas=1, devices=devices, min_context_tokens=None)
-        if (room := await self._room.for_extra(model, facts, replicas.taken_devices)) is None:
+        if (room := await self._room.for_extra(model, metadata, replicas.taken_devices)) is None:
             return False
         chosen, free_bytes = room
-        host = self._harnesses.of(model).replica(model, facts, chosen)
+        host = self._harnesses.of(model).replica(model, metadata, chosen)
         return await self._extras.add(replicas, host, free_bytes)
 
     async def wake(self, model: KnownModel, instance: Instance, on_wait: OnWait) -> None:
-        """Wakes a sleeping model where it is. Raises InsufficientCapacity or LoadFailed (the model is asleep as before;
-        `RoomElsewhere`: there is room for it on other devices). Raises Damaged or WorkerLost if nothing of it is
-        left."""
+        """Wakes a sleeping model where it is. On InsufficientCapacity or LoadFailed the model is still asleep
+        (`MemoryElsewhere`: other devices have room for it). On Damaged or WorkerLost nothing of it is left."""
         host, resident = instance.host, instance.resident
         model = replace(model, min_context_tokens=None)  # it wakes with the context that it has
         try:
@@ -257,8 +258,8 @@ class ModelLoader:
                 await wake_settled(host)
                 instance.woken()
         except (InsufficientCapacity, LoadRejected) as error:
-            if await self._room.has_room_elsewhere(error, model, self.surveys[model.id].facts, host, resident):
-                raise RoomElsewhere(about(model.id, error)) from error
+            if await self._room.has_room_elsewhere(error, model, self.inspections[model.id].metadata, host, resident):
+                raise MemoryElsewhere(about(model.id, error)) from error
             if isinstance(error, LoadRejected):
                 raise _load_error(model.id, error) from error
             raise
@@ -269,7 +270,7 @@ class ModelLoader:
         return () if upstream is None else upstream.log(0).lines[-_LAST_LINES:]
 
     def restarts(self, model: KnownModel) -> bool:
-        """Whether the model is loaded again by itself when it is lost."""
+        """Whether the model is reloaded without a request when it is lost."""
         return model.member is None and self._harnesses.of(model).restarts
 
     # Files
@@ -288,18 +289,18 @@ class ModelLoader:
                 f"{model.id} is run by the server of the harness {upstream.harness}; only it knows its tokens",
                 param="model",
             )
-        survey = self.surveys.get(model.id)
-        if survey is None and (damage := self.damaged.get(model.id)) is not None:
+        inspection = self.inspections.get(model.id)
+        if inspection is None and (damage := self.damaged.get(model.id)) is not None:
             raise from_code(damage.code, damage.message)
-        path = survey.facts.path if survey is not None else await self.find_local(model)
+        path = inspection.metadata.path if inspection is not None else await self.find_local(model)
         if path is None:
             raise LoadFailed(f"the files of {model.id} are not on this node yet; POST /models/load fetches them")
         return path
 
     def known_path(self, model_id: str) -> Path | None:
         """Where its files are, if they were read."""
-        survey = self.surveys.get(model_id)
-        return None if survey is None else survey.facts.path
+        inspection = self.inspections.get(model_id)
+        return None if inspection is None else inspection.metadata.path
 
     async def download(
         self, model: KnownModel, on_progress: Callable[[str, int, int], None], *, uses_hub: bool = True
@@ -328,57 +329,57 @@ class ModelLoader:
 
     # Preflight
 
-    async def survey(self, model: KnownModel, path: Path) -> Inspection:
-        """Reads the model's headers and chat template, once as long as its files do not change. Raises LoadFailed."""
-        known, stamps = self.surveys.get(model.id), await self._stamps(model, path)
+    async def inspect(self, model: KnownModel, path: Path) -> Inspection:
+        """Reads the model's headers and chat template, once until its files change. Raises LoadFailed."""
+        known, stamps = self.inspections.get(model.id), await self._stamps(model, path)
         wanted = (path, model.quant, model.tensor_parallel, model.speculation, model.chat_template, stamps)
         if known is not None and self._library.draft_of(model) is None:  # a draft model's files may have come since
-            files = self._surveyed_files.get(model.id)
-            options = (known.requested_quant, known.facts.num_ranks, known.speculation, known.chat_template)
-            if wanted == (known.facts.path, *options, files):
+            files = self._inspected_files.get(model.id)
+            options = (known.requested_quant, known.metadata.num_ranks, known.speculation, known.chat_template)
+            if wanted == (known.metadata.path, *options, files):
                 return known
-        survey = self.surveys[model.id] = await self.read(model, path)
-        self._surveyed_files[model.id] = stamps
+        inspection = self.inspections[model.id] = await self.read(model, path)
+        self._inspected_files[model.id] = stamps
         self.damaged.pop(model.id, None)
-        return survey
+        return inspection
 
     async def read(self, model: KnownModel, path: Path) -> Inspection:
-        """What `survey` finds, without keeping it: for other files than those of a model in memory. Raises
+        """Like `inspect`, without keeping the result: for files other than those of a model in memory. Raises
         LoadFailed."""
         harness = self._harnesses.of(model)
-        facts, quantised = await harness.read(model, path)
+        metadata, quantised = await harness.read(model, path)
         text = await harness.read_text(model, path)
-        return Inspection(facts, text, model.quant, model.speculation, model.chat_template, quantised)
+        return Inspection(metadata, text, model.quant, model.speculation, model.chat_template, quantised)
 
     def forget(self, model_id: str) -> None:
         """The model's files are gone."""
-        self.surveys.pop(model_id, None)
-        self._surveyed_files.pop(model_id, None)
+        self.inspections.pop(model_id, None)
+        self._inspected_files.pop(model_id, None)
         self._estimates.pop(model_id, None)
         self.damaged.pop(model_id, None)
         self._damaged_files.pop(model_id, None)
         self._absent.discard(model_id)
 
-    async def survey_library(self, is_in_memory: Callable[[str], bool]) -> None:
-        """Surveys every model whose files are complete, so that its size is known before it is loaded. A path without
-        files is reported; files that come later, or change while the model is not in memory, are found."""
+    async def inspect_library(self, is_in_memory: Callable[[str], bool]) -> None:
+        """Inspects every model whose files are complete, so that its size is known before a load. Reports paths without
+        files, and notices files that appear later or change while the model is not in memory."""
         for model in self._library:
-            known = self.surveys.get(model.id)
+            known = self.inspections.get(model.id)
             if known is not None and not is_in_memory(model.id):
-                stamps = await self._stamps(model, known.facts.path)
-                is_same = stamps == self._surveyed_files.get(model.id)
-                if not is_same and self.surveys.get(model.id) is known and not is_in_memory(model.id):
+                stamps = await self._stamps(model, known.metadata.path)
+                is_same = stamps == self._inspected_files.get(model.id)
+                if not is_same and self.inspections.get(model.id) is known and not is_in_memory(model.id):
                     self.forget(model.id)
-            await self.survey_listed(model)
+            await self.inspect_listed(model)
 
     async def _stamps(self, model: KnownModel, path: Path) -> FileStamps:
         if not self._harnesses.of(model).needs_files(model):
             return ()
         return await asyncio.to_thread(file_stamps, path)
 
-    async def survey_listed(self, model: KnownModel) -> None:
-        """Surveys one of them, unless that was done."""
-        if model.id in self.surveys or not await self._may_be_usable(model.id):
+    async def inspect_listed(self, model: KnownModel) -> None:
+        """Inspects one of them, unless already done."""
+        if model.id in self.inspections or not await self._may_be_usable(model.id):
             return
         path = None
         try:
@@ -395,7 +396,7 @@ class ModelLoader:
                 self._absent.discard(model.id)
                 self.damaged.pop(model.id, None)
             stamps = await self._stamps(model, path)  # before they are read: they may change meanwhile
-            survey = await self.read(model, path)
+            inspection = await self.read(model, path)
         except CortexError as error:
             before = self.damaged.get(model.id)
             self.damaged[model.id] = error.with_traceback(None)
@@ -406,11 +407,11 @@ class ModelLoader:
         else:
             self.damaged.pop(model.id, None)
             self._damaged_files.pop(model.id, None)
-            if model.id not in self.surveys:  # else a load has surveyed the form that it was asked for
-                self.surveys[model.id], self._surveyed_files[model.id] = survey, stamps
+            if model.id not in self.inspections:  # else a load has inspected the form that it was asked for
+                self.inspections[model.id], self._inspected_files[model.id] = inspection, stamps
 
     async def _may_be_usable(self, model_id: str) -> bool:
-        """Whether its files are to be read: they did not fail the survey, or have changed since."""
+        """Whether to read its files: they have not failed the inspection, or have changed since."""
         if model_id not in self.damaged or model_id in self._absent:
             return True
         if (known := self._damaged_files.get(model_id)) is None:
@@ -422,24 +423,24 @@ class ModelLoader:
         """What an estimate depends on in addition to the model and its files."""
         return self._harnesses.of(model).estimates.basis(self._devices[0])
 
-    def estimate(self, model: KnownModel, facts: FileFacts) -> Estimate:
-        """On those of this node's devices that the model may use. Every poll of the node asks for it, and it takes
-        milliseconds, so it is computed again only if something has changed."""
+    def estimate(self, model: KnownModel, metadata: FileMetadata) -> Estimate:
+        """The estimate on the devices that the model may use. Every poll needs it and it takes milliseconds, so it is
+        recomputed only after a change."""
         estimates = self._harnesses.of(model).estimates
-        basis = (model, facts, self.estimate_basis(model))
+        basis = (model, metadata, self.estimate_basis(model))
         known_basis, estimate = self._estimates.get(model.id, (None, None))
         if estimate is None or basis != known_basis:
             stages = None
             if model.pipeline_parallel > 1:
-                stages = estimates.empty_stages(model, facts, self._devices)
+                stages = estimates.empty_stages(model, metadata, self._devices)
             layers = tuple(stage.num_layers for stage in stages or ())
-            estimate = Estimate(estimates.footprint(model, facts, self._devices), layers)
+            estimate = Estimate(estimates.footprint(model, metadata, self._devices), layers)
             self._estimates[model.id] = (basis, estimate)
         return estimate
 
     async def _load_weights(self, instance: Instance, path: Path, *, uses_text: bool) -> None:
-        """Loads the weights and starts the tokenizer side by side. Where either fails, and when this is cancelled,
-        the weights are unloaded again. Raises LoadRejected or WorkerLost, and LoadFailed of the tokenizer."""
+        """Loads the weights and starts the tokenizer concurrently. If either fails or this is cancelled, the weights
+        are unloaded again. Raises LoadRejected or WorkerLost, and the tokenizer's LoadFailed."""
         host = instance.host
         starting = self._texts.wake(instance.model_id, path) if uses_text else asyncio.sleep(0)
         tokenizer = asyncio.create_task(starting)
@@ -460,7 +461,7 @@ class ModelLoader:
 
 
 def _smaller_forms(quantised: Mapping[str, Footprint]) -> str:
-    """What an error says about a model that would be smaller."""
+    """The part of an error about quantisations in which the model would be smaller."""
     if not quantised:
         return ""
     sizes = ", ".join(f"{gib(size.least_bytes)} as {name}" for name, size in quantised.items())

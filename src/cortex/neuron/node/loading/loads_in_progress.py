@@ -14,19 +14,19 @@ from cortex.neuron.worker.discovery import DeviceReading
 from cortex.wire.node.protocol import Device
 
 _RECHECK_S = 1.0
-"""How often a load that waits for others looks for room: a model may have been unloaded meanwhile."""
+"""Interval at which a waiting load looks for room, because a model may have been unloaded meanwhile."""
 
 OnWait = Callable[[str | None], None]
-"""Gets what a load waits for; None: it waits for nothing any more."""
+"""Receives what a load waits for; None when it no longer waits."""
 
 
 @dataclass(eq=False, slots=True)
 class Turn:
-    """A load that runs in the workers of its devices, or waits for that."""
+    """A load that runs in its devices' workers, or waits to."""
 
     model_id: str
     indices: frozenset[int] = frozenset()
-    """The devices that it takes, as decided last."""
+    """The devices that it takes, by the latest decision."""
     runs: bool = False
 
 
@@ -60,7 +60,7 @@ class LoadsInProgress:
         self._notify()
 
     def affecting(self, indices: Collection[int]) -> list[Reservation]:
-        """Those that take memory from these devices. CPU devices share the memory of the host."""
+        """The loads that take memory from these devices. CPU devices share the host's memory."""
         if self._num_host_shares:
             return list(self._reservations)
         return [each for each in self._reservations if not each.device_bytes.keys().isdisjoint(indices)]
@@ -68,7 +68,7 @@ class LoadsInProgress:
     def applied(
         self, readings: Mapping[int, DeviceReading], *, but: Reservation | None = None
     ) -> dict[int, DeviceReading]:
-        """The readings as they will be once every load in progress, other than `but`, has taken its memory."""
+        """The readings after every load in progress, except `but`, has taken its memory."""
         others = [each for each in self._reservations if each is not but]
         return {
             index: replace(reading, free_bytes=max(0, reading.free_bytes - self._outstanding_bytes(index, others)))
@@ -93,7 +93,7 @@ class LoadsInProgress:
 
     @contextlib.contextmanager
     def queued(self, model_id: str) -> Iterator[Turn]:
-        """A place among the loads that run in workers: the first to come is the first to run."""
+        """A place in the queue of loads in workers, which run in order of arrival."""
         turn = Turn(model_id)
         self._turns.append(turn)
         try:
@@ -113,7 +113,7 @@ class LoadsInProgress:
 
     @contextlib.asynccontextmanager
     async def turn(self, model_id: str, indices: Collection[int], on_wait: OnWait) -> AsyncIterator[None]:
-        """No other load runs in the workers of these devices."""
+        """A context in which no other load runs in the workers of these devices."""
         with self.queued(model_id) as turn:
             while (reason := self.start(turn, indices)) is not None:
                 on_wait(reason)
@@ -121,7 +121,7 @@ class LoadsInProgress:
             yield
 
     def busy_devices(self, turn: Turn) -> frozenset[int]:
-        """Where the load would wait for others."""
+        """The devices where the load would wait for others."""
         return frozenset[int]().union(*(other.indices for other in self._ahead_of(turn)))
 
     def _ahead_of(self, turn: Turn) -> list[Turn]:
@@ -137,7 +137,7 @@ class LoadsInProgress:
     # Waiting
 
     def memory_awaited(self, indices: Collection[int]) -> str:
-        """What a load waits for that would have room on these devices without others."""
+        """What a load must wait for that would fit these devices without others."""
         names = dict.fromkeys(each.model_id for each in self.affecting(indices))
         return f"waits for the load of {', '.join(names)}, which may take the memory that it needs"
 

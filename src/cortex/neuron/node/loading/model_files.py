@@ -54,7 +54,7 @@ MAX_ENDED_PULLS = 32
 _CHUNK_BYTES = 1 << 22
 
 InUse = Callable[[], Iterable[tuple[str, Path | None]]]
-"""The models that are in memory or on their way there, and the paths of their files as far as they are known."""
+"""The models in memory or being loaded, and the paths of their files, if known."""
 
 
 @dataclass(slots=True, eq=False)
@@ -147,7 +147,7 @@ class ModelFiles:
             raise ModelInUse(f"the files of {model.id} are being deleted; try again in a moment")
 
     def forget_if_absent(self, model: KnownModel) -> None:
-        """Stop listing a model of the hub of which nothing is here: it may not even exist."""
+        """Stop listing a hub model without local files: it may not even exist."""
         if _hub_source(model.source) is not None and not self.disk_bytes(model):
             self._library.forget(model.id)
 
@@ -179,7 +179,7 @@ class ModelFiles:
         return await asyncio.to_thread(uploads.find, self._library.cache, digest) is not None
 
     async def upload(self, digest: str, body: Body) -> None:
-        """Keep a file of a client for a model that is made of it. Raises InvalidValue or LoadFailed."""
+        """Keep an uploaded file, of which a model will be made. Raises InvalidValue or LoadFailed."""
         try:
             await asyncio.to_thread(uploads.store, self._library.cache, digest, _chunks(body))
         except CheckpointError as error:
@@ -207,7 +207,7 @@ class ModelFiles:
                     "and the tokenizer's.",
                     param="files",
                 )
-            await self._loader.survey(model, path)
+            await self._loader.inspect(model, path)
         except CortexError:
             await self.delete(FilesRequest(model_id=model.id))
             raise
@@ -215,7 +215,7 @@ class ModelFiles:
         return AssembledFiles(repository=request.repository, num_bytes=num_bytes)
 
     async def shared(self, repository: str, revision: str) -> SharedRepository:
-        """What this node has of a repository. Raises ModelNotFound."""
+        """The files of a repository that this node has. Raises ModelNotFound."""
         found = await asyncio.to_thread(self._shared_cache(repository).listing, revision)
         if found is None:
             raise ModelNotFound(f"this node has no files of {repository} at {shorten(revision)}")
@@ -237,7 +237,7 @@ class ModelFiles:
             os.close(descriptor)
 
     def _shared_cache(self, repository: str) -> RepositoryCache:
-        """Raises ModelNotFound for what is no repository of a model of this node."""
+        """Raises ModelNotFound for a repository of no model of this node."""
         if not is_hub_id(repository) or not any(self._repository_of(model.id) == repository for model in self._library):
             raise ModelNotFound(f"this node has no files of {shorten(repository)}")
         return RepositoryCache(self._library.cache, repository)
@@ -262,7 +262,7 @@ class ModelFiles:
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """The bytes of each repository in the cache; another object when a scan finds others."""
+        """The bytes of each repository in the cache; a new object whenever a scan finds changes."""
         return self._repository_bytes
 
     def disk_bytes(self, model: KnownModel) -> int | None:
@@ -284,7 +284,7 @@ class ModelFiles:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _doomed(self, request: FilesRequest, model: KnownModel, source: HubSource) -> HubSource:
-        """What to delete. Raises ModelInUse for a whole repository that another configured model has, too."""
+        """The files to delete. Raises ModelInUse for a whole repository that another configured model uses."""
         quant, own_quant = request.quant, source.quant
         if own_quant is None and self._library.is_configured(model.id):
             own_quant = model.quant
@@ -329,7 +329,7 @@ class ModelFiles:
         pull.state, pull.reason, pull.code = state, reason, code
 
     async def _download(self, pull: _Pull, model: KnownModel) -> tuple[PullState, str | None, str | None]:
-        """How it ended, why it failed, and the code of that."""
+        """Outcome of the download: state, error message and error code."""
 
         def progressed(stage: str, done_bytes: int, total_bytes: int) -> None:
             pull.progress = pull.progress.advanced(stage, done_bytes, total_bytes, time.monotonic())
@@ -338,7 +338,7 @@ class ModelFiles:
             path = await self._loader.download(model, progressed, uses_hub=pull.request.uses_hub)
             is_in_memory = any(user == model.id for user, _ in self._in_use())
             is_another = model.harness != self._library.find(model.id).harness  # a load with that one reads it again
-            await (self._loader.read if is_in_memory or is_another else self._loader.survey)(model, path)
+            await (self._loader.read if is_in_memory or is_another else self._loader.inspect)(model, path)
         except asyncio.CancelledError:
             return "cancelled", "the download was cancelled; what it has is kept", None
         except CortexError as error:
@@ -357,7 +357,7 @@ def _chunks(body: Body) -> Iterator[bytes]:
 
 
 def _hub_source(text: str) -> HubSource | None:
-    """The hub model that a source names; None for a path, and for a name that can be neither."""
+    """The hub model that a source names; None for a path or an invalid name."""
     try:
         parsed = parse_source(text)
     except CheckpointError:

@@ -8,9 +8,9 @@ from cortex.wire.node.protocol import Progress
 
 STAGES = ("resolve", "download", "read", "place", "compile", "warm")
 _STAGE_OF = {"compile": "place"}
-"""The stages that are reported as a part of another."""
+"""Stages that are reported as part of another."""
 _MIN_SAMPLE_S = 0.5
-"""A rate over a shorter time is noise."""
+"""Minimum time for a meaningful rate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class LoadProgressTracker:
         return replace(self, done_bytes=done_bytes, total_bytes=total_bytes, now_s=now_s)
 
     def waiting(self, reason: str | None, now_s: float) -> LoadProgressTracker:
-        """The progress while the load waits; None: it waits no more."""
+        """The progress while the load waits for something; None when it no longer waits."""
         return replace(self, waits_for=reason, now_s=now_s)
 
     def snapshot(self) -> Progress:

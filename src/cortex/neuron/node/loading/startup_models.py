@@ -17,7 +17,7 @@ _FIRST_RETRY_S, _MAX_RETRY_S = 5.0, 300.0
 
 class StartupModels:
     """A failed load does not stop the next one. A model whose files could not be fetched, as on a boot before the
-    network is up, is retried until it loads; after any other failure it is left to the next load request."""
+    network is up, is retried until it loads; after any other failure it waits for the next load request."""
 
     def __init__(
         self,

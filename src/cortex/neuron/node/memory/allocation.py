@@ -17,9 +17,9 @@ class ChosenDevices:
     stages: tuple[StageSpec, ...] = ()
     """The stages of each replica, if the model is divided by layers."""
     free_bytes: tuple[int, ...] = ()
-    """Free memory of each device, if the layers are divided among nodes: the first node decides."""
+    """Free memory of each device, if the layers are divided among nodes, which the first node decides."""
     limits: tuple[int | None, ...] = ()
-    """Per device: what other models leave of the operator's memory ceilings."""
+    """Per device: bytes that other models leave under the operator's ceilings."""
 
     @property
     def indices(self) -> tuple[int, ...]:
@@ -50,7 +50,7 @@ class DeviceAllocation:
 
     chosen: ChosenDevices
     lock_devices: LockDevices
-    """Locks devices while the host loads a part of the model again."""
+    """Locks devices while the host reloads a part of the model."""
     _reservation: Reservation
 
     def took(self, num_bytes: int) -> None:

@@ -1,7 +1,8 @@
-"""The operator's ceilings on the memory of models (`limits.memory_mb`, `devices.memory_mb`), and what is left of them.
+"""The operator's ceilings on memory of models (`limits.memory_mb`, `devices.memory_mb`), and the bytes left under
+them.
 
-A ceiling counts what models hold: weights, KV caches and what else their workers allocate. It is independent of
-what is free, which `limits.min_free_vram_mb` is about.
+A ceiling limits what models hold: weights, KV caches and other allocations of their workers. It is independent of free
+memory, which `limits.min_free_vram_mb` limits.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class ModelHolding:
     device_bytes: tuple[int, ...]
     """What it holds on each of them."""
     process_bytes: int | None = None
-    """What its unload frees, if that is known: on a CPU, a cache takes memory only once it is used."""
+    """What its unload frees, if known; on a CPU a cache takes memory only once it is used."""
 
     @property
     def num_bytes(self) -> int:
@@ -64,7 +65,7 @@ class Ceilings:
         return dict(self.device_bytes).get(index)
 
     def share_bytes(self, index: int, num_devices: int) -> int | None:
-        """What a model over `num_devices` may take of the device while no other model is loaded."""
+        """Bytes that a model over `num_devices` may take of the device while no other model is loaded."""
         return smallest(self.on(index), None if self.node_bytes is None else self.node_bytes // num_devices)
 
 
@@ -76,7 +77,7 @@ class MemoryCeilings:
         self.configured = ceilings
         self._holdings = holdings
         self._exceeded: set[str] = set()
-        """The ceilings that were reported as exceeded."""
+        """Ceilings already reported as exceeded."""
 
     def left_bytes(
         self,
@@ -87,8 +88,8 @@ class MemoryCeilings:
         loading: Iterable[ModelHolding] = (),
         gone: Collection[str] = (),
     ) -> int | None:
-        """What the model `but`, over `num_devices`, may take of the device next to the other models; None without a
-        ceiling. `loading`: what loads in progress will hold. `gone`: models that do not count."""
+        """Bytes that the model `but`, over `num_devices`, may take of the device in addition to the other models; None
+        without a ceiling. `loading`: holdings of loads in progress. `gone`: models that do not count."""
         held = list(self._holdings())
         held += [_beyond(coming, held) for coming in loading]
         others = [holding for holding in held if holding.model_id != but and holding.model_id not in gone]
@@ -100,7 +101,7 @@ class MemoryCeilings:
         )
 
     def watch(self) -> None:
-        """Warns once when models come to hold more than a ceiling: servers take memory as they serve."""
+        """Warns once when models exceed a ceiling, because servers take memory as they serve."""
         held, configured = list(self._holdings()), self.configured
         limits = [(f"memory_mb of device {index}", limit, index) for index, limit in configured.device_bytes]
         found = [(name, limit, sum(each.bytes_on(index) for each in held)) for name, limit, index in limits]
@@ -114,7 +115,7 @@ class MemoryCeilings:
 
 
 def _beyond(coming: ModelHolding, held: Iterable[ModelHolding]) -> ModelHolding:
-    """What a load will hold in addition to what its model holds already, as one that wakes does."""
+    """Bytes that a load will add to what its model already holds, as during a wake."""
     own = [holding for holding in held if holding.model_id == coming.model_id]
     parts = zip(coming.devices, coming.device_bytes, strict=True)
     more = (max(0, size - sum(holding.bytes_on(index) for holding in own)) for index, size in parts)

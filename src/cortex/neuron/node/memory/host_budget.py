@@ -32,11 +32,11 @@ class HostModel:
     idle_s: float
     """Seconds since its last request ended."""
     sleeps: bool
-    """It is asleep, falling asleep or waking. Otherwise it is loaded and computes with these weights."""
+    """Whether it is asleep, falling asleep or waking; otherwise it is loaded and computes with these weights."""
     can_be_unloaded: bool = False
     """It is asleep."""
     locked_bytes: int = 0
-    """Bytes that are page-locked while it is loaded."""
+    """Page-locked bytes while it is loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def _longest_idle(sleeping: Sequence[HostModel]) -> list[HostModel]:
 
 
 def can_sleep(sleep_mb: int | None, devices: Sequence[Device]) -> bool:
-    """Whether models of this node may sleep. On a CPU the weights are in host memory anyway, so sleep frees little."""
+    """Whether models of this node may sleep. On a CPU sleep frees little, because weights are in host memory anyway."""
     return any(device.kind == "cuda" for device in devices) if sleep_mb is None else sleep_mb > 0
 
 
@@ -79,22 +79,22 @@ class HostLimits:
     sleep_mb: int | None = None
 
     def budget_bytes(self, host: HostMemory, held_bytes: int) -> int:
-        """Bytes that models may use of host memory; they hold `held_bytes` of it already. The host must not swap, and
-        where a GPU copies, no more than `LOCKED_SHARE` may be page-locked."""
+        """Bytes of host memory that models may use, of which they hold `held_bytes` already. The host must not swap,
+        and if a GPU copies, at most `LOCKED_SHARE` may be page-locked."""
         most_bytes = max(0, host.free_bytes + held_bytes - host.reserve_bytes)
         most_bytes = min(most_bytes, self.locked_bytes(host)) if self.has_gpu else most_bytes
         return most_bytes if self.host_mb is None else min(self.host_mb << 20, most_bytes)
 
     @property
     def has_gpu(self) -> bool:
-        """Whether models' host memory is page-locked for copies to a device."""
+        """Whether host memory of models is page-locked for copies to a device."""
         return any(device.kind == "cuda" for device in self.devices)
 
     def locked_bytes(self, host: HostMemory) -> int:
         return int(host.total_bytes * LOCKED_SHARE)
 
     def sleep_bytes(self, host: HostMemory, held_bytes: int) -> int:
-        """The part of it that sleeping models may use; they hold `held_bytes` already."""
+        """The part of it that sleeping models may use, including the `held_bytes` that they hold already."""
         if not can_sleep(self.sleep_mb, self.devices):
             return 0
         return int((host.free_bytes + held_bytes) * SLEEP_SHARE) if self.sleep_mb is None else self.sleep_mb << 20
@@ -136,7 +136,7 @@ class HostBudget:
         """Model id → bytes that its load in progress will hold."""
         self._falling_asleep_bytes = 0
         self._withheld_bytes: int | None = None
-        """Bytes of the budget that pages currently leave to weights."""
+        """Bytes of the budget that pages leave to weights now."""
         self._host = read()
         self._shortage: str | None = None
 
@@ -195,7 +195,7 @@ class HostBudget:
         return room.fits and make_room(need_bytes, budget_bytes, self._sleeping()) == SleepPlan(fits=True)
 
     def settle(self) -> None:
-        """Returns to pages the memory of models that woke, were unloaded, or did not fall asleep."""
+        """Gives the memory of models that woke, were unloaded, or did not fall asleep back to pages."""
         is_less = self._withheld_bytes is not None and self._kept_bytes() < self._withheld_bytes
         if is_less and not self._lock.locked():
             self._limit_pages(self._host)
@@ -263,7 +263,7 @@ class HostBudget:
     # Reports
 
     def _locked_bytes(self) -> int:
-        """All pages and sleeping weights, where a GPU copies them."""
+        """All pages and sleeping weights, if a GPU copies them."""
         use = self._use()
         copied_bytes = use.sleeping_bytes + use.page_bytes if self._limits.has_gpu else 0
         return copied_bytes + sum(each.locked_bytes for each in self._models() if not each.sleeps)

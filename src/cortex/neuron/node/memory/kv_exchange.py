@@ -1,8 +1,8 @@
 """Exchange of KV blocks between nodes: this node offers what it has, and fetches before it computes a prompt.
 
-Blocks travel from disk to disk, in the format of their files. A node fetches what the gateway says another node has, if
-that is expected to be faster than computing it, and gives up when it is not. Devices of one node exchange blocks by the
-folder that all of them read. Failures here never fail a request.
+Blocks travel from disk to disk, in the format of their files. A node fetches blocks that the gateway reports at another
+node if that is expected to be faster than computing, and gives up when it is not. Devices of one node exchange blocks
+through the folder that all of them read. Failures here never fail a request.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ from cortex.wire.node.neighbours import Neighbour
 log = logging.getLogger(__name__)
 
 ASK_AGAIN_S = 0.02
-"""Interval at which a worker is asked whether it has written the blocks."""
+"""Interval of checks whether a worker has written the blocks."""
 LINK_DELAY_S = 0.02
-"""Before the first byte arrives."""
+"""Delay before the first byte arrives."""
 MAX_FETCHES = 4
 """Concurrent fetches; others wait, at most for as long as computing would take."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeRules:
-    """What is fetched, and for how long a node waits."""
+    """The limits of fetches."""
 
     min_tokens: int = 512
-    """Shorter prefixes are computed."""
+    """Shorter prefixes are computed, not fetched."""
     worth: float = WORTH
     save_s: float = 4.0
-    """Time for blocks to be written from device or host memory to disk; after it, what is on disk is sent."""
+    """Time limit for writing blocks from device or host memory to disk; then those on disk are sent."""
     connect_s: float = 2.0
     avoid_s: float = 30.0
-    """An unreachable node is not asked again for this long."""
+    """A node that failed is not used for this long."""
 
 
 class BlockWorker(Protocol):
@@ -181,7 +181,7 @@ class KvExchange:
                     num_bytes = await self._receive(prompt, own, source)
         except TimeoutError:
             if is_asked:
-                self._avoid(source, "it did not send them before the prompt would have been computed")
+                self._avoid(source, "computing the prompt would have been faster")
             return 0
         if num_bytes:
             for worker in self._workers:
@@ -234,7 +234,7 @@ class KvExchange:
         )
 
     async def _own_pages(self, prompt: _Prompt) -> int:
-        """How many leading pages this node need not compute."""
+        """Number of leading pages that this node has already."""
         calls = (each.count_pages(prompt.model, prompt.digests) for each in self._workers)
         counts = await asyncio.gather(*calls, return_exceptions=True)  # WorkerLost
         return max((count for count in counts if isinstance(count, int)), default=0)

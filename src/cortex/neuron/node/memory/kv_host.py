@@ -1,4 +1,4 @@
-"""Host memory for KV pages that have left their device: the limit of each worker, and what it holds of each model."""
+"""Host memory for KV pages that have left their device: the limit of each worker, and its pages by model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PageHolder(Protocol):
 
     @property
     def kept(self) -> Mapping[str, KeptPages]:
-        """Model id → what its worker holds of the model."""
+        """Model id → pages of the model that its worker holds."""
         ...
 
     def limit_kv_host(self, num_bytes: int) -> None:
@@ -43,8 +43,8 @@ def device_limit_bytes(
 
 
 def kept_of_model(parts: Sequence[KeptPages], num_ranks: int) -> HostKV | None:
-    """What the workers of a node hold of a model. The ranks of a model divided into `num_ranks` hold parts of the same
-    tokens: every rank must have its part, and the slowest decides. None: nothing of use."""
+    """The pages of a model that a node's workers hold. The ranks of a model divided into `num_ranks` hold parts of the
+    same tokens: every rank must have its part, and the slowest decides. None if nothing is usable."""
     num_bytes = sum(part.num_bytes for part in parts)
     if not any(part.num_bytes or part.num_tokens for part in parts) or len(parts) < num_ranks:
         return None
@@ -80,7 +80,8 @@ class KvHostMemory:
         return sum(holder.kv_host_bytes for holder in self._holders)
 
     def kept(self, model_id: str, num_ranks: int) -> HostKV | None:
-        """What is kept of a model that is divided among `num_ranks` devices, loaded or not; None: nothing of use."""
+        """The kept pages of a model that is divided among `num_ranks` devices, loaded or not; None if nothing is
+        usable."""
         return kept_of_model([holder.kept[model_id] for holder in self._holders if model_id in holder.kept], num_ranks)
 
     def give_way(self, rest_bytes: int) -> None:

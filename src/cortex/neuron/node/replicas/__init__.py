@@ -1,1 +1,1 @@
-"""Extra replicas of models, which the node adds and removes as demand asks."""
+"""Extra replicas of models, which the node adds and removes on demand."""

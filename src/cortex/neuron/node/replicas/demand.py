@@ -1,5 +1,4 @@
-"""Decides when a model gets another replica and when an extra one is unloaded, and does it: a pure decision, and the
-task behind it."""
+"""Adds replicas of a model and removes extra ones: a pure decision, and the task that carries it out."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from cortex.wire.words import plural
 log = logging.getLogger(__name__)
 
 _RETRY_PERIODS = 6
-"""After a failure, the next attempt waits this many times as long as usual."""
+"""Factor of the delay after a failed attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,7 @@ class Demand:
     waited_s: float = 0.0
     """How long the first request of the queue has waited; 0 without a queue."""
     idle_s: float | None = None
-    """Seconds that the least recently used extra replica has been idle; None: all have requests."""
+    """Seconds that the least recently used extra replica has been idle; None if all have requests."""
     since_change_s: float = float("inf")
     """Seconds since a replica was added or removed."""
     since_failure_s: float = float("inf")
@@ -50,7 +49,7 @@ class ReplicaRules:
         return cls(limits.add_replica_after_s, limits.remove_replica_after_s)
 
     def decide(self, demand: Demand) -> Literal["add", "remove"] | None:
-        """Adds a replica while requests wait in spite of the latest change; removes one that is idle."""
+        """Adds a replica if requests still wait after the latest change; removes an idle one."""
         if demand.waited_s >= self.add_after_s and demand.num_replicas < demand.max_replicas:
             has_settled = demand.since_change_s >= self.add_after_s
             may_retry = demand.since_failure_s >= _RETRY_PERIODS * self.add_after_s
@@ -70,8 +69,8 @@ class ReplicaDemand:
         add: Callable[[KnownModel, ReplicatedHost], Awaitable[bool]],
         on_changed: Callable[[str], None],
     ) -> None:
-        """`growing`: the ready models that may have extra replicas. `add`: loads another one; False: it is no longer
-        needed, or no device has room for it. `on_changed`: called with the id of a model whose number of replicas
+        """`growing`: the ready models that may have extra replicas. `add` loads another one and returns False if it is
+        no longer needed or no device has room. `on_changed`: called with the id of a model whose number of replicas
         changed."""
         self._rules = rules
         self._growing = growing
@@ -104,7 +103,7 @@ class ReplicaDemand:
     def _publish(self, model: KnownModel, num_replicas: int) -> None:
         before, self._num_replicas[model.id] = self._num_replicas.get(model.id, model.replicas), num_replicas
         if num_replicas != before:  # added, idle, lost, or unloaded because another load needed the memory
-            log.info("%s: %s, %d before", model.id, plural(num_replicas, "replica"), before)
+            log.info("%s: %s instead of %d", model.id, plural(num_replicas, "replica"), before)
             self._on_changed(model.id)
 
     def _adjust(self, model: KnownModel, instance: Instance, replicas: ReplicatedHost) -> None:

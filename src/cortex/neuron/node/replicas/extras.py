@@ -29,7 +29,7 @@ class _Extra:
 
     @property
     def replica(self) -> HostReplica | None:
-        """None: it is being loaded, its load failed, or it is gone."""
+        """None while it is being loaded, if its load failed, or once it is gone."""
         if self.is_loading or self.load.cancelled() or self.load.exception() is not None:
             return None
         replica = self.load.result()
@@ -79,8 +79,8 @@ class ExtraReplicas:
         return scale * extra.num_bytes(reading.free_bytes if reading is not None else extra.free_bytes)
 
     async def add(self, replicas: ReplicatedHost, host: ModelHost, free_bytes: int) -> bool:
-        """Loads an extra replica on the device of `host`, which has `free_bytes`. False: the load was cancelled,
-        because its model goes or another load needs the memory. Raises LoadRejected or WorkerLost."""
+        """Loads an extra replica on the device of `host`, which has `free_bytes`. False if the load was cancelled
+        because its model is unloaded or another load needs the memory. Raises LoadRejected or WorkerLost."""
         load = asyncio.create_task(replicas.extras.add(host))
         self._all = [*self._held(), _Extra(host.device_indices[0], replicas, free_bytes, load)]
         try:

@@ -1,1 +1,1 @@
-"""The text work of a node's models: prompts, tokenizers, and the places that requests wait for."""
+"""The text work of a node's models: prompts, tokenizers, and slots for requests."""

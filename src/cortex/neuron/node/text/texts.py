@@ -34,8 +34,8 @@ class Texts:
         rules_of: Callable[[str], PromptRules],
         template_of: Callable[[str], str | None],
     ) -> None:
-        """`path_of` finds the files of a model, `rules_of` the bounds of its prompts, and `template_of` its chat
-        template, where that is not the one of its files. They raise a CortexError."""
+        """`path_of` finds the files of a model, `rules_of` the bounds of its prompts, and `template_of` a chat template
+        that replaces its files'. They raise a CortexError."""
         self._open_text = open_text
         self._limits = limits
         self._max_queue = max_queue
@@ -44,7 +44,7 @@ class Texts:
         self._template_of = template_of
         self._works: dict[str, TextWork] = {}
         self._tokenised_before: Counter[str] = Counter()
-        """By works that have been replaced."""
+        """Characters counted by replaced works."""
 
     async def text(self, model_id: str) -> TextModel:
         """The model's tokenizer, template and parsers, read once and without its weights."""
@@ -85,7 +85,7 @@ class Texts:
         return work.num_jobs if work is not None else 0
 
     def tokenised_characters(self) -> dict[str, int]:
-        """For each model, the characters of prompts that were tokenised, not known from earlier ones."""
+        """Characters of prompts tokenised for each model, without cached ones."""
         now = {model_id: work.num_tokenised for model_id, work in self._works.items()}
         return {model_id: count + self._tokenised_before[model_id] for model_id, count in now.items()}
 
@@ -100,7 +100,7 @@ class Texts:
             await work.rest()
 
     async def rest_idle(self, is_in_memory: Callable[[str], bool]) -> None:
-        """Ends the processes of models that are not in memory and were not used for a while."""
+        """Ends the processes of models that are not in memory and have been unused for a while."""
         for model_id, work in tuple(self._works.items()):
             if work.idle_s > _REST_AFTER_S and not is_in_memory(model_id):
                 await work.rest()

@@ -1,7 +1,7 @@
 """The text work of one model: templates, tokenising and grammars, in the tokenizer process of the model.
 
-Each job has a worker process, so few jobs run at once, and slots are given out as fairly as those of the engine. Long
-texts and large grammars have slots of their own: they never delay short texts.
+Each job has a worker process, so few jobs run at once, and slots are assigned as fairly as those of the engine. Long
+texts and large grammars have separate slots and never delay short texts.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from cortex.wire.packed_request import PackedRequest, with_tokens
 from cortex.wire.words import duration, os_error_in_words
 
 _LONG_BYTES = 1 << 20
-"""A request with more text is long: it takes a tenth of a second and more, if its turns are new."""
+"""A request with more text counts as long: it takes a tenth of a second or more, if its turns are new."""
 _PART_CHARACTERS = 1 << 15
 """Texts to pool with fewer characters are tokenised by one process."""
 _LONG_CONSTRAINED_BYTES = 1 << 15
-"""A request with a grammar is long from here on: a large one may take seconds to compile."""
+"""A grammar beyond this size makes a request long: it may take seconds to compile."""
 
 
 class TextSource(Protocol):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _MAX_KEPT = 32
 _MAX_KEPT_CHARACTERS = 2 << 20
 """The length of all kept grammars: two of the largest accepted ones. Compiled, a character takes about 45 bytes."""
-_SLICES: Final = (
+SLICES: Final = (
     r"[\x20\x0A\x0D\x09]+",
     r"[a-z ]{1,30}",
     r"[a-zA-Z ]{1,30}",
@@ -52,10 +52,11 @@ class Matcher:
     again for the same tenant takes almost nothing.
     """
 
-    def __init__(self, source: Path, vocab_size: int) -> None:
+    def __init__(self, source: Path, vocab_size: int, slices: Sequence[str] = SLICES) -> None:
         """`source`: the model's directory or GGUF file. `vocab_size`: the number of logits, including padding."""
         self._source = source
         self.vocab_size = vocab_size
+        self._slices = slices
         self._vocabulary: llguidance.LLTokenizer | None = None
         self._lock = threading.Lock()
         self._compiled: OrderedDict[tuple[bytes, str], llguidance.LLMatcher] = OrderedDict()
@@ -108,7 +109,7 @@ class Matcher:
                 "constrained output needs a tokenizer that belongs to the model"
             )
         tokens = cast("llguidance.TokenizerWrapper", _Tokens(tokenizer, self.vocab_size))
-        return llguidance.LLTokenizer(tokens, eos_token=_ends(tokenizer) or None, slices=list(_SLICES))
+        return llguidance.LLTokenizer(tokens, eos_token=_ends(tokenizer) or None, slices=list(self._slices))
 
 
 class MatchState:

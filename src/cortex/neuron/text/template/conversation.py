@@ -20,18 +20,18 @@ from functools import lru_cache
 from typing import Any, Final
 
 from cortex.neuron.families.tool_calls import HARMONY, HERMES_JSON, NAME_LINE, ToolSyntax
+from cortex.neuron.pictures.spec import PictureText
 from cortex.neuron.text.template.chat_template import ChatTemplate
 from cortex.neuron.text.template.detect import tool_syntax
 from cortex.neuron.text.template.pictures import as_list, content_of, with_shown_pictures
 from cortex.neuron.text.tools.call import json_text
 from cortex.neuron.text.tools.write import SpelledText, Written, written_calls
-from cortex.neuron.vision.spec import PictureText
 from cortex.wire.errors import InvalidValue, TemplateRenderFailed, UnsupportedModality, shorten
 from cortex.wire.requests import (
     EFFORT_TOKENS,
     GenerateRequest,
-    Image,
     Message,
+    PicturePart,
     Reasoning,
     Text,
     Tool,
@@ -385,9 +385,9 @@ def _message(
     if reasoning := [part.text for part in parts if isinstance(part, Reasoning)]:
         # Both names, as in the reference library: templates read one or the other.
         value["reasoning_content"] = value["thinking"] = "".join(reasoning)
-    if (image := next((part for part in parts if isinstance(part, Image)), None)) is not None:
-        _check_image(image, message, position, takes_pictures=takes_pictures)
-        value["content"] = content_of(part for part in parts if isinstance(part, Text | Image))
+    if (image := next((part for part in parts if isinstance(part, PicturePart)), None)) is not None:
+        _check_picture(image, message, position, takes_pictures=takes_pictures)
+        value["content"] = content_of(part for part in parts if isinstance(part, Text | PicturePart))
         return value
     # The text parts of an assistant are pieces of one stream; those of other roles are separate blocks.
     text = ("" if message.role == "assistant" else "\n").join(part.text for part in parts if isinstance(part, Text))
@@ -406,7 +406,7 @@ def _role(message: Message, template: ChatTemplate) -> str:
     return message.role
 
 
-def _check_image(image: Image, message: Message, position: int, *, takes_pictures: bool) -> None:
+def _check_picture(image: PicturePart, message: Message, position: int, *, takes_pictures: bool) -> None:
     place = image.param or f"messages[{position}]"
     if not takes_pictures:
         raise UnsupportedModality(

@@ -12,12 +12,12 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Final
 
+from cortex.neuron.pictures.picture import PictureGrid, PicturePlace
+from cortex.neuron.pictures.spec import PictureSpec, PictureText, UnusablePicture
 from cortex.neuron.text.template.chat_template import ChatTemplate
 from cortex.neuron.text.tokenizer.tokenizer import Tokenizer
-from cortex.neuron.vision.picture import PictureGrid, PicturePlace
-from cortex.neuron.vision.spec import PictureSpec, PictureText, UnusablePicture
 from cortex.wire.errors import InvalidValue, TemplateRenderFailed
-from cortex.wire.requests import GenerateRequest, Image, Text, ToolResult
+from cortex.wire.requests import GenerateRequest, PicturePart, Text, ToolResult
 
 _NUMBER: Final = "picture"
 """The key of a picture's number in its part; templates ignore it."""
@@ -25,12 +25,12 @@ _NUMBER: Final = "picture"
 Turn = dict[str, Any]
 
 
-def images_in(request: GenerateRequest) -> Iterator[Image]:
+def pictures_in(request: GenerateRequest) -> Iterator[PicturePart]:
     """The pictures of a conversation, in its order."""
     for message in request.messages:
         for part in message.parts:
             parts: Iterable[Any] = part.parts if isinstance(part, ToolResult) else (part,)
-            yield from (each for each in parts if isinstance(each, Image))
+            yield from (each for each in parts if isinstance(each, PicturePart))
 
 
 def picture_grids(request: GenerateRequest, spec: PictureSpec | None) -> dict[int, PictureGrid]:
@@ -38,7 +38,7 @@ def picture_grids(request: GenerateRequest, spec: PictureSpec | None) -> dict[in
     grids: dict[int, PictureGrid] = {}
     if spec is None:
         return grids
-    for image in images_in(request):
+    for image in pictures_in(request):
         try:
             grids[image.number] = spec.grid(image.width, image.height, image.detail)
         except UnusablePicture as error:
@@ -46,11 +46,11 @@ def picture_grids(request: GenerateRequest, spec: PictureSpec | None) -> dict[in
     return grids
 
 
-def content_of(parts: Iterable[Text | Image]) -> list[dict[str, Any]]:
+def content_of(parts: Iterable[Text | PicturePart]) -> list[dict[str, Any]]:
     """The content of a turn with pictures, as templates expect it."""
     content: list[dict[str, Any]] = []
     for part in parts:
-        if isinstance(part, Image):
+        if isinstance(part, PicturePart):
             content.append({"type": "image", _NUMBER: part.number})
         elif content and content[-1]["type"] == "text":
             content[-1]["text"] += f"\n{part.text}"
@@ -175,7 +175,12 @@ def _shows_results(template: ChatTemplate, placeholder: str) -> bool:
     turns = [
         {"role": "user", "content": "x"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "call00000", "name": "look", "content": content_of([Image(), Text(text="y")])},
+        {
+            "role": "tool",
+            "tool_call_id": "call00000",
+            "name": "look",
+            "content": content_of([PicturePart(), Text(text="y")]),
+        },
     ]
     try:
         return placeholder in template.render({"messages": turns, "tools": None, "add_generation_prompt": True})

@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any, Final
 
 from cortex.neuron.families.family import ReasoningMarkers
+from cortex.neuron.pictures.picture import PicturePlace
+from cortex.neuron.pictures.spec import PictureSpec, PictureText
 from cortex.neuron.text.output.reasoning import opens_reasoning
 from cortex.neuron.text.template import conversation
 from cortex.neuron.text.template.chat_template import ChatTemplate
@@ -22,8 +24,6 @@ from cortex.neuron.text.template.pictures import (
     placeholders,
 )
 from cortex.neuron.text.tokenizer.tokenizer import Tokenizer
-from cortex.neuron.vision.picture import PicturePlace
-from cortex.neuron.vision.spec import PictureSpec, PictureText
 from cortex.wire.errors import InvalidValue, TemplateRenderFailed, prompt_too_large, prompt_too_long
 from cortex.wire.requests import GenerateRequest
 

@@ -12,7 +12,7 @@ _AFTER_NAME: Final = re.compile(r"[<\[]")
 
 
 class NotACall(Exception):
-    """What looked like a tool call is not one; the scanner emits it as text."""
+    """Text that looked like a tool call is not one; the scanner emits it as text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class CallProgress:
-    """What a piece of text added to a call."""
+    """The progress of a call with a piece of text."""
 
     name: str | None = None
     """The called tool, set once: from then on it is a call and cannot become text again."""
@@ -59,11 +59,11 @@ class CallSyntax(Protocol):
     """The syntax in which a model writes tool calls."""
 
     openings: tuple[str, ...]
-    """What begins a call anywhere in the text."""
+    """Markers that begin a call anywhere in the text."""
     bare_openings: tuple[str, ...]
-    """What begins a call only at the start of the response, or right after another call."""
+    """Markers that begin a call only at the start of the response, or right after another call."""
     next_openings: tuple[str, ...]
-    """What begins a call only right after another call: the next item of a list."""
+    """Markers that begin a call only right after another call: the next item of a list."""
     separators: str
     """Characters that may separate two calls."""
     markers: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Encoders in GGUF files, and what the files of embedding and rerank models say about pooling."""
+"""Encoders in GGUF files, and the pooling of embedding and rerank models."""
 
 from __future__ import annotations
 

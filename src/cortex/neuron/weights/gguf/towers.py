@@ -38,7 +38,7 @@ class TowerKind:
     parts: Mapping[str, str]
     """The parts of a layer: names in the file → names in the hub's checkpoint."""
     ends: Mapping[str, str]
-    """What is outside the layers, by its name with or without its last part."""
+    """Tensors outside of the layers, by name with or without the last part."""
     sizes: Mapping[str, str] = field(default_factory=dict)
     """The hub's names of the sizes that differ from `_SIZES`."""
     whole: Options = lambda _keys, _file: {}
@@ -364,7 +364,7 @@ def whole_config(text: Mapping[str, Any], file: GGUFFile) -> dict[str, Any] | No
 
 
 def picture_config(file: GGUFFile) -> dict[str, Any] | None:
-    """What of the whole model's config says how pictures are prepared; None: the kind of the tower is not known."""
+    """The picture options of the whole model's config; None if the kind of tower is unknown."""
     kind = projector_type(file) or ""
     whole = next((family for family in FAMILIES if kind in family.projectors), None)
     options = tower_options(file)

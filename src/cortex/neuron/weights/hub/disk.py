@@ -1,4 +1,4 @@
-"""What the hub's cache takes on disk, and deleting models from it. These functions block."""
+"""Disk use of the hub's cache, and deletion of models from it. These functions block."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from cortex.neuron.weights.hub.cache import RepositoryCache
 from cortex.neuron.weights.hub.listing import checked_file
 
 _KEPT_S: Final = 24 * 3600.0
-"""What no model was made of for so long is deleted with the next upload."""
+"""Uploads of which no model was made within this time are deleted with the next upload."""
 
 
 def _folder(cache: Path) -> Path:

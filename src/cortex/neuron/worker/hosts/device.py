@@ -30,11 +30,11 @@ class DeviceHost:
         self._sink: ModelSink
         """Set when the load begins."""
         self._handle = 0
-        """The model's handle in the worker; 0: it has none."""
+        """The model's handle in the worker; 0 without one."""
         self._live: set[str] = set()
         """Ids of the requests in it."""
         self._lost_in_load: str | None = None
-        """Why it was lost after its weights were loaded, and before `load` went on."""
+        """Why it was lost after its weights were loaded but before `load` continued."""
 
     @property
     def device_indices(self) -> tuple[int, ...]:
@@ -69,7 +69,7 @@ class DeviceHost:
         return Resident(loaded.info, self._measured_bytes(loaded.info, grown_bytes), grown_bytes)
 
     def _measured_bytes(self, info: EngineInfo, process_bytes: int) -> int:
-        """What it takes of the device. The process of a CPU holds the weights in host memory, too."""
+        """Its size on the device. On a CPU the process also holds the weights in host memory."""
         host_bytes = info.host_weight_bytes if self._supervisor.device.kind == "cpu" else 0
         return max(process_bytes - host_bytes, info.weight_bytes + info.kv_bytes)
 
@@ -201,7 +201,7 @@ class DeviceHost:
                 self.on_lost(event.message)
 
     def _fail(self, outputs: tuple[StepOutput, ...]) -> None:
-        """Ends the requests of these outputs, which would wait for them forever."""
+        """Ends the requests of these outputs, which would otherwise wait forever."""
         for output in outputs:
             self.cancel(output.request_id)
             message = "its output could not be delivered; see the log of the node"

@@ -1,4 +1,4 @@
-"""The replicas of one model: which of them gets a request, which one has it, and what all of them have counted."""
+"""The replicas of one model: routing of requests, their assignment, and the sum of counters."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _numbers = itertools.count()
 
 @dataclass(eq=False, slots=True)
 class HostReplica:
-    """One replica. A lost one is loaded again, unless it is an extra one."""
+    """One replica. A lost one is reloaded, unless it is an extra one."""
 
     host: ModelHost
     new_host: Callable[[], ModelHost] | None = None
-    """Makes the host of the next load; None: it is an extra replica."""
+    """Makes the host of the next load; None for an extra replica."""
     state: Literal["loading", "loaded", "ending", "lost", "given up"] = "loading"
-    """`ending`: an extra one, from its drain on: it gets no new requests. `given up`: it was lost too often, and is not
-    loaded again while the model serves."""
+    """`ending`: an extra one that is draining and gets no new requests. `given up`: lost too often, and not reloaded
+    while the model serves."""
     live: set[str] = field(default_factory=set)
     backlog_until_s: float = 0.0
-    """When the prompts that it was sent are expected to be computed, on the loop's clock."""
+    """When its prompts are expected to be computed, on the loop's clock."""
     stats: EngineStats = field(default_factory=EngineStats)
     history: FaultHistory = field(default_factory=FaultHistory)
     empty: asyncio.Event = field(default_factory=asyncio.Event)
@@ -68,7 +68,7 @@ class ReplicaSet:
         self.fixed = tuple(fixed)
         self._share = share
         self.extras: list[HostReplica] = []
-        """Those that are loaded, or being unloaded."""
+        """Replicas that are loaded or being unloaded."""
         self._owners: dict[str, HostReplica] = {}
         """Request id → the replica that has it."""
         self._sharing: dict[str, tuple[EngineRequest, asyncio.Task[None]]] = {}
@@ -82,14 +82,14 @@ class ReplicaSet:
         return iter((*self.fixed, *self.extras))
 
     def loaded(self) -> list[HostReplica]:
-        """Those that serve, or sleep."""
+        """Replicas that serve or sleep."""
         return [replica for replica in self if replica.state == "loaded"]
 
     # Requests
 
     def route(self, request: EngineRequest) -> None:
-        """Sends a request to the replica where its first token is expected first. There is one, unless the model was
-        reported as lost."""
+        """Sends a request to the replica where its first token is expected first. At least one exists unless the model
+        was reported as lost."""
         now_s = asyncio.get_running_loop().time()
         loaded = self.loaded()
         if not loaded:
@@ -148,11 +148,11 @@ class ReplicaSet:
     # Counters
 
     def total_stats(self) -> EngineStats:
-        """All replicas together. The counters include those of lost ones, because they only grow."""
+        """Stats of all replicas. Counters include lost replicas, because they must only grow."""
         return EngineStats.summed([*self._lost_stats, *(each.stats for each in self)])
 
     def keep_counters(self, replica: HostReplica) -> None:
-        """The replica is lost, or unloaded, and with it what it had cached."""
+        """The replica is lost or unloaded, together with its cache."""
         self._prefixes.forget(replica.place)
         self._lost_stats.append(
             replace(
@@ -163,7 +163,7 @@ class ReplicaSet:
 
 
 class ReplicaSink(RelaySink):
-    """The `ModelSink` of one replica: passes its events on, and keeps the set up to date."""
+    """The `ModelSink` of one replica: forwards its events and keeps the set up to date."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class ReplicaSink(RelaySink):
         *,
         reports_progress: bool = False,
     ) -> None:
-        """`reports_progress`: not if it is loaded while the model serves."""
+        """`reports_progress`: false if it is loaded while the model serves."""
         super().__init__(model)
         self._replicas = replicas
         self._replica = replica

@@ -1,7 +1,7 @@
 """Any of several hosts: the replicas of a model on a node, each on devices of its own.
 
-A replica that is lost fails its own requests, and is loaded again while the others serve; of an extra one nothing is
-left. Everything here runs on the daemon's loop.
+A lost replica fails its own requests and is reloaded while the others serve; a lost extra replica is dropped.
+Everything here runs on the daemon's loop.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ log = logging.getLogger(__name__)
 class ModelExtraReplicas:
     """The extra replicas of one model, which come and go while it serves.
 
-    The devices and sizes of the model do not include them, they are not loaded again when they are lost, and they end
-    with a sleep.
+    The devices and sizes of the model do not include them, they are not reloaded when lost, and they end with a sleep.
     """
 
     def __init__(
@@ -43,14 +42,14 @@ class ModelExtraReplicas:
         on_none_left: Callable[[str], None],
     ) -> None:
         """`sink`: that of the model, once it is loaded. `load`: raises LoadRejected or WorkerLost. `on_none_left`:
-        called with the reason when the model has no replica any more that serves."""
+        called with the reason when the model has no serving replica left."""
         self._replicas = replicas
         self._sink = sink
         self._load = load
         self._on_none_left = on_none_left
         self._loads: set[asyncio.Task[Any]] = set()
         self.may_add = True
-        """Not while the model is asleep, and not when the node shuts down."""
+        """False while the model sleeps and when the node shuts down."""
         self.changed_at_s = -math.inf
         """When one was last added or removed, on the loop's clock."""
 
@@ -61,8 +60,8 @@ class ModelExtraReplicas:
         return sorted(((now_s - each.idle_since_s, each) for each in idle), key=lambda each: -each[0])
 
     async def add(self, host: ModelHost) -> HostReplica | None:
-        """Loads one more replica. Runs as a task, which is cancelled when the model sleeps or is unloaded; it ends when
-        nothing of the load is left. None: the model sleeps already. Raises LoadRejected or WorkerLost."""
+        """Loads one more replica in a task, which is cancelled when the model sleeps or is unloaded and ends when
+        nothing of the load is left. None if the model already sleeps. Raises LoadRejected or WorkerLost."""
         task = asyncio.current_task()
         if not self.may_add or task is None:
             return None
@@ -104,7 +103,7 @@ class ModelExtraReplicas:
             self._sink().on_request_failed(request_id, FaultKind.DEVICE, "the replica that served it was unloaded")
 
     def forget(self, extra: HostReplica) -> None:
-        """It is lost or unloaded."""
+        """Call when it is lost or unloaded."""
         extra.state = "lost"
         if extra in self._replicas.extras:
             self._replicas.extras.remove(extra)
@@ -112,7 +111,7 @@ class ModelExtraReplicas:
             self._changed()
 
     def _changed(self) -> None:
-        """Has the model count its slots again."""
+        """Makes the model recount its slots."""
         self.changed_at_s = asyncio.get_running_loop().time()
         self._sink().on_stats(self._replicas.total_stats())
 
@@ -122,7 +121,7 @@ class ModelExtraReplicas:
             load.cancel()
 
     async def end(self) -> None:
-        """Ends what is being loaded, and unloads the others."""
+        """Cancels running loads and unloads the others."""
         self.stop_loads()
         if self._loads:
             await asyncio.wait(self._loads)
@@ -157,9 +156,9 @@ class ReplicatedHost:
         self._reloads: set[asyncio.Task[None]] = set()
         """Loads of lost replicas."""
         self._may_reload = True
-        """Not while the model is asleep, and not when the node shuts down."""
+        """False while the model sleeps and when the node shuts down."""
         self._loss_in_load: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """During the load of the model: why a replica was lost that had been loaded."""
+        """During the load of the model: why a loaded replica was lost."""
         self._sink: ModelSink
         """Set when the load begins."""
         self._is_lost = False
@@ -173,7 +172,7 @@ class ReplicatedHost:
 
     @property
     def taken_devices(self) -> tuple[int, ...]:
-        """Where no further replica belongs: they have one, or one was lost there too often."""
+        """Devices for no further replica: they have one, or lost one too often."""
         return tuple(index for replica in self._replicas for index in replica.host.device_indices)
 
     @property
@@ -257,8 +256,8 @@ class ReplicatedHost:
     # Lost replicas
 
     def _replica_lost(self, replica: HostReplica, reason: str) -> None:
-        """Fails the replica's requests and loads it again, unless it is an extra one; the last one takes the model with
-        it."""
+        """Fails the replica's requests and reloads it, unless it is an extra one. The loss of the last one is the loss
+        of the model."""
         self.lost_at_s = asyncio.get_running_loop().time()
         if replica.state == "loading":
             if not self._loss_in_load.done():
@@ -296,7 +295,7 @@ class ReplicatedHost:
         task.add_done_callback(self._reloads.discard)
 
     async def _reload(self, replica: HostReplica) -> None:
-        """Loads a replica again, with a back-off; after too many faults it stays lost."""
+        """Reloads a replica, with a back-off; after too many faults it stays lost."""
         assert replica.new_host is not None
         while True:
             replica.history = replica.history.faulted(asyncio.get_running_loop().time(), self._policy)
@@ -339,7 +338,7 @@ class ReplicatedHost:
             task.cancel()
 
     async def _end_single_loads(self) -> None:
-        """Ends what is being loaded while the model serves, and unloads the extra replicas."""
+        """Cancels loads of single replicas and unloads the extra ones."""
         self.stop_reloads()
         if self._reloads:
             await asyncio.wait(self._reloads)

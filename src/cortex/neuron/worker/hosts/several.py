@@ -1,4 +1,4 @@
-"""What the combinators of hosts have in common: several are loaded, put to sleep and woken as one."""
+"""Shared by hosts that combine others: loads, sleeps and wakes several as one."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ log = logging.getLogger(__name__)
 async def load_all(
     parts: Sequence[tuple[ModelPart, ModelSink]], lost: asyncio.Future[str], give_up: Callable[[], None]
 ) -> None:
-    """Loads all parts side by side, each with its sink. Where one fails, when `lost` has the reason why one was lost
-    that had been loaded, and when this is cancelled, `give_up` is called and the other loads end; the caller frees what
-    was loaded. Raises the cause: LoadRejected or WorkerLost."""
+    """Loads all parts concurrently, each with its sink. If one fails, `lost` has the reason of a lost part, or this is
+    cancelled, `give_up` is called and the other loads end; the caller frees loaded parts. Raises the cause:
+    LoadRejected or WorkerLost."""
     loads = [asyncio.create_task(part.load(sink)) for part, sink in parts]
     pending: set[asyncio.Future[Any]] = set(loads)
     try:

@@ -1,3 +1,3 @@
-"""What runs in the processes of the workers: `fork_server` → `worker` (threads) → `executor` (the engine thread) →
+"""The program of worker processes: `fork_server` → `worker` (threads) → `executor` (the engine thread) →
 `device_models` → `device_model` (the requests of one model), with a `step_link` between the workers of a divided model.
 """

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 3
-"""Steps of one model that may fail in a row before it is broken and must be loaded again."""
+"""Consecutive failed steps after which a model is broken and must be reloaded."""
 
 
 class DeviceModel:
@@ -41,9 +41,9 @@ class DeviceModel:
         self.engine = engine
         self._link = link
         self.is_prepared = False
-        """The engine has nothing left to build for later steps."""
+        """Whether the engine has nothing left to build for later steps."""
         self.broken: str | None = None
-        """Why the model can serve no more requests; all of them have ended then."""
+        """Why the model can serve no more requests, which have all ended."""
         self._device = device
         self._emit = emit
         self._live: dict[str, bool] = {}
@@ -59,7 +59,7 @@ class DeviceModel:
         self.engine.close()
 
     def follow(self, plan: StepPlan) -> None:
-        """Runs a step that the leader announced. A step that fails leaves the ranks at different places."""
+        """Runs a step that the leader announced. A failed step leaves the ranks in different states."""
         try:
             cast("Follower", self.engine).follow(plan)
         except Exception as error:

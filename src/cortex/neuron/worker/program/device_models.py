@@ -1,7 +1,7 @@
 """The models on a worker's device: how they are loaded, unloaded, put to sleep and woken. Runs on the engine thread.
 
-Each progress call of a load is a safe point at which the loaded models run for up to as long as the load did since the
-previous one.
+Each progress call of a load is a safe point, at which the loaded models run for at most as long as the load did since
+the previous one.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from msgspec import structs
 from cortex.neuron.engine.errors import (
     DamagedError,
     EngineError,
+    InsufficientMemory,
     LoadCancelled,
     LoadError,
-    NoRoomError,
     UnsupportedError,
 )
 from cortex.neuron.engine.host_pages.store import ChosenBlocks
@@ -44,7 +44,7 @@ PROGRESS_INTERVAL_S = 0.05
 COPY_S = 0.05
 """How long running requests may wait for blocks that another node wants."""
 FORGET_S = 10.0
-"""How long the engine thread may wait for blocks that are being written and are to be deleted."""
+"""How long the engine thread may wait for blocks that are being written before it deletes them."""
 
 EngineLoader = Callable[..., "Engine"]
 """`load_engine`: (spec, device, progress, cancelled) -> engine; a rank of a divided model also gets its link."""
@@ -62,14 +62,14 @@ def resolve_loader(name: str) -> EngineLoader:
 
 @dataclass(frozen=True, slots=True)
 class EngineThread:
-    """What moving a model needs of the thread that it runs on."""
+    """The operations of the engine thread that loads and unloads need."""
 
     progressed: Callable[[], None]
-    """The load is alive."""
+    """Signals that the load is alive."""
     serve_others: Callable[[], None]
     """Executes pending requests and steps the loaded models once."""
     follow_others: Callable[[], None]
-    """Runs the steps that wait here because other workers lead their models."""
+    """Runs waiting steps that other workers lead."""
     follow: Callable[[int, StepPlan], None]
     """The leader of this model announced a step. Called on another thread."""
     removed: Callable[[int], None]
@@ -84,12 +84,12 @@ class DeviceModels(dict[int, DeviceModel]):
         self.load_engine: EngineLoader
         """Set before the first load."""
         self.cancelled_loads: set[int] = set()
-        """Handles; other threads add to it, so that a running load sees it."""
+        """Handles; other threads add to it, so that a running load notices."""
         self._device = device
         self._emit = emit
         self._thread = thread
         self._host_pages: DeviceHostMemory | None = None
-        """None: no model had a budget for pages in host memory yet."""
+        """None until a model has a budget for pages in host memory."""
         self._reported = protocol.HostPagesKept(0, {})
 
     def load(self, command: protocol.Load) -> None:
@@ -205,15 +205,15 @@ class DeviceModels(dict[int, DeviceModel]):
             log.error("closing model %d failed: %s", model.handle, explain(error), exc_info=error)
 
     def measure(self) -> protocol.MemoryReading:
-        """The memory of the device. On a CPU, pages that outlast their model are in the memory of this process too, and
-        are not counted as held by models."""
+        """The memory of the device. On a CPU, pages that outlive their model are also in this process, and do not count
+        as held by models."""
         reading = memory.measure(self._device)
         if self._device.kind != "cpu" or not self.kv_host_bytes:
             return reading
         return structs.replace(reading, process_bytes=max(0, reading.process_bytes - self.kv_host_bytes))
 
     def measure_limits(self, query: int) -> protocol.LimitsMeasured:
-        """How fast the device is; zeros if there is no memory for a measurement."""
+        """The device's rates; zeros if there is no memory for a measurement."""
         import torch  # the fork server has imported it with the engine
 
         from cortex.neuron.engine.roofline.device_limits import measure_limits
@@ -235,7 +235,7 @@ class DeviceModels(dict[int, DeviceModel]):
         return 0 if self._host_pages is None else self._host_pages.store.num_bytes
 
     def report_host_pages(self) -> None:
-        """Reports what is in host memory, if that has changed."""
+        """Reports the pages in host memory, if they have changed."""
         if self._host_pages is None:
             return
         kept = protocol.HostPagesKept(self.kv_host_bytes, self._host_pages.kept())
@@ -244,17 +244,17 @@ class DeviceModels(dict[int, DeviceModel]):
             self._emit(kept)
 
     def limit_host_pages(self, num_bytes: int) -> None:
-        """Pages in host memory may use `num_bytes` from now on."""
+        """Limits pages in host memory to `num_bytes`."""
         if self._host_pages is not None:
             self._host_pages.store.limit(num_bytes)
 
     def yield_host_memory(self) -> None:
-        """Gives pages up if the host runs short of memory."""
+        """Drops pages if the host runs short of memory."""
         if self._host_pages is not None:
             self._host_pages.yield_to_host()
 
     def _keep_pages(self, model: DeviceModel, budget_bytes: int) -> None:
-        """Pages of the model may be in host memory, together with those of other models."""
+        """Enables pages in host memory for the model, shared with other models."""
         self._host_pages = model.engine.keep_pages(self._host_pages)  # without a budget too, which may grow
         self.limit_host_pages(budget_bytes)
 
@@ -263,7 +263,7 @@ class DeviceModels(dict[int, DeviceModel]):
             self._host_pages.disk.find_again(model)
 
     def save_blocks(self, model: bytes, digests: Sequence[Digest]) -> bool:
-        """Writes these blocks to disk, also from the device. False: some are left, or on their way."""
+        """Writes these blocks to disk, also from the device. False if some are left or still being written."""
         if self._host_pages is None or self._host_pages.disk is None:
             return True
         until_s = time.monotonic() + COPY_S
@@ -271,7 +271,7 @@ class DeviceModels(dict[int, DeviceModel]):
         return self._host_pages.save_these(model, digests) and is_copied
 
     def count_pages(self, model: bytes, digests: Sequence[Digest]) -> int:
-        """How many leading pages of a prompt need not be computed."""
+        """The number of leading pages of a prompt that need not be computed."""
         return max((tier.num_pages(digests) for tier in self._tiers_of(model)), default=0)
 
     def _tiers_of(self, model: bytes) -> list[HostTier]:
@@ -288,7 +288,7 @@ class DeviceModels(dict[int, DeviceModel]):
         self.report_host_pages()
 
     def save_all(self, save_s: float) -> None:
-        """Writes the pages of all models to disk, if they have one, within `save_s`: the process exits next."""
+        """Writes the pages of all models to disk, if configured, within `save_s`, before the process exits."""
         if self._host_pages is None or self._host_pages.disk is None or save_s <= 0:
             return
         until_s = time.monotonic() + save_s
@@ -307,7 +307,7 @@ class DeviceModels(dict[int, DeviceModel]):
             log.error("the pages of model %d were not kept: %s", model.handle, explain(error), exc_info=error)
 
     def free_memory_of(self, error: Exception) -> None:
-        """Frees what a failure holds: the frames of its traceback keep half-loaded weights alive."""
+        """Frees memory held by a failure, whose traceback keeps half-loaded weights alive."""
         for link in chain(error):
             link.__traceback__ = None
         memory.give_back(self._device)
@@ -316,7 +316,7 @@ class DeviceModels(dict[int, DeviceModel]):
 def _load_fault(error: LoadError | LoadCancelled) -> FaultKind:
     if isinstance(error, UnsupportedError):
         return FaultKind.UNSUPPORTED
-    return FaultKind.OUT_OF_MEMORY if isinstance(error, NoRoomError) else FaultKind.REQUEST
+    return FaultKind.OUT_OF_MEMORY if isinstance(error, InsufficientMemory) else FaultKind.REQUEST
 
 
 class _LoadTurns:

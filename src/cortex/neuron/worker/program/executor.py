@@ -29,11 +29,11 @@ log = logging.getLogger(__name__)
 
 STATS_INTERVAL_S = 0.25
 SHARED_FOR_S = 2.0
-"""For so long after two models had work, each of them takes short steps: the other's next request is likely."""
+"""After two models had work, each takes short steps for this long, because the other's next request is likely."""
 HOST_CHECK_S = 5.0
-"""How often the host's free memory is read while pages are kept in it."""
+"""Interval of reading the host's free memory while it holds pages."""
 PREPARE_AFTER_S = 0.2
-"""Idle time before models prepare: a request that waited for its model to load arrives sooner than that."""
+"""Idle time before models prepare, longer than the delay of a request that waited for its model's load."""
 
 Work = Command | protocol.FollowStep | protocol.Compiled
 """Commands of the daemon, of the leader of a divided model, or of the grammar compiler."""
@@ -48,11 +48,11 @@ _DURING_LOADS = (
     | protocol.ForgetBlocks
     | protocol.FollowStep
 )
-"""What does not wait for the end of a load."""
+"""Commands that do not wait for the end of a load."""
 
 
 def _uses_torch() -> bool:
-    """Whether the engine does: then the fork server has imported it."""
+    """Whether the engine uses torch, which the fork server has then imported."""
     return "torch" in sys.modules
 
 
@@ -83,7 +83,7 @@ class Executor:
         """Whether a model of requests has stepped since there was no work."""
         self._is_exiting = False
         self._fallbacks: dict[str, str] = {}
-        """As reported last."""
+        """The last report."""
         self._grammars = GrammarCompiler(lambda compiled: self.inbox.put([compiled]))
         thread = EngineThread(
             self._progressed,
@@ -95,7 +95,7 @@ class Executor:
         self._models = DeviceModels(device, emit, thread)
 
     def cancel_load(self, handle: int) -> None:
-        """Called by the reader thread, so that a running load sees it."""
+        """Called by the reader thread, so that a running load notices."""
         self._models.cancelled_loads.add(handle)
 
     def report(self) -> protocol.Report:
@@ -138,7 +138,7 @@ class Executor:
                 return
 
     def _await_commands(self) -> list[Work]:
-        """The next commands. While there are none, the models prepare themselves, one piece at a time."""
+        """The next commands. Until one arrives, models prepare, one piece at a time."""
         idle_s = PREPARE_AFTER_S
         while unprepared := [model for model in self._models.values() if not model.is_prepared]:
             try:
@@ -314,7 +314,7 @@ class Executor:
         self.progress += 1
 
     def _report_fallbacks(self) -> None:
-        """Reports what of the libraries cannot be used, if that has changed."""
+        """Reports unusable library interfaces, if they have changed."""
         if _uses_torch():
             from cortex.neuron.private_api.report import problems
 

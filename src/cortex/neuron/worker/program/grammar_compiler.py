@@ -1,4 +1,4 @@
-"""Compiles the grammars of requests outside the engine thread: a large one takes seconds, and streams must not wait."""
+"""Compiles the grammars of requests outside of the engine thread, because a large one takes seconds."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class GrammarCompiler:
         self._threads.submit(self._compile, submit, compile)
 
     def take(self, handle: int, request_id: str) -> Submit | None:
-        """The request, which waits no longer; None if it did not wait."""
+        """Removes and returns a waiting request; None if it did not wait."""
         return self._waiting.pop((handle, request_id), None)
 
     def take_all(self, handle: int) -> list[Submit]:
-        """The requests of a model, which wait no longer."""
+        """Removes and returns the waiting requests of a model."""
         return [self._waiting.pop(key) for key in list(self._waiting) if key[0] == handle]
 
     def _compile(self, submit: Submit, compile: Callable[[str, bytes], None]) -> None:

@@ -1,5 +1,5 @@
-"""How the ranks of a divided model keep in step: the leader's worker sends each plan to the workers of the other ranks,
-directly, over Unix sockets in the private directory of the load.
+"""Keeps the ranks of a divided model in step: the leader's worker sends each plan directly to the other ranks' workers,
+over Unix sockets in the load's private directory.
 """
 
 from __future__ import annotations
@@ -27,18 +27,20 @@ log = logging.getLogger(__name__)
 RETRY_S = 0.0005
 _SOCKET = "steps"
 ACCEPT_S = 60.0
-"""The other ranks connect as soon as they are loaded, and they are loaded when the first plan is sent."""
+"""Time limit for connections. Ranks connect as soon as they are loaded, before the first plan is sent."""
 
 
 class LeaderLink:
     """The leader's end (an engine's `StepLink`). Belongs to the engine thread."""
 
-    def __init__(self, rank: RankSpec, follow_others: Callable[[], None]) -> None:
+    def __init__(self, rank: RankSpec, follow_others: Callable[[], None], *, accept_s: float = ACCEPT_S) -> None:
         """Listens from now on. `follow_others`: runs the steps that other leaders have announced to this worker.
+        `accept_s`: how long the first plan waits for the other ranks.
 
         Raises OSError.
         """
         self.follow_others = follow_others
+        self._accept_s = accept_s
         self._followers: list[socket.socket] = []
         self._arrivals = _Arrivals(rank)  # first: where the port is taken, nothing is open yet
         self._locks: list[int] = []
@@ -53,7 +55,7 @@ class LeaderLink:
     def turn(self) -> Iterator[None]:
         """Locks the devices in a fixed order. The kernel releases the locks of a process that dies.
 
-        The leader that holds a lock may wait for this worker to follow its step, so this one must not just block.
+        The leader that holds a lock may wait for this worker to follow its step, so this one must not simply block.
         """
         with contextlib.ExitStack() as locked:
             for lock in self._locks:
@@ -67,7 +69,7 @@ class LeaderLink:
         frame = encode_frame([AnnouncedStep(plan)])
         try:
             if not self._followers:
-                self._followers = self._arrivals.followers(ACCEPT_S)
+                self._followers = self._arrivals.followers(self._accept_s)
             for follower in self._followers:
                 follower.sendall(frame)
         except OSError as error:
@@ -80,7 +82,7 @@ class LeaderLink:
 
 
 class _Arrivals:
-    """Accepts the other ranks on a thread, so that they need not wait until the leader has a plan for them."""
+    """Accepts the other ranks on a thread, so that they need not wait for the leader's first plan."""
 
     def __init__(self, rank: RankSpec) -> None:
         """Raises OSError."""

@@ -1,4 +1,4 @@
-"""Removes the billing line that Claude Code puts into its system prompt: the only change ever made to a prompt.
+"""Removes the billing line from Claude Code's system prompt, the only change ever made to a prompt.
 
 The line differs for every request and comes first, so that no prefix would ever be cached. Proxies join it with other
 text, or send it as a chat completion. The setting `strip_billing_header` decides: that of the gateway for requests
@@ -14,10 +14,8 @@ from typing import Final
 import msgspec
 from msgspec import Raw
 
-from cortex.wire.node.protocol import Dialect
-
 BILLING_HEADER = "x-anthropic-billing-header"
-BILLED: Final[frozenset[Dialect]] = frozenset({"anthropic_messages", "openai_chat"})
+BILLED: Final[frozenset[str]] = frozenset({"anthropic_messages", "openai_chat"})
 """The dialects whose bodies may have the line."""
 
 _MARK = BILLING_HEADER.encode()
@@ -56,7 +54,7 @@ def _edit(fields: dict[str, Raw], name: str, strip: Callable[[Raw], Raw | None])
 
 
 def _strip_prompt(prompt: Raw) -> Raw | None:
-    """A system prompt, which is a text or an array of blocks; None if nothing of it is left."""
+    """A system prompt, a text or an array of blocks, without the line; None if nothing is left."""
     if not bytes(prompt).lstrip().startswith(b"["):
         return _strip_text(prompt)
     blocks = _array_decoder.decode(prompt)

@@ -1,7 +1,7 @@
 """Tools of a type that the vendor publishes and the client runs: `bash_*`, `text_editor_*`, `memory_*`, `computer_*`.
 
-The client sends their type and name only, because the vendor's models know the schema. Other models are shown it. A
-version that is not known here has the schema of the latest one.
+The client sends only type and name, because the vendor's models know the schema. Other models get it in the prompt. An
+unknown version gets the schema of the latest one.
 """
 
 from __future__ import annotations

@@ -8,20 +8,21 @@ from cortex.wire.fields.tables.table import (
     Kind,
     Treatment,
     content,
-    fact,
     honoured,
+    in_envelope,
     limit,
     rejected,
     tolerated,
 )
+from cortex.wire.preset import JsonFields, PresetFields, ReasoningEffort, object_in, write
 
 _TOOLS = [{"name": "weather", "input_schema": {"type": "object"}}]
 
 FIELDS = FieldTable(
     (
-        fact("model", "other"),
+        in_envelope("model", "other"),
         content("messages", [{"role": "user", "content": "other"}]),
-        fact("system", "be brief"),
+        in_envelope("system", "be brief"),
         limit("max_tokens", 9, "required; 0: no tokens, the prompt is computed for later requests"),
         honoured("tools", _TOOLS),
         honoured("tool_choice", {"type": "any"}, tools=_TOOLS),
@@ -37,13 +38,15 @@ FIELDS = FieldTable(
         honoured("top_p", 0.5),
         honoured("top_k", 5),
         honoured("stop_sequences", ["END"]),
-        fact("stream", True),
+        in_envelope("stream", True),
         honoured("metadata", {"user_id": "u"}),
         SPECULATION,
         CACHE_SALT,
         tolerated("cache_control", {"type": "ephemeral"}, "prefixes are always cached"),
         tolerated("context_management", {"edits": []}, "the client compacts"),
-        fact("service_tier", "standard_only", "`auto`: the class of the key; `standard_only`: at most the default one"),
+        in_envelope(
+            "service_tier", "standard_only", "`auto`: the class of the key; `standard_only`: at most the default one"
+        ),
         tolerated("inference_geo", "eu"),
         tolerated("betas", ["x"]),
         tolerated("speed", "fast"),
@@ -72,3 +75,18 @@ BLOCKS = (
     Kind("redacted_thinking", Treatment.TOLERATED, "encrypted for the vendor's models"),
 )
 """Types of content blocks. Others are rejected."""
+
+
+def _write_reasoning(fields: JsonFields, effort: ReasoningEffort) -> None:
+    write(fields, "thinking", {"type": "disabled"} if effort == "none" else {"type": "adaptive"})
+    if effort != "none":
+        known = "low" if effort == "minimal" else effort
+        write(fields, "output_config", {**object_in(fields, "output_config"), "effort": known})
+
+
+PRESET = PresetFields(
+    names={"stop": "stop_sequences", "max_completion_tokens": "max_tokens"},
+    system="system",
+    has_messages=True,
+    write_reasoning=_write_reasoning,
+)

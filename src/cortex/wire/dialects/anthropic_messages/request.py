@@ -1,4 +1,4 @@
-"""Parses a messages body into a `GenerateRequest`. What becomes of each field is in its field table."""
+"""Parses a messages body into a `GenerateRequest`. The field table has the treatment of each field."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from cortex.wire.pictures.parts import from_base64, from_url
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import (
     GenerateRequest,
-    Image,
     Message,
     OutputFormat,
     Part,
+    PicturePart,
     Reasoning,
     Role,
     Sampling,
@@ -60,7 +60,7 @@ def read_blocks(fields: Fields) -> Iterator[Part]:
             case "redacted_thinking":
                 pass  # encrypted for the vendor's models
             case _:
-                yield from _read_text_or_image(block)
+                yield from _read_text_or_picture(block)
 
 
 def block_pictures(fields: Fields) -> Iterator[str]:
@@ -84,20 +84,20 @@ def read_text_blocks(fields: Fields, name: str) -> Iterator[Text]:
         yield Text(text=block.required_text("text"))
 
 
-def _read_result(fields: Fields) -> Iterator[Text | Image]:
+def _read_result(fields: Fields) -> Iterator[Text | PicturePart]:
     content = fields.raw("content")
     if isinstance(content, str):
         yield Text(text=content)
         return
     for block in fields.objects("content"):
-        yield from _read_text_or_image(block)
+        yield from _read_text_or_picture(block)
 
 
-def _read_text_or_image(block: Fields) -> Iterator[Text | Image]:
+def _read_text_or_picture(block: Fields) -> Iterator[Text | PicturePart]:
     kind = block.text("type")
     match kind:
         case "image":
-            yield _read_image(block)
+            yield _read_picture(block)
         case "document":
             yield from _read_document(block)
         case "search_result":
@@ -109,7 +109,7 @@ def _read_text_or_image(block: Fields) -> Iterator[Text | Image]:
             raise block.invalid("type", f"blocks of type '{shorten(kind or '')}' are not supported; remove the block")
 
 
-def _read_image(block: Fields) -> Image:
+def _read_picture(block: Fields) -> PicturePart:
     source = block.object("source")
     if source is None:
         raise block.invalid("source", "an image block needs one")
@@ -124,7 +124,7 @@ def _read_image(block: Fields) -> Image:
             raise source.invalid("type", f"'{shorten(other or '')}' is not known; send the image as base64 or url")
 
 
-def _read_document(block: Fields) -> Iterator[Text | Image]:
+def _read_document(block: Fields) -> Iterator[Text | PicturePart]:
     """Only plain text documents are supported. Raises `UnsupportedModality` for others, such as PDF."""
     source = block.object("source")
     if source is not None and source.text("type") == "text":
@@ -141,7 +141,7 @@ _ROLES: dict[str, Role] = {"user": "user", "assistant": "assistant", "system": "
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
 
-def read_facts(fields: Fields) -> RequestSummary:
+def read_summary(fields: Fields) -> RequestSummary:
     """Raises `MissingModel` or `InvalidValue`."""
     limit = fields.integer("max_tokens", low=0, high=LARGEST_COUNT)
     return RequestSummary(fields.model(), fields.flag("stream") or False, limit, 1)
@@ -160,8 +160,8 @@ def parse(body: bytes, *, generates: bool = True) -> GenerateRequest:
     Raises `MalformedJSON`, `MissingModel`, `InvalidValue` or `UnsupportedModality`.
     """
     fields = FIELDS.read(body)
-    facts = read_facts(fields)
-    max_tokens = facts.completion_limit
+    summary = read_summary(fields)
+    max_tokens = summary.completion_limit
     if generates and max_tokens is None:
         raise fields.invalid("max_tokens", "it is required: the most tokens of the response")
     if not fields.array("messages"):
@@ -181,7 +181,7 @@ def parse(body: bytes, *, generates: bool = True) -> GenerateRequest:
         raise fields.invalid("thinking.budget_tokens", f"{budget} is not below 'max_tokens', which is {max_tokens}")
     metadata = fields.object("metadata")
     return GenerateRequest(
-        model=facts.model,
+        model=summary.model,
         messages=tuple(messages),
         tools=tuple(found.tools),
         tool_choice=_read_tool_choice(fields, found),
@@ -195,14 +195,14 @@ def parse(body: bytes, *, generates: bool = True) -> GenerateRequest:
             stop=read_stops(fields, "stop_sequences"),
             speculation=read_speculation(fields),
         ),
-        stream=facts.stream,
+        stream=summary.stream,
         include_usage=True,
         template_args={CONTINUE: True} if _is_prefilled(messages) else {},
         user=metadata.text("user_id") if metadata else None,
         dropped_tools=tuple(found.dropped),
         ignored_fields=fields.unknown,
         tenant=read_tenant(fields),
-        request_class=asked_class(fields, FIELDS.facts),
+        request_class=asked_class(fields, FIELDS.envelope),
         echoes_tier=TIER in fields,
     )
 

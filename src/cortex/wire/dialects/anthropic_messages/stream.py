@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from cortex.wire import error_encoding
+from cortex.wire.dialects.anthropic_messages.errors import ANTHROPIC
 from cortex.wire.error_encoding import from_code
-from cortex.wire.errors import CortexError, Family
+from cortex.wire.errors import CortexError
 from cortex.wire.events import (
     AnyEvent,
     Failure,
@@ -33,7 +33,7 @@ from cortex.wire.response import Block, gather
 from cortex.wire.sse import frame
 
 SIGNATURE = "unsigned"
-"""Clients send back only thinking blocks with a signature. Ours proves nothing."""
+"""Clients send back only thinking blocks with a signature; this one is a placeholder."""
 
 _STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|$)|[{}\[\],]', re.DOTALL)
 """The signs that structure JSON, and whole strings, which may contain them."""
@@ -42,7 +42,7 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 def stream_error(error: CortexError) -> bytes:
     """The last event of a stream that failed."""
-    return frame(msgspec.json.encode(error_encoding.envelope(error, Family.ANTHROPIC)), "error")
+    return frame(msgspec.json.encode(ANTHROPIC.envelope(error)), "error")
 
 
 class Encoder:

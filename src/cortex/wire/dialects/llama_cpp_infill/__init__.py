@@ -7,31 +7,21 @@ from typing import Any
 
 import msgspec
 
-from cortex.wire.dialects.llama_cpp_infill.fields import FIELDS as FIELDS
-from cortex.wire.dialects.openai_chunks import stream_error as stream_error
-from cortex.wire.dialects.openai_chunks import timings_body
+from cortex.wire.dialects.dialect import Dialect
+from cortex.wire.dialects.llama_cpp_infill.fields import FIELDS
+from cortex.wire.dialects.openai_chunks import stream_error, timings_body
 from cortex.wire.error_encoding import from_code
-from cortex.wire.errors import Family
 from cortex.wire.events import AnyEvent, Failure, Finish, ReasoningDelta, TextDelta
 from cortex.wire.fields.body import LARGEST_COUNT, Fields
 from cortex.wire.fields.sampling import read_sampling
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import GenerateRequest, Reasoning, Text
 from cortex.wire.response import gather
-from cortex.wire.sse import COMMENT, frame
-from cortex.wire.sse import CONTENT_TYPE as CONTENT_TYPE
+from cortex.wire.sse import frame
 from cortex.wire.tenant import read_tenant
 
-PATH = "/infill"
-CONVERSATION = ("input_prefix", "prompt", "input_suffix")
-PICTURE_MARKS = ()
-CLIENT_FIELDS: dict[str, str] = {"prompt": "input_prefix", "suffix": "input_suffix"}
-FAMILY = Family.OPENAI
-ID_PREFIX = "infill-"
-KEEPALIVE = COMMENT
 
-
-def read_facts(fields: Fields) -> RequestSummary:
+def read_summary(fields: Fields) -> RequestSummary:
     """Raises `MissingModel` or `InvalidValue`."""
     limit = fields.integer("n_predict", low=-LARGEST_COUNT, high=LARGEST_COUNT)
     return RequestSummary(
@@ -39,24 +29,19 @@ def read_facts(fields: Fields) -> RequestSummary:
     )
 
 
-def pictures(fields: Fields) -> tuple[str, ...]:  # noqa: ARG001 - as the other dialects
-    """What is filled in is text."""
-    return ()
-
-
 def parse(body: bytes) -> GenerateRequest:
     """Raises `MalformedJSON`, `MissingModel` or `InvalidValue`."""
     fields = FIELDS.read(body)
-    facts = read_facts(fields)
+    summary = read_summary(fields)
     files = [(each.text("filename") or "", each.required_text("text")) for each in fields.objects("input_extra")]
     return GenerateRequest(
-        model=facts.model,
+        model=summary.model,
         prompt=fields.text("input_prefix") or "",
         suffix=fields.text("input_suffix") or "",
         middle=fields.text("prompt") or "",
         context_files=tuple(files),
-        sampling=msgspec.structs.replace(read_sampling(fields), max_tokens=facts.completion_limit),
-        stream=facts.stream,
+        sampling=msgspec.structs.replace(read_sampling(fields), max_tokens=summary.completion_limit),
+        stream=summary.stream,
         include_usage=True,
         ignored_fields=fields.unknown,
         tenant=read_tenant(fields),
@@ -107,3 +92,20 @@ def _end(text: str, finish: Finish, model: str) -> dict[str, Any]:
         "truncated": False,
         "timings": timings_body(usage, finish.timing),
     }
+
+
+DIALECT = Dialect(
+    name="llama_cpp_infill",
+    path="/infill",
+    fields=FIELDS,
+    conversation=("input_prefix", "prompt", "input_suffix"),
+    read_summary=read_summary,
+    parse=parse,
+    new_encoder=Encoder,
+    fold=fold,
+    stream_error=stream_error,
+    id_prefix="infill-",
+    spoken_by="harnesses",
+    is_chat=False,
+    client_fields={"prompt": "input_prefix", "suffix": "input_suffix"},
+)

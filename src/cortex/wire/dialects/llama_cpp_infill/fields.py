@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from cortex.wire.fields.tables.shared import CACHE_SALT, SAMPLING
-from cortex.wire.fields.tables.table import FieldTable, content, fact, limit, tolerated
+from cortex.wire.fields.tables.table import FieldTable, content, in_envelope, limit, tolerated
 
 FIELDS = FieldTable(
     (
-        fact("model", "other"),
+        in_envelope("model", "other"),
         content("input_prefix", "def f(", "the text before the gap"),
         content("input_suffix", "return x", "the text behind it"),
         content("prompt", "other", "the beginning of what is filled in"),
@@ -17,7 +17,7 @@ FIELDS = FieldTable(
             "other files, before all else; with the tokens for repositories, if the model has them",
         ),
         limit("n_predict", 9, "-1 is no limit, 0 computes the prompt alone"),
-        fact("stream", True),
+        in_envelope("stream", True),
         CACHE_SALT,
         tolerated("cache_prompt", True, "prefixes are always cached"),
         tolerated("id_slot", -1),

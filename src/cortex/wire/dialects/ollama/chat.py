@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 
+from cortex.wire.dialects.dialect import Dialect
 from cortex.wire.dialects.ollama import request
-from cortex.wire.dialects.ollama.fields import CHAT
-from cortex.wire.dialects.ollama.lines import CONTENT_TYPE as CONTENT_TYPE
-from cortex.wire.dialects.ollama.lines import KEEPALIVE as KEEPALIVE
-from cortex.wire.dialects.ollama.lines import LineEncoder, whole_body
-from cortex.wire.dialects.ollama.lines import stream_error as stream_error
-from cortex.wire.errors import Family
+from cortex.wire.dialects.ollama.errors import OLLAMA
+from cortex.wire.dialects.ollama.fields import CHAT, CHAT_PRESET
+from cortex.wire.dialects.ollama.lines import (
+    CONTENT_TYPE,
+    KEEPALIVE,
+    LineEncoder,
+    loading_line,
+    stream_error,
+    whole_body,
+)
 from cortex.wire.events import AnyEvent
 from cortex.wire.fields.body import Fields
 from cortex.wire.fields.tools import ToolList, read_arguments
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import (
     GenerateRequest,
-    Image,
     Message,
     Part,
+    PicturePart,
     Reasoning,
     Role,
     Text,
@@ -30,20 +36,12 @@ from cortex.wire.requests import (
     ToolResult,
 )
 
-PATH = "/api/chat"
-CONVERSATION = ("messages",)
-PICTURE_MARKS = (b'"images"',)
-CLIENT_FIELDS: dict[str, str] = {}
-FAMILY = Family.OLLAMA
-ID_PREFIX = "ollama-"
-FIELDS = CHAT
-
 _ROLES: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
-def read_facts(fields: Fields) -> RequestSummary:
+def read_summary(fields: Fields) -> RequestSummary:
     """Raises `MissingModel` or `InvalidValue`."""
-    return request.read_facts(fields, loads_only=fields.is_empty("messages"))
+    return request.read_summary(fields, loads_only=fields.is_empty("messages"))
 
 
 def pictures(fields: Fields) -> Iterator[str]:
@@ -54,14 +52,14 @@ def pictures(fields: Fields) -> Iterator[str]:
 
 def parse(body: bytes) -> GenerateRequest:
     """Raises `MalformedJSON`, `MissingModel` or `InvalidValue`."""
-    fields = FIELDS.read(body)
+    fields = CHAT.read(body)
     found = ToolList()
     for tool in fields.objects("tools"):
         found.add(tool, tool.text("type") or "function")
     calls = _OpenCalls()
     messages = tuple(_read_message(message, calls) for message in fields.objects("messages"))
     return msgspec.structs.replace(
-        request.read_request(fields, read_facts(fields)),
+        request.read_request(fields, read_summary(fields)),
         messages=messages,
         tools=tuple(found.tools),
         tool_choice=found.resolve(fields, "auto", None, parallel=True),
@@ -100,10 +98,10 @@ class _OpenCalls:
 def _read_message(fields: Fields, calls: _OpenCalls) -> Message:
     """One message. An unknown role becomes `user`, because templates only know the standard roles."""
     role = _ROLES.get(fields.required_text("role").lower(), "user")
-    content: list[Text | Image] = []
+    content: list[Text | PicturePart] = []
     if text := fields.text("content"):
         content.append(Text(text=text))
-    content += request.read_images(fields)
+    content += request.read_pictures(fields)
     if role == "tool":
         name = fields.text("tool_name") or fields.text("name")
         call_id = calls.take(fields.text("tool_call_id"), name)
@@ -137,3 +135,24 @@ def fold(events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, creat
     """The whole response as one body. Raises the error of a `Failure`."""
     del id
     return whole_body(_shape, events, request, created=created, model=model)
+
+
+DIALECT = Dialect(
+    name="ollama_chat",
+    path="/api/chat",
+    fields=CHAT,
+    conversation=("messages",),
+    read_summary=read_summary,
+    parse=parse,
+    new_encoder=Encoder,
+    fold=fold,
+    stream_error=stream_error,
+    id_prefix="ollama-",
+    family=OLLAMA,
+    content_type=CONTENT_TYPE,
+    keepalive=KEEPALIVE,
+    preset=CHAT_PRESET,
+    picture_marks=(b'"images"',),
+    pictures=pictures,
+    loading_chunk=partial(loading_line, _shape),
+)

@@ -20,7 +20,7 @@ TARGET = "/v1/embeddings"
 
 class _Item(msgspec.Struct, frozen=True):
     embedding: msgspec.Raw
-    """As it was written: to read and write thousands of floats again would hold up other requests."""
+    """Raw, because decoding and encoding thousands of floats would delay other requests."""
     index: int = 0
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Final
+
 from cortex.wire.fields.tables.shared import CACHE_SALT
-from cortex.wire.fields.tables.table import FieldTable, content, fact, honoured, limit, rejected, tolerated
+from cortex.wire.fields.tables.table import FieldTable, content, honoured, in_envelope, limit, rejected, tolerated
+from cortex.wire.preset import JsonFields, PresetFields, ReasoningEffort, write
 
 _OPTIONS = (
     limit("options.num_predict", 9, "-1 and -2: no limit; 0 computes the prompt alone"),
@@ -32,11 +36,13 @@ _OPTIONS = (
 """Other options are ignored, and the response lists them like fields that are not known."""
 
 _SHARED = (
-    fact("model", "other"),
-    fact("stream", False, "`true` if absent"),
+    in_envelope("model", "other"),
+    in_envelope("stream", False, "`true` if absent"),
     honoured("format", "json", "`json` or a schema"),
     honoured("think", "low", "`true`, `false`, `low`, `medium`, `high` or `max`"),
-    fact("keep_alive", 0, "0 unloads the model after the response; others keep it up to `eviction.max_keep_alive_s`"),
+    in_envelope(
+        "keep_alive", 0, "0 unloads the model after the response; others keep it up to `eviction.max_keep_alive_s`"
+    ),
     honoured("logprobs", True),
     honoured("top_logprobs", 2, logprobs=True),
     CACHE_SALT,
@@ -63,12 +69,32 @@ GENERATE = FieldTable(
     _SHARED,
     (
         content("prompt", "other", "none: the model is loaded"),
-        fact("system", "You are brief."),
+        in_envelope("system", "You are brief."),
         content("images", ["iVBORw0KGgo="]),
         honoured("raw", True, "the prompt as it is, without the model's template"),
         tolerated("truncate", False, "a prompt that does not fit is rejected"),
-        fact("suffix", "x", "fills in before it; for models with the capability `insert`"),
+        in_envelope("suffix", "x", "fills in before it; for models with the capability `insert`"),
         rejected("template", "x", "a model's own template is always used; remove it", ""),
         rejected("context", [1], "earlier turns are not sent as tokens; send them to /api/chat", []),
     ),
 )
+
+_THINK: Final = {"none": False, "minimal": "low", "xhigh": "max"}
+
+
+def _write_reasoning(fields: JsonFields, effort: ReasoningEffort) -> None:
+    write(fields, "think", _THINK.get(effort, effort))
+
+
+CHAT_PRESET = PresetFields(
+    names={
+        "max_tokens": "num_predict",
+        "max_completion_tokens": "num_predict",
+        "repetition_penalty": "repeat_penalty",
+        "repetition_window": "repeat_last_n",
+    },
+    options=OPTIONS,
+    has_messages=True,
+    write_reasoning=_write_reasoning,
+)
+GENERATE_PRESET = dataclasses.replace(CHAT_PRESET, system="system", has_messages=False)

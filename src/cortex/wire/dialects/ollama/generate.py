@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 
+from cortex.wire.dialects.dialect import Dialect
 from cortex.wire.dialects.ollama import request
-from cortex.wire.dialects.ollama.fields import GENERATE
-from cortex.wire.dialects.ollama.lines import CONTENT_TYPE as CONTENT_TYPE
-from cortex.wire.dialects.ollama.lines import KEEPALIVE as KEEPALIVE
-from cortex.wire.dialects.ollama.lines import LineEncoder, whole_body
-from cortex.wire.dialects.ollama.lines import stream_error as stream_error
-from cortex.wire.errors import Family
+from cortex.wire.dialects.ollama.errors import OLLAMA
+from cortex.wire.dialects.ollama.fields import GENERATE, GENERATE_PRESET
+from cortex.wire.dialects.ollama.lines import (
+    CONTENT_TYPE,
+    KEEPALIVE,
+    LineEncoder,
+    loading_line,
+    stream_error,
+    whole_body,
+)
 from cortex.wire.events import AnyEvent
 from cortex.wire.fields.body import Fields
 from cortex.wire.request_summary import RequestSummary
-from cortex.wire.requests import GenerateRequest, Image, Message, Text
-
-PATH = "/api/generate"
-CONVERSATION = ("system", "prompt")
-PICTURE_MARKS = (b'"images"',)
-CLIENT_FIELDS: dict[str, str] = {"messages": "prompt"}
-FAMILY = Family.OLLAMA
-ID_PREFIX = "ollama-"
-FIELDS = GENERATE
+from cortex.wire.requests import GenerateRequest, Message, PicturePart, Text
 
 
-def read_facts(fields: Fields) -> RequestSummary:
+def read_summary(fields: Fields) -> RequestSummary:
     """Raises `MissingModel` or `InvalidValue`."""
-    return request.read_facts(fields, loads_only=all(map(fields.is_empty, ("prompt", "images", "suffix"))))
+    return request.read_summary(fields, loads_only=all(map(fields.is_empty, ("prompt", "images", "suffix"))))
 
 
 def pictures(fields: Fields) -> tuple[str, ...]:
@@ -40,9 +38,9 @@ def pictures(fields: Fields) -> tuple[str, ...]:
 
 def parse(body: bytes) -> GenerateRequest:
     """Raises `MalformedJSON`, `MissingModel` or `InvalidValue`."""
-    fields = FIELDS.read(body)
-    read = request.read_request(fields, read_facts(fields))
-    prompt, system, images = fields.text("prompt") or "", fields.text("system"), request.read_images(fields)
+    fields = GENERATE.read(body)
+    read = request.read_request(fields, read_summary(fields))
+    prompt, system, images = fields.text("prompt") or "", fields.text("system"), request.read_pictures(fields)
     if suffix := fields.text("suffix"):
         if images or system:
             raise fields.invalid("suffix", "what is filled in is text only; leave out 'images' and 'system'")
@@ -56,7 +54,7 @@ def parse(body: bytes) -> GenerateRequest:
     messages: list[Message] = []
     if system:
         messages.append(Message(role="system", parts=(Text(text=system),)))
-    parts: list[Text | Image] = [Text(text=prompt)] if prompt else []
+    parts: list[Text | PicturePart] = [Text(text=prompt)] if prompt else []
     messages.append(Message(role="user", parts=(*parts, *images)))
     return msgspec.structs.replace(read, messages=tuple(messages))
 
@@ -80,3 +78,26 @@ def fold(events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, creat
     """The whole response as one body. Raises the error of a `Failure`."""
     del id
     return whole_body(_shape, events, request, created=created, model=model)
+
+
+DIALECT = Dialect(
+    name="ollama_generate",
+    path="/api/generate",
+    fields=GENERATE,
+    conversation=("system", "prompt"),
+    read_summary=read_summary,
+    parse=parse,
+    new_encoder=Encoder,
+    fold=fold,
+    stream_error=stream_error,
+    id_prefix="ollama-",
+    family=OLLAMA,
+    content_type=CONTENT_TYPE,
+    keepalive=KEEPALIVE,
+    is_chat=False,
+    client_fields={"messages": "prompt"},
+    preset=GENERATE_PRESET,
+    picture_marks=(b'"images"',),
+    pictures=pictures,
+    loading_chunk=partial(loading_line, _shape),
+)

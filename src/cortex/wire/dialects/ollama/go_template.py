@@ -1,8 +1,8 @@
 """Ollama's prompt templates, which are Go templates, as chat templates in Jinja.
 
-Converted is what prompts of conversations are made of: text, `.System`, `.Prompt` and `.Response`, or a loop over
-`.Messages`, and conditions. What a template writes for tools and reasoning is left out: a model with a template without
-tools gets them described. Anything else is an error, so a converted template writes what Ollama writes. Pure.
+Converts the constructs for conversations: text, `.System`, `.Prompt` and `.Response`, or a loop over `.Messages`, and
+conditions. Parts for tools and reasoning are left out, because a template without tools gets them described. Anything
+else is an error, so a converted template writes what Ollama writes. Pure.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _COLLATED: Final = (
     "{%- else -%}{%- set ns.turns = ns.turns + [{'role': m.role, 'content': m.content or ''}] -%}{%- endif -%}"
     "{%- endfor -%}"
 )
-"""Messages of one role that follow each other are one, as Ollama has them."""
+"""Merges consecutive messages of one role, as Ollama does."""
 _RESET: Final = "{%- set ns.system = '' -%}{%- set ns.prompt = '' -%}{%- set ns.response = '' -%}"
 _ARGUMENTS: Final = "(ns.system, ns.prompt, ns.response)"
 _BY_TURNS: Final = (
@@ -194,7 +194,7 @@ class _Conversion:
         return "" if value == _FALSE else f"{{{{ {value} }}}}"
 
     def _if(self, condition: str) -> str:
-        """Branches that are known not to be taken are skipped: they may have what is not supported."""
+        """Branches that are never taken are skipped, because they may have unsupported constructs."""
         branches: list[tuple[str, str]] = []
         closing = f"else if {condition}"
         is_decided = False
@@ -305,7 +305,7 @@ _COMPARISONS: Final = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">",
 
 
 def _call(name: str, arguments: Sequence[str]) -> str:
-    """A function of Go's templates. What is known to be false or true is left out."""
+    """A function of Go's templates. Constant conditions are folded."""
     match name, len(arguments):
         case ("and", count) if count:
             known = [each for each in arguments if each != _TRUE]

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from cortex.wire import error_encoding
+from cortex.wire.dialects.ollama.errors import OLLAMA
 from cortex.wire.error_encoding import from_code
-from cortex.wire.errors import CortexError, Family
+from cortex.wire.errors import CortexError
 from cortex.wire.events import (
     AnyEvent,
     Failure,
@@ -36,7 +36,7 @@ KEEPALIVE = b" "
 
 
 class Shape(Protocol):
-    """How one of the routes writes what was generated."""
+    """The format of one route's lines."""
 
     def __call__(self, *, text: str = "", thinking: str = "", calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
         """The fields of one line."""
@@ -44,7 +44,13 @@ class Shape(Protocol):
 
 def stream_error(error: CortexError) -> bytes:
     """The last line of a stream that failed."""
-    return msgspec.json.encode(error_encoding.envelope(error, Family.OLLAMA)) + b"\n"
+    return msgspec.json.encode(OLLAMA.envelope(error)) + b"\n"
+
+
+def loading_line(shape: Shape, model: str, text: str, created: float) -> bytes:
+    """A line of reasoning before the first of the response."""
+    line = {"model": model, "created_at": timestamp(created), "done": False, **shape(thinking=f"{text}\n")}
+    return msgspec.json.encode(line) + b"\n"
 
 
 class LineEncoder:
@@ -120,7 +126,7 @@ def whole_body(
 
 
 def end_of(finish: Finish, request: GenerateRequest) -> dict[str, Any]:
-    """The fields that the last line has in addition. Durations are nanoseconds; to load includes to wait."""
+    """The additional fields of the last line. Durations are in nanoseconds; the load duration includes waiting."""
     if request.loads_only:
         return {"done": True, "done_reason": "unload" if request.keep_alive_s == 0 else "load"}
     timing, usage = finish.timing, finish.usage

@@ -1,4 +1,4 @@
-"""Ollama's Modelfiles and the body of `/api/create`, which says the same as JSON: what a model is made of. Pure."""
+"""Ollama's Modelfiles, and the equivalent JSON body of `/api/create`, which define a model. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cortex.wire.preset import Preset
 
 _INSTRUCTIONS: Final = ("FROM", "SYSTEM", "TEMPLATE", "PARAMETER", "MESSAGE", "LICENSE", "ADAPTER")
 _OTHERS: Final = ("PARSER", "RENDERER", "REQUIRES", "DRAFT")
-"""Which choose parts of Ollama itself."""
+"""Instructions that select parts of Ollama itself."""
 _OUR_NAMES: Final = {
     "num_predict": "max_tokens",
     "repeat_penalty": "repetition_penalty",
@@ -41,7 +41,7 @@ class Creation(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     source: str
-    """A model here, one of the hub, or a path on a node; empty: it is made of `files`."""
+    """An existing model, one on the hub, or a path on a node; empty if made of `files`."""
     files: dict[str, str] = {}
     """The SHA-256 of each uploaded file, by its path."""
     preset: Preset = Preset()
@@ -50,7 +50,7 @@ class Creation(msgspec.Struct, frozen=True, kw_only=True):
     template: str = ""
     license: str | None = None
     notes: tuple[str, ...] = ()
-    """What is without effect."""
+    """Settings without effect."""
 
 
 class ModelfileProblem(ValueError):
@@ -218,8 +218,8 @@ def _number(name: str, value: Any) -> float:
 
 
 def foreign_markers(go_template: str, own_template: str) -> tuple[str, ...] | None:
-    """The markers of turns that a Go template writes and the model's own template does not. Empty: it has the shape of
-    the own one, which stands for it. None: it writes no markers, so its shape is not known."""
+    """The turn markers that a Go template writes and the model's own template does not. Empty if both match, so that
+    the model's own is used. None if it writes no markers, so that they cannot be compared."""
     literal = _ACTION.sub(" ", go_template)
     actions = "".join(_ACTION.findall(go_template))
     markers = dict.fromkeys((*_MARKER.findall(literal), *_MARKER.findall(actions)))

@@ -22,19 +22,19 @@ from cortex.wire.preset import Preset
 VERSION = "0.33.0"
 """The version of Ollama whose API this is. Clients ask for a minimum."""
 PORT = 11434
-"""Where clients look for an Ollama server by themselves."""
+"""The port where clients look for an Ollama server by default."""
 RUNNING = "Ollama is running"
-"""What its `/` says."""
+"""The text of Ollama's `/`."""
 NEVER = "9999-12-31T23:59:59Z"
-"""When a model without a `ttl_s` is unloaded: nobody knows, because demand decides."""
+"""Placeholder expiry of a model without a `ttl_s`, which is unloaded on demand."""
 
 CREATING = ("create", "copy")
-"""Routes that make models of others, which only a gateway has."""
+"""Routes that make models from others, at gateways only."""
 ABSENT = ("push",)
 """Routes that have no meaning here."""
 BLOBS_PREFIX = "/api/blobs/"
 BLOBS = BLOBS_PREFIX + "sha256[:-](?P<digest>[0-9a-f]{64})"
-"""The files that models are made of."""
+"""Route of the files of which models are made."""
 
 _MAX_BODY_BYTES = 64 * 1024
 _OPTION_NAMES = {
@@ -48,7 +48,7 @@ _PARAMETERS = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)([bBmM])(?![A-Za-z0-9
 
 @dataclass(frozen=True, slots=True)
 class OllamaModel:
-    """What the listings say about one model."""
+    """The facts about one model in the listings."""
 
     name: str
     created: float
@@ -58,26 +58,26 @@ class OllamaModel:
     device_bytes: int = 0
     """On devices now."""
     vram_bytes: int = 0
-    """The part of `device_bytes` that is not the host's memory."""
+    """The part of `device_bytes` that is not host memory."""
     is_loaded: bool = False
     family: str = ""
     quant: str | None = None
-    """In memory, unless it is dense."""
+    """The quantisation in memory; None if dense."""
     stored: StoredForm | None = None
-    """None: its files are not known."""
+    """None if its files are unknown."""
     files_digest: str | None = None
     context_tokens: int | None = None
     capabilities: Capabilities = field(default_factory=Capabilities)
     parameters: tuple[tuple[str, float], ...] = ()
-    """How it samples where a request says nothing."""
+    """Its sampling defaults."""
     expires_at: float | None = None
-    """Unix time at which it leaves the device unless a request comes; None: no time is set."""
+    """Unix time at which it is unloaded unless a request comes; None without such a time."""
     template: str = ""
-    """Its chat template; empty: unknown."""
+    """Its chat template; empty if unknown."""
     source: str = ""
-    """The model that it was made of; empty: none."""
+    """The model from which it was made; empty if none."""
     preset: Preset = field(default_factory=Preset)
-    """What its name adds to requests."""
+    """The fields that its name adds to requests."""
     license: str = ""
 
     @property
@@ -88,8 +88,8 @@ class OllamaModel:
 
 
 def is_for_ollama(host: str | None, user_agent: str | None) -> bool:
-    """Whether a client takes us for Ollama: it is one of Ollama's own (its CLI, ollama-python, ollama-js), or uses
-    Ollama's port."""
+    """Whether a client expects Ollama: one of Ollama's own (its CLI, ollama-python, ollama-js), or one on Ollama's
+    port."""
     is_own_client = user_agent is not None and user_agent.lower().startswith("ollama")
     return is_own_client or (host is not None and host.endswith(f":{PORT}"))
 
@@ -115,7 +115,7 @@ def read_name(body: bytes) -> str:
 
 
 def absence(path: str) -> str:
-    """Why there is no such route, for an error."""
+    """The reason for a missing route, for an error."""
     has_meaning = path != "/api/push"
     reason = (
         "a node has no catalogue; send it to a gateway"

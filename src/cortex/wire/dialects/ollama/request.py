@@ -13,7 +13,7 @@ from cortex.wire.fields.sampling import MAX_TOP_LOGPROBS, read_sampling
 from cortex.wire.model_names import plain_name
 from cortex.wire.pictures.parts import from_base64, from_url
 from cortex.wire.request_summary import RequestSummary
-from cortex.wire.requests import GenerateRequest, Image, OutputFormat, Sampling, Thinking
+from cortex.wire.requests import GenerateRequest, OutputFormat, PicturePart, Sampling, Thinking
 from cortex.wire.tenant import read_tenant
 
 _EFFORTS = {"low": "low", "medium": "medium", "high": "high", "max": "high"}
@@ -24,8 +24,8 @@ _NUMBER = re.compile(r"[+-]?\d{1,12}(?:\.\d{1,12})?")
 _MAX_DURATION_CHARACTERS = 64
 
 
-def read_facts(fields: Fields, *, loads_only: bool) -> RequestSummary:
-    """The facts, from the fields that both routes have. `loads_only`: it has no prompt. Raises `MissingModel` or
+def read_summary(fields: Fields, *, loads_only: bool) -> RequestSummary:
+    """The summary, from the fields that both routes have. `loads_only`: it has no prompt. Raises `MissingModel` or
     `InvalidValue`."""
     options = fields.object("options") or Fields({}, "options")
     limit = options.integer("num_predict", low=-LARGEST_COUNT, high=LARGEST_COUNT)
@@ -41,23 +41,23 @@ def read_facts(fields: Fields, *, loads_only: bool) -> RequestSummary:
     )
 
 
-def read_request(fields: Fields, facts: RequestSummary) -> GenerateRequest:
+def read_request(fields: Fields, summary: RequestSummary) -> GenerateRequest:
     """A request without a prompt, from the fields that both routes have. Raises `InvalidValue`."""
     options = fields.object("options") or Fields({}, "options")
     unknown = tuple(f"options.{name}" for name in fields.mapping("options") or {} if name not in OPTIONS)
-    model = plain_name(facts.model)
+    model = plain_name(summary.model)
     if not model:
         raise MissingModel("The body names no model; set 'model' to a name that /api/tags lists.", param="model")
     return GenerateRequest(
         model=model,
         output=_read_format(fields),
         thinking=_read_think(fields),
-        sampling=_read_options(fields, options, facts),
+        sampling=_read_options(fields, options, summary),
         most_context_tokens=_context_tokens(options),
-        stream=facts.stream,
+        stream=summary.stream,
         include_usage=True,
         keep_alive_s=read_keep_alive(fields),
-        loads_only=facts.loads_only,
+        loads_only=summary.loads_only,
         ignored_fields=(*fields.unknown, *unknown),
         tenant=read_tenant(fields),
     )
@@ -67,13 +67,13 @@ def _context_tokens(options: Fields) -> int | None:
     return options.integer("num_ctx", low=0, high=LARGEST_COUNT) or None
 
 
-def _read_options(fields: Fields, options: Fields, facts: RequestSummary) -> Sampling:
+def _read_options(fields: Fields, options: Fields, summary: RequestSummary) -> Sampling:
     known = Fields({name: options.raw(name) for name in OPTIONS}, options.path)
     wanted = fields.flag("logprobs") or False
     top_logprobs = fields.integer("top_logprobs", low=0, high=MAX_TOP_LOGPROBS) or 0
     sampling = msgspec.structs.replace(
         read_sampling(known),
-        max_tokens=facts.completion_limit,
+        max_tokens=summary.completion_limit,
         logprobs=wanted,
         top_logprobs=top_logprobs if wanted else 0,
     )
@@ -126,11 +126,11 @@ def duration_s(text: str) -> float | None:
     return -seconds if text.startswith("-") else seconds
 
 
-def read_images(fields: Fields) -> tuple[Image, ...]:
+def read_pictures(fields: Fields) -> tuple[PicturePart, ...]:
     """The pictures of `images`, which are base64 texts."""
     name = fields.param("images")
     return tuple(_image(text, f"{name}[{number}]") for number, text in enumerate(fields.texts("images")))
 
 
-def _image(text: str, param: str) -> Image:
+def _image(text: str, param: str) -> PicturePart:
     return from_url(text, param) if ":" in text[:16] else from_base64(text, "", param)

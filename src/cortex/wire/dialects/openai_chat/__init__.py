@@ -1,23 +1,31 @@
 """The OpenAI chat-completions dialect, for clients and for other servers behind the gateway."""
 
-from cortex.wire.dialects.openai_chat.fields import FIELDS as FIELDS
+from cortex.wire.dialects.dialect import Dialect
+from cortex.wire.dialects.openai_chat.fields import FIELDS, PRESET
 from cortex.wire.dialects.openai_chat.request import parse as parse
-from cortex.wire.dialects.openai_chat.request import pictures as pictures
-from cortex.wire.dialects.openai_chat.request import read_facts as read_facts
+from cortex.wire.dialects.openai_chat.request import pictures, read_summary
 from cortex.wire.dialects.openai_chat.stream import Encoder as Encoder
 from cortex.wire.dialects.openai_chat.stream import fold as fold
+from cortex.wire.dialects.openai_chat.stream import loading_chunk
 from cortex.wire.dialects.openai_chat.upstream_request import build as build
 from cortex.wire.dialects.openai_chat.upstream_response import ResponseDecoder as ResponseDecoder
 from cortex.wire.dialects.openai_chat.upstream_response import unfold as unfold
-from cortex.wire.dialects.openai_chunks import stream_error as stream_error
-from cortex.wire.errors import Family
-from cortex.wire.sse import COMMENT
-from cortex.wire.sse import CONTENT_TYPE as CONTENT_TYPE
+from cortex.wire.dialects.openai_chunks import stream_error
 
-PATH = "/v1/chat/completions"
-CONVERSATION = ("messages",)
-PICTURE_MARKS = (b";base64,", b";BASE64,")
-CLIENT_FIELDS: dict[str, str] = {}
-FAMILY = Family.OPENAI
-ID_PREFIX = "chatcmpl-"
-KEEPALIVE = COMMENT
+DIALECT = Dialect(
+    name="openai_chat",
+    path="/v1/chat/completions",
+    fields=FIELDS,
+    conversation=("messages",),
+    read_summary=read_summary,
+    parse=parse,
+    new_encoder=Encoder,
+    fold=fold,
+    stream_error=stream_error,
+    id_prefix="chatcmpl-",
+    spoken_by="servers",
+    preset=PRESET,
+    picture_marks=(b";base64,", b";BASE64,"),
+    pictures=pictures,
+    loading_chunk=loading_chunk,
+)

@@ -8,21 +8,22 @@ from cortex.wire.fields.tables.table import (
     Kind,
     Treatment,
     content,
-    fact,
     honoured,
+    in_envelope,
     limit,
     rejected,
     tolerated,
 )
+from cortex.wire.preset import JsonFields, PresetFields, ReasoningEffort, write
 
 _WEATHER = {"name": "weather", "parameters": {"type": "object"}}
 _TOOLS = [{"type": "function", "function": _WEATHER}]
 
 FIELDS = FieldTable(
     (
-        fact("model", "other"),
+        in_envelope("model", "other"),
         content("messages", [{"role": "user", "content": "other"}]),
-        content("tools", _TOOLS, is_fact=False),
+        content("tools", _TOOLS, in_envelope=False),
         honoured("tool_choice", "required", tools=_TOOLS),
         honoured("parallel_tool_calls", False),
         honoured("functions", [_WEATHER], "the former name of `tools`; the response has `function_call`"),
@@ -30,7 +31,7 @@ FIELDS = FieldTable(
         limit("max_tokens", 9, "-1 is no limit, as in llama.cpp"),
         limit("max_completion_tokens", 9, "takes precedence over `max_tokens`"),
         limit("n_predict", 9, "llama.cpp's name for `max_tokens`; -1 is no limit, 0 computes the prompt alone"),
-        fact("n", 2),
+        in_envelope("n", 2),
         honoured("logprobs", True),
         honoured("top_logprobs", 2, logprobs=True),
         honoured("prompt_logprobs", 1, "vLLM; not in a stream"),
@@ -70,3 +71,12 @@ TOOLS = (
     Kind("custom", Treatment.HONOURED, "free text; a grammar is shown to the model and not enforced"),
 )
 """Types of tools. Others run on the vendor's servers."""
+
+
+def _write_reasoning(fields: JsonFields, effort: ReasoningEffort) -> None:
+    for other in ("enable_thinking", "thinking_budget_tokens"):
+        fields.pop(other, None)
+    write(fields, "reasoning_effort", effort)
+
+
+PRESET = PresetFields(has_messages=True, write_reasoning=_write_reasoning)

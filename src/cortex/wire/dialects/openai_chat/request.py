@@ -1,4 +1,4 @@
-"""Parses a chat-completions body into a `GenerateRequest`. What becomes of each field is in its field table."""
+"""Parses a chat-completions body into a `GenerateRequest`. The field table has the treatment of each field."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from cortex.wire.pictures.parts import PICTURE_PARTS, picture_urls, read_url_par
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import (
     GenerateRequest,
-    Image,
     Message,
     Part,
+    PicturePart,
     Reasoning,
     Role,
     Sampling,
@@ -56,7 +56,7 @@ _ROLES: dict[str, Role] = {
 }
 
 
-def read_facts(fields: Fields) -> RequestSummary:
+def read_summary(fields: Fields) -> RequestSummary:
     """Raises `MissingModel` or `InvalidValue`."""
     max_tokens, n = read_limits(fields)
     newer = fields.integer("max_completion_tokens", low=1, high=LARGEST_COUNT)
@@ -73,7 +73,7 @@ def pictures(fields: Fields) -> Iterator[str]:
 def parse(body: bytes) -> GenerateRequest:
     """Raises `MalformedJSON`, `MissingModel`, `InvalidValue` or `UnsupportedModality`."""
     fields = FIELDS.read(body)
-    facts = read_facts(fields)
+    summary = read_summary(fields)
     if not fields.array("messages"):
         raise fields.invalid("messages", "it is required and must hold at least one message")
     found = _read_tools(fields)
@@ -81,7 +81,7 @@ def parse(body: bytes) -> GenerateRequest:
     stream_options = read_stream_options(fields)
     template_args = _read_template_args(fields)
     return GenerateRequest(
-        model=facts.model,
+        model=summary.model,
         messages=tuple(_read_message(message) for message in fields.objects("messages")),
         truncate_prompt_tokens=read_truncation(fields),
         tools=tuple(found.tools),
@@ -90,8 +90,8 @@ def parse(body: bytes) -> GenerateRequest:
         output=read_output_format(fields, fields.object("response_format")),
         prediction=read_prediction(fields),
         thinking=_read_thinking(fields, template_args),
-        sampling=_read_chat_sampling(fields, facts),
-        stream=facts.stream,
+        sampling=_read_chat_sampling(fields, summary),
+        stream=summary.stream,
         include_usage=(stream_options.flag("include_usage") or False) if stream_options else False,
         continuous_usage=(stream_options.flag("continuous_usage_stats") or False) if stream_options else False,
         return_token_ids=fields.flag("return_token_ids") or False,
@@ -99,7 +99,7 @@ def parse(body: bytes) -> GenerateRequest:
         template_args=template_args,
         user=fields.text("user"),
         tenant=read_tenant(fields),
-        request_class=asked_class(fields, FIELDS.facts),
+        request_class=asked_class(fields, FIELDS.envelope),
         echoes_tier=TIER in fields,
         dropped_tools=tuple(found.dropped),
         unenforced=tuple(found.unenforced),
@@ -107,15 +107,15 @@ def parse(body: bytes) -> GenerateRequest:
     )
 
 
-def _read_chat_sampling(fields: Fields, facts: RequestSummary) -> Sampling:
+def _read_chat_sampling(fields: Fields, summary: RequestSummary) -> Sampling:
     wanted = fields.flag("logprobs") or False
     top_logprobs = fields.integer("top_logprobs", low=0, high=MAX_TOP_LOGPROBS) or 0
     if top_logprobs and not wanted:
         raise fields.invalid("top_logprobs", "set 'logprobs' to true to get them")
     return msgspec.structs.replace(
         read_sampling(fields),
-        max_tokens=facts.completion_limit,
-        n=facts.num_choices,
+        max_tokens=summary.completion_limit,
+        n=summary.num_choices,
         logprobs=wanted,
         top_logprobs=top_logprobs,
         prompt_logprobs=read_prompt_logprobs(fields),
@@ -163,7 +163,7 @@ def _read_message(fields: Fields) -> Message:
     content = tuple(_read_content(fields))
     if role == "tool":
         call_id = fields.text("tool_call_id") or name or ""
-        results = tuple(part for part in content if isinstance(part, Text | Image))
+        results = tuple(part for part in content if isinstance(part, Text | PicturePart))
         return Message(role="tool", parts=(ToolResult(call_id=call_id, parts=results),), name=name)
     if role != "assistant":
         return Message(role=role, parts=content, name=name)
@@ -175,7 +175,7 @@ def _read_message(fields: Fields) -> Message:
     return Message(role="assistant", parts=tuple(parts), name=name)
 
 
-def _read_content(fields: Fields) -> Iterator[Text | Image | Reasoning]:
+def _read_content(fields: Fields) -> Iterator[Text | PicturePart | Reasoning]:
     content = fields.raw("content")
     if content is None or content == "":
         return
@@ -188,7 +188,7 @@ def _read_content(fields: Fields) -> Iterator[Text | Image | Reasoning]:
         yield _read_part(part)
 
 
-def _read_part(part: Fields) -> Text | Image | Reasoning:
+def _read_part(part: Fields) -> Text | PicturePart | Reasoning:
     match part.text("type"):
         case kind if kind in PICTURE_PARTS:
             return read_url_part(part)

@@ -36,6 +36,7 @@ from cortex.wire.events import (
 from cortex.wire.fields.custom_tools import InputDecoder, input_of
 from cortex.wire.requests import GenerateRequest, ToolCall
 from cortex.wire.response import ResponseChoice, gather, total_usage
+from cortex.wire.sse import frame
 
 
 class Encoder(ChunkEncoder):
@@ -176,7 +177,7 @@ def _finish_reason(finish: Finish, *, as_functions: bool) -> str:
 
 
 def _stop_reason(finish: Finish) -> dict[str, str]:
-    """The stop string that ended the choice: a common extension of self-hosted servers."""
+    """The stop string that ended the choice, a common extension of self-hosted servers."""
     return {} if finish.stop_sequence is None else {"stop_reason": finish.stop_sequence}
 
 
@@ -197,3 +198,16 @@ def logprobs_body(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
 
 def _token_body(token: TokenLogprob) -> dict[str, Any]:
     return {"token": token.token, "logprob": token.logprob, "bytes": list(token.bytes)}
+
+
+def loading_chunk(model: str, text: str, created: float) -> bytes:
+    """A chunk of reasoning before the first of the response."""
+    delta = {"role": "assistant", "content": None, "reasoning_content": f"{text}\n"}
+    chunk = {
+        "id": "loading",
+        "object": "chat.completion.chunk",
+        "created": int(created),
+        "model": model,
+        "choices": [{"index": 0, "delta": delta, "finish_reason": None}],
+    }
+    return frame(msgspec.json.encode(chunk))

@@ -12,10 +12,10 @@ from cortex.wire.errors import InvalidValue
 from cortex.wire.pictures.files import data_url
 from cortex.wire.requests import (
     GenerateRequest,
-    Image,
     Message,
     OutputFormat,
     Part,
+    PicturePart,
     Reasoning,
     Text,
     ToolCall,
@@ -132,14 +132,14 @@ def _message_body(message: Message) -> dict[str, Any]:
     return body
 
 
-def _content_body(parts: tuple[Part, ...] | tuple[Text | Image, ...]) -> str | list[dict[str, Any]]:
+def _content_body(parts: tuple[Part, ...] | tuple[Text | PicturePart, ...]) -> str | list[dict[str, Any]]:
     """A single text is a plain string, which every server accepts; other content is an array of parts."""
     content: list[dict[str, Any]] = []
     for part in parts:
         if isinstance(part, Text):
             content.append({"type": "text", "text": part.text})
-        elif isinstance(part, Image):
-            content.append({"type": "image_url", "image_url": _image_body(part)})
+        elif isinstance(part, PicturePart):
+            content.append({"type": "image_url", "image_url": _picture_body(part)})
     if not content:
         return ""
     if len(content) == 1 and content[0]["type"] == "text":
@@ -147,7 +147,7 @@ def _content_body(parts: tuple[Part, ...] | tuple[Text | Image, ...]) -> str | l
     return content
 
 
-def _image_body(image: Image) -> dict[str, str]:
+def _picture_body(image: PicturePart) -> dict[str, str]:
     body = {"url": image.url or data_url(image)}
     if image.detail != "auto":
         body["detail"] = image.detail

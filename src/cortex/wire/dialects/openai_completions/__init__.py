@@ -8,17 +8,17 @@ from typing import Any
 
 import msgspec
 
+from cortex.wire.dialects.dialect import Dialect
 from cortex.wire.dialects.openai_chunks import (
     SYSTEM_FINGERPRINT,
     ChunkEncoder,
     prompt_logprobs_body,
+    stream_error,
     timings_body,
     usage_body,
 )
-from cortex.wire.dialects.openai_chunks import stream_error as stream_error
-from cortex.wire.dialects.openai_completions.fields import FIELDS as FIELDS
+from cortex.wire.dialects.openai_completions.fields import FIELDS
 from cortex.wire.error_encoding import from_code
-from cortex.wire.errors import Family
 from cortex.wire.events import (
     AnyEvent,
     Failure,
@@ -43,23 +43,14 @@ from cortex.wire.fields.sampling import (
     read_stream_options,
     read_truncation,
 )
+from cortex.wire.preset import PresetFields
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import GenerateRequest, Prompt, Reasoning, Text
 from cortex.wire.response import ResponseChoice, gather, total_usage
-from cortex.wire.sse import COMMENT
-from cortex.wire.sse import CONTENT_TYPE as CONTENT_TYPE
 from cortex.wire.tenant import read_tenant
 
-PATH = "/v1/completions"
-CONVERSATION = ("prompt",)
-PICTURE_MARKS = ()
-CLIENT_FIELDS: dict[str, str] = {}
-FAMILY = Family.OPENAI
-ID_PREFIX = "cmpl-"
-KEEPALIVE = COMMENT
 
-
-def read_facts(fields: Fields) -> RequestSummary:
+def read_summary(fields: Fields) -> RequestSummary:
     """Raises `MissingModel` or `InvalidValue`."""
     max_tokens, n = read_limits(fields, fewest_tokens=0)
     if (num_prompts := fields.num_prompts("prompt")) > MAX_PROMPTS:
@@ -67,28 +58,23 @@ def read_facts(fields: Fields) -> RequestSummary:
     return RequestSummary(fields.model(), fields.flag("stream") or False, max_tokens, n * num_prompts)
 
 
-def pictures(fields: Fields) -> tuple[str, ...]:  # noqa: ARG001 - as the other dialects
-    """A prompt is text."""
-    return ()
-
-
 def parse(body: bytes) -> GenerateRequest:
     """Raises `MalformedJSON`, `MissingModel` or `InvalidValue`."""
     fields = FIELDS.read(body)
-    facts = read_facts(fields)
+    summary = read_summary(fields)
     top_logprobs = fields.integer("logprobs", low=0, high=MAX_TOP_LOGPROBS)
     echo = fields.flag("echo") or False
     prompt, *more_prompts = _read_prompts(fields)
-    if facts.num_choices > MAX_CHOICES:
+    if summary.num_choices > MAX_CHOICES:
         raise fields.invalid(
-            "prompt", f"{facts.num_choices} choices in one request, at most {MAX_CHOICES}; send fewer prompts"
+            "prompt", f"{summary.num_choices} choices in one request, at most {MAX_CHOICES}; send fewer prompts"
         )
     suffix = fields.text("suffix") or None
     if suffix is not None and (more_prompts or not isinstance(prompt, str) or echo):
         raise fields.invalid("suffix", "it needs one prompt, as text, without 'echo'")
     stream_options = read_stream_options(fields)
     return GenerateRequest(
-        model=facts.model,
+        model=summary.model,
         prompt=prompt,
         more_prompts=tuple(more_prompts),
         suffix=suffix,
@@ -97,13 +83,13 @@ def parse(body: bytes) -> GenerateRequest:
         output=read_output_format(fields, fields.object("response_format")),
         sampling=msgspec.structs.replace(
             read_sampling(fields),
-            max_tokens=facts.completion_limit,
-            n=facts.num_choices // (1 + len(more_prompts)),
+            max_tokens=summary.completion_limit,
+            n=summary.num_choices // (1 + len(more_prompts)),
             logprobs=top_logprobs is not None,
             top_logprobs=top_logprobs or 0,
             prompt_logprobs=read_prompt_logprobs(fields),
         ),
-        stream=facts.stream,
+        stream=summary.stream,
         include_usage=(stream_options.flag("include_usage") or False) if stream_options else False,
         continuous_usage=(stream_options.flag("continuous_usage_stats") or False) if stream_options else False,
         return_token_ids=fields.flag("return_token_ids") or False,
@@ -111,7 +97,7 @@ def parse(body: bytes) -> GenerateRequest:
         user=fields.text("user"),
         ignored_fields=fields.unknown,
         tenant=read_tenant(fields),
-        request_class=asked_class(fields, FIELDS.facts),
+        request_class=asked_class(fields, FIELDS.envelope),
     )
 
 
@@ -266,3 +252,20 @@ def _top_body(token: TokenLogprob) -> dict[str, float | None] | None:
     if token.logprob is None:
         return None
     return {**{other.token: other.logprob for other in token.top}, token.token: token.logprob}
+
+
+DIALECT = Dialect(
+    name="openai_completions",
+    path="/v1/completions",
+    fields=FIELDS,
+    conversation=("prompt",),
+    read_summary=read_summary,
+    parse=parse,
+    new_encoder=Encoder,
+    fold=fold,
+    stream_error=stream_error,
+    id_prefix="cmpl-",
+    spoken_by="servers",
+    is_chat=False,
+    preset=PresetFields(names={"max_completion_tokens": "max_tokens"}),
+)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from cortex.wire.fields.tables.shared import ACCOUNT, EXTENSIONS, OUTPUT, PROMPT, SAMPLING, STREAM
-from cortex.wire.fields.tables.table import FieldTable, content, fact, honoured, limit, rejected
+from cortex.wire.fields.tables.table import FieldTable, content, honoured, in_envelope, limit, rejected
 
 FIELDS = FieldTable(
     (
-        fact("model", "other"),
+        in_envelope("model", "other"),
         content("prompt", "other", "a string, token ids, or a list of either"),
         honoured("echo", True),
         limit(
@@ -17,7 +17,7 @@ FIELDS = FieldTable(
             "0: no tokens, with `echo` the prompt alone; -1 is no limit, as in llama.cpp",
         ),
         limit("n_predict", 9, "llama.cpp's name for `max_tokens`; -1 is no limit, 0 computes the prompt alone"),
-        fact("n", 2),
+        in_envelope("n", 2),
         honoured("logprobs", 2, "with `echo` also of the prompt"),
         honoured("prompt_logprobs", 1, "vLLM; not in a stream"),
         honoured("return_token_ids", True, "vLLM: `token_ids` of choices, and `prompt_token_ids`"),

@@ -6,49 +6,40 @@ the input of a later request may have it in place of what it sums up.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
-from cortex.wire.dialects import openai_responses
-from cortex.wire.dialects.openai_responses import CLIENT_FIELDS as CLIENT_FIELDS
-from cortex.wire.dialects.openai_responses import CONTENT_TYPE as CONTENT_TYPE
-from cortex.wire.dialects.openai_responses import CONVERSATION as CONVERSATION
-from cortex.wire.dialects.openai_responses import FAMILY as FAMILY
-from cortex.wire.dialects.openai_responses import FIELDS as FIELDS
-from cortex.wire.dialects.openai_responses import KEEPALIVE as KEEPALIVE
-from cortex.wire.dialects.openai_responses import PICTURE_MARKS as PICTURE_MARKS
-from cortex.wire.dialects.openai_responses import Encoder as Encoder
-from cortex.wire.dialects.openai_responses import pictures as pictures
-from cortex.wire.dialects.openai_responses import stream_error as stream_error
+from cortex.wire.dialects.openai_responses import DIALECT as RESPONSES
 from cortex.wire.dialects.openai_responses.items import encoded
 from cortex.wire.dialects.openai_responses.response import usage_body
 from cortex.wire.errors import GenerationFailed, InvalidValue
 from cortex.wire.events import AnyEvent
 from cortex.wire.fields.body import Fields
+from cortex.wire.preset import PresetFields
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import GenerateRequest, Message, Text, ToolChoice
 from cortex.wire.response import gather, total_usage
 
-PATH = "/v1/responses/compact"
-ID_PREFIX = "cmp_"
+_ID_PREFIX = "cmp_"
 MAX_KEPT_CHARS = 32_768
 """The latest messages of the user up to this size are returned; the summary has the others."""
 MAX_SUMMARY_TOKENS = 8192
-"""A summary that goes on is cut off here: without a limit it would fill the context that it is to free."""
+"""Limit of the summary, which would otherwise fill the context that it should free."""
 PROMPT = (
     "Sum up the conversation so far for another assistant, who will continue it without seeing it. State the goal of "
-    "the user and their constraints, what was done and decided, the facts, names, paths and values that are still "
+    "the user and their constraints, what was done and decided, the summary, names, paths and values that are still "
     "needed, and what is left to do. Write the summary only; do not continue the conversation and call no tools."
 )
 _KEPT = "kept_messages"
 
 
-def read_facts(fields: Fields) -> RequestSummary:
+def read_summary(fields: Fields) -> RequestSummary:
     """Raises `MissingModel` or `InvalidValue`."""
-    facts = openai_responses.read_facts(fields)
-    return msgspec.structs.replace(facts, completion_limit=_limit(facts.completion_limit))
+    summary = RESPONSES.read_summary(fields)
+    return msgspec.structs.replace(summary, completion_limit=_limit(summary.completion_limit))
 
 
 def _limit(asked: int | None) -> int:
@@ -57,7 +48,7 @@ def _limit(asked: int | None) -> int:
 
 def parse(body: bytes) -> GenerateRequest:
     """The request for the summary. Raises what the responses dialect does, and `InvalidValue` for a stream."""
-    request = openai_responses.parse(body)
+    request = RESPONSES.parse(body)
     if request.stream:
         raise InvalidValue("stream: a compaction is one object; leave it out.", param="stream")
     limit = _limit(request.sampling.max_tokens)
@@ -97,7 +88,7 @@ def fold(events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, creat
     summary = choices[0].text.strip()
     if not summary:
         raise GenerationFailed("The model wrote no summary of the conversation; try again, or name another model.")
-    stem = id.removeprefix(ID_PREFIX)
+    stem = id.removeprefix(_ID_PREFIX)
     kept: list[dict[str, Any]] = [
         {
             "id": f"msg_{stem}_{position}",
@@ -119,3 +110,15 @@ def fold(events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, creat
             "usage": usage_body(total_usage(choice.finish for choice in choices)),
         }
     )
+
+
+DIALECT = dataclasses.replace(
+    RESPONSES,
+    name="openai_compaction",
+    path="/v1/responses/compact",
+    read_summary=read_summary,
+    parse=parse,
+    fold=fold,
+    id_prefix=_ID_PREFIX,
+    preset=PresetFields(),
+)

@@ -8,12 +8,13 @@ from cortex.wire.fields.tables.table import (
     Kind,
     Treatment,
     content,
-    fact,
     honoured,
+    in_envelope,
     limit,
     rejected,
     tolerated,
 )
+from cortex.wire.preset import JsonFields, PresetFields, ReasoningEffort, object_in, write
 
 _TOOLS = [{"type": "function", "name": "weather", "parameters": {"type": "object"}}]
 
@@ -23,13 +24,13 @@ OF_GATEWAYS = {
     "background": "by a gateway that stores responses; a node rejects it",
     "conversation": "by a gateway that stores responses; a node rejects it",
 }
-"""Fields that a gateway honours, and what to say about each. What is in `FIELDS` is what a node does with them."""
+"""Fields that a gateway honours, with their notes. `FIELDS` has a node's treatment of them."""
 
 FIELDS = FieldTable(
     (
-        fact("model", "other"),
+        in_envelope("model", "other"),
         content("input", "other"),
-        fact("instructions", "be brief"),
+        in_envelope("instructions", "be brief"),
         honoured("tools", _TOOLS),
         honoured("tool_choice", "required", tools=_TOOLS),
         honoured("parallel_tool_calls", False),
@@ -42,7 +43,7 @@ FIELDS = FieldTable(
         honoured("reasoning", {"effort": "low"}),
         honoured("reasoning.summary", "auto", "`auto`, `concise`, `detailed`: the reasoning itself, as a summary"),
         honoured("chat_template_kwargs", {"enable_thinking": False}),
-        fact("stream", True),
+        in_envelope("stream", True),
         tolerated(
             "stream_options", {"include_obfuscation": False}, "nothing is obfuscated; only with `stream`", stream=True
         ),
@@ -104,3 +105,14 @@ ITEMS = (
 
 ITEMS_OF_GATEWAYS = (Kind("item_reference", Treatment.HONOURED, "by a gateway, which puts the stored item there"),)
 """Types of input items that only a gateway accepts."""
+
+
+def _write_reasoning(fields: JsonFields, effort: ReasoningEffort) -> None:
+    write(fields, "reasoning", {**object_in(fields, "reasoning"), "effort": effort})
+
+
+PRESET = PresetFields(
+    names={"max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens"},
+    system="instructions",
+    write_reasoning=_write_reasoning,
+)

@@ -19,7 +19,7 @@ from cortex.wire.fields.custom_tools import arguments_of
 from cortex.wire.fields.tables.table import Treatment
 from cortex.wire.fields.tools import read_arguments
 from cortex.wire.pictures.parts import PICTURE_PARTS, picture_urls, read_url_part
-from cortex.wire.requests import Image, Message, Part, Reasoning, Role, Text, ToolCall, ToolResult
+from cortex.wire.requests import Message, Part, PicturePart, Reasoning, Role, Text, ToolCall, ToolResult
 
 _ROLES: dict[str, Role] = {
     "system": "system",
@@ -146,7 +146,7 @@ def _reasoning_text(item: Fields) -> str:
     return ""
 
 
-def _read_content(item: Fields, name: str, *, as_json: bool = False) -> Iterator[Text | Image]:
+def _read_content(item: Fields, name: str, *, as_json: bool = False) -> Iterator[Text | PicturePart]:
     """A string or parts. With `as_json`, any other value becomes its JSON text: a tool may return an object."""
     content = item.raw(name)
     if content is None or content == "":
@@ -165,7 +165,7 @@ def _are_parts(content: Any) -> bool:
     return isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content)
 
 
-def _read_part(part: Fields) -> Text | Image:
+def _read_part(part: Fields) -> Text | PicturePart:
     match part.text("type"):
         case kind if kind in PICTURE_PARTS:
             return read_url_part(part)
@@ -190,7 +190,7 @@ def encoded(summary: str) -> str:
 
 
 def shown(content: str) -> str | None:
-    """What a model sees in place of the item; None for content that is not ours."""
+    """The text that a model sees instead of the item; None for content that is not ours."""
     if not content.startswith(_MARK):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Parses a responses body into a `GenerateRequest`. What becomes of each field is in its field table."""
+"""Parses a responses body into a `GenerateRequest`. The field table has the treatment of each field."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ INCLUDABLE = (
 """What `include` may name. Only the last has anything to add here."""
 
 
-def read_facts(fields: Fields) -> RequestSummary:
+def read_summary(fields: Fields) -> RequestSummary:
     """Raises `MissingModel` or `InvalidValue`."""
     limit = fields.integer("max_output_tokens", low=1, high=LARGEST_COUNT)
     return msgspec.structs.replace(
@@ -64,7 +64,7 @@ def read_facts(fields: Fields) -> RequestSummary:
 
 
 def read_state(fields: Fields) -> RequestSummary:
-    """The facts of a request that generates nothing: its model and what it refers to. Raises `MissingModel` or
+    """The summary of a request that generates nothing: its model and what it refers to. Raises `MissingModel` or
     `InvalidValue`."""
     conversation = fields.raw("conversation")
     if isinstance(conversation, dict):
@@ -89,7 +89,7 @@ def read_state(fields: Fields) -> RequestSummary:
 def parse(body: bytes) -> GenerateRequest:
     """Raises `MalformedJSON`, `MissingModel`, `InvalidValue` or `UnsupportedModality`."""
     fields = FIELDS.read(body)
-    facts = read_facts(fields)
+    summary = read_summary(fields)
     noted: list[str] = []
     messages = read_input(fields, noted)
     if instructions := fields.text("instructions"):
@@ -99,7 +99,7 @@ def parse(body: bytes) -> GenerateRequest:
     text = fields.object("text")
     read_stream_options(fields)
     return GenerateRequest(
-        model=facts.model,
+        model=summary.model,
         messages=tuple(messages),
         truncate_prompt_tokens=read_truncation(fields),
         tools=tuple(found.tools),
@@ -107,8 +107,8 @@ def parse(body: bytes) -> GenerateRequest:
         output=read_output_format(fields, text.object("format") if text else None),
         prediction=read_prediction(fields),
         thinking=_read_thinking(reasoning),
-        sampling=_read_sampling(fields, facts),
-        stream=facts.stream,
+        sampling=_read_sampling(fields, summary),
+        stream=summary.stream,
         include_usage=True,
         template_args=fields.mapping("chat_template_kwargs") or {},
         user=fields.text("user"),
@@ -118,7 +118,7 @@ def parse(body: bytes) -> GenerateRequest:
         unenforced=tuple(found.unenforced),
         ignored_fields=fields.unknown,
         tenant=read_tenant(fields),
-        request_class=asked_class(fields, FIELDS.facts),
+        request_class=asked_class(fields, FIELDS.envelope),
         echoes_tier=TIER in fields,
     )
 
@@ -151,7 +151,7 @@ def _read_truncation(fields: Fields) -> bool:
     return given == "auto"
 
 
-def _read_sampling(fields: Fields, facts: RequestSummary) -> Sampling:
+def _read_sampling(fields: Fields, summary: RequestSummary) -> Sampling:
     top_logprobs = fields.integer("top_logprobs", low=0, high=MAX_TOP_LOGPROBS) or 0
     included = fields.texts("include")
     for name in included:
@@ -160,7 +160,7 @@ def _read_sampling(fields: Fields, facts: RequestSummary) -> Sampling:
     wanted = top_logprobs > 0 or "message.output_text.logprobs" in included
     return msgspec.structs.replace(
         read_sampling(fields),
-        max_tokens=facts.completion_limit,
+        max_tokens=summary.completion_limit,
         logprobs=wanted,
         top_logprobs=top_logprobs,
     )

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import Raw
 
-from cortex.wire import error_encoding
 from cortex.wire.dialects.openai_responses.response import usage_body
-from cortex.wire.errors import CortexError, Family, InvalidValue, MalformedJSON, shorten
+from cortex.wire.error_encoding import BY_CODE, OPENAI
+from cortex.wire.errors import CortexError, InvalidValue, MalformedJSON, shorten
 from cortex.wire.events import Usage
 from cortex.wire.fields.raw_fields import replace_fields
 
@@ -29,7 +29,7 @@ class ClientEvent(NamedTuple):
     """It is `response.steer`, not `response.create`."""
     stream_id: str | None
     generates: bool
-    """False: the request is only prepared; its response can be continued and has no output."""
+    """If false, the request is only prepared: its response has no output and can be continued."""
     body: bytes
     """The request as its client would post it, or a `response.steer` as it came."""
 
@@ -119,14 +119,14 @@ def _nested_error(payload: bytes, stream_id: str | None) -> bytes:
         found = msgspec.json.decode(payload, type=_ErrorFields)
     except msgspec.MsgspecError:
         found = _ErrorFields()
-    kind = error_encoding.BY_CODE.get(found.code or "", CortexError)
+    kind = BY_CODE.get(found.code or "", CortexError)
     return _error_message(msgspec.structs.replace(found, type=kind.openai_type), kind.status, stream_id)
 
 
 def error_message(error: CortexError) -> bytes:
     """The message for an event that is rejected. Its lane is in the details of the error, if it is known."""
-    body = msgspec.json.encode(error_encoding.envelope(error, Family.OPENAI))
-    return rejection_message(error_encoding.status(error, Family.OPENAI), body, error.details.get("stream_id"))
+    body = msgspec.json.encode(OPENAI.envelope(error))
+    return rejection_message(OPENAI.status(error), body, error.details.get("stream_id"))
 
 
 def rejection_message(status: int, body: bytes, stream_id: str | None) -> bytes:

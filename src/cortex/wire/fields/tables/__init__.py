@@ -1,1 +1,1 @@
-"""What each dialect does with every field that clients send: one table per dialect, for its parser and for the docs."""
+"""The treatment of every field by dialect: one table per dialect, for its parser and for the docs."""

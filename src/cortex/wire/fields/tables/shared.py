@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from cortex.wire.fields.tables.table import fact, honoured, rejected, tolerated
+from cortex.wire.fields.tables.table import honoured, in_envelope, rejected, tolerated
 
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
-CACHE_SALT = fact("cache_salt", "s", "shares cached prefixes only with requests that have the same salt")
-TIER = fact("service_tier", "flex", "`flex` waits for others, `priority` goes first; the response names the class used")
-PRIORITY = fact("priority", 1, "as vLLM: below 0 as `service_tier` `priority`, above 0 as `flex`")
+CACHE_SALT = in_envelope("cache_salt", "s", "shares cached prefixes only with requests that have the same salt")
+TIER = in_envelope(
+    "service_tier", "flex", "`flex` waits for others, `priority` goes first; the response names the class used"
+)
+PRIORITY = in_envelope("priority", 1, "as vLLM: below 0 as `service_tier` `priority`, above 0 as `flex`")
 SPECULATION = honoured("speculation", "off", "one token per step; the response is the same")
 SAMPLING = (
     honoured("temperature", 0.5),
@@ -55,7 +57,7 @@ OUTPUT = (
 TIMINGS = honoured("timings_per_token", True, "llama.cpp: `timings` in the response, and in every chunk of a stream")
 STREAM = (
     TIMINGS,
-    fact("stream", True),
+    in_envelope("stream", True),
     honoured("stream_options.include_usage", True, "only with `stream`", stream=True),
     honoured("stream_options.continuous_usage_stats", True, "usage in every chunk", stream=True),
     tolerated("stream_options.include_obfuscation", False, "nothing is obfuscated", stream=True),

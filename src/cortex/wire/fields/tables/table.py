@@ -34,18 +34,18 @@ class BodyField:
     note: str = ""
     """For the docs; for a rejected field also the reason in the error."""
     harmless: tuple[Any, ...] = ()
-    """Values of a rejected field that ask for nothing: they are tolerated."""
+    """Values of a rejected field without effect, which are tolerated."""
     context: Mapping[str, Any] = field(default_factory=dict)
     """Other fields that the example needs."""
-    is_fact: bool = False
-    """Whether a gateway reads it before the body is parsed (`wire/facts.py`)."""
+    in_envelope: bool = False
+    """Whether a gateway reads it before the body is parsed (`wire/request_summary.py`)."""
     has_content: bool = False
-    """Whether its objects may hold media, which a server would fetch by address. Its texts are only texts."""
+    """Whether its objects may hold media, which a server would fetch by address. Texts in it are never addresses."""
     is_limit: bool = False
     """Whether it is the limit of one choice, or a field that servers may read in its place."""
 
     def is_harmless(self, value: Any) -> bool:
-        """Whether a value of a rejected field asks for nothing."""
+        """Whether a value of a rejected field has no effect."""
         return value is None or any(value == harmless for harmless in self.harmless)
 
 
@@ -61,14 +61,17 @@ class Kind:
 class FieldTable:
     """The fields of one dialect by name. Immutable."""
 
-    def __init__(self, *groups: Iterable[BodyField], of_gateways: Iterable[str] = ()) -> None:
-        """`of_gateways`: fields that a gateway honours, whatever a node does with them."""
+    def __init__(
+        self, *groups: Iterable[BodyField], of_gateways: Iterable[str] = (), relayed: Iterable[str] = ()
+    ) -> None:
+        """`of_gateways`: fields that a gateway honours, independent of nodes. `relayed`: fields that are not read here
+        and choose no model at any known server."""
         self._fields = {one.name: one for group in groups for one in group}
         self._names = frozenset(name.partition(".")[0] for name in self._fields)
-        facts = [one.name.partition(".")[0] for one in self if one.is_fact]
-        self.facts = tuple(dict.fromkeys((*facts, *of_gateways)))
+        read = [one.name.partition(".")[0] for one in self if one.in_envelope]
+        self.envelope = tuple(dict.fromkeys((*read, *of_gateways)))
         """The fields that a gateway reads."""
-        self.class_fields = tuple(name for name in self.facts if name in CLASS_FIELDS)
+        self.class_fields = tuple(name for name in self.envelope if name in CLASS_FIELDS)
         """Those of them that say how urgent a request is."""
         self.contents = frozenset(one.name for one in self if one.has_content)
         """The fields with texts, and with objects that may hold media."""
@@ -82,6 +85,7 @@ class FieldTable:
         """The fields with the limit of one choice. The first is the one that is written for servers."""
         self._rejected = tuple(one for one in self if one.treatment is Treatment.REJECTED)
         self._spelled = {_folded(name): name for name in self._names}
+        self._relayed = frozenset(relayed)
 
     def __iter__(self) -> Iterator[BodyField]:
         return iter(self._fields.values())
@@ -101,7 +105,7 @@ class FieldTable:
 
     def scan(self, body: bytes) -> RawFields:
         """What a gateway reads of a body. Raises `MalformedJSON`."""
-        return wire_body.scan(body, self.facts, self.contents)
+        return wire_body.scan(body, self.envelope, self.contents)
 
     def check_spelling(self, names: Iterable[str]) -> None:
         """Raises InvalidValue for a name that is not a field of this table but that a server could read as one: many
@@ -115,10 +119,12 @@ class FieldTable:
                 )
 
     def check_known(self, values: Mapping[str, Any]) -> None:
-        """Raises InvalidValue for a field that is not honoured or tolerated, and that therefore nobody here can check:
-        it may choose another model, or use tokens that are not counted."""
+        """Raises InvalidValue for a field that is neither honoured nor tolerated and so cannot be checked: it may
+        choose another model or use uncounted tokens."""
         for name, value in values.items():
             one = self._fields.get(name)
+            if name in self._relayed:
+                continue
             if name not in self._names:
                 problem = "it is not known here, and the key has a budget or a list of models; remove it"
             elif one is None or one.treatment is not Treatment.REJECTED or one.is_harmless(value):
@@ -129,7 +135,7 @@ class FieldTable:
 
 
 def _folded(name: str) -> str:
-    """What names that some server reads as the same have in common."""
+    """A normal form: equal for names that some server treats as the same."""
     plain = name.partition("[")[0].partition(".")[0]
     return "".join(character for character in plain.casefold() if character.isalnum())
 
@@ -138,18 +144,20 @@ def honoured(name: str, example: Any, note: str = "", **context: Any) -> BodyFie
     return BodyField(name, Treatment.HONOURED, example, note, context=context)
 
 
-def fact(name: str, example: Any, note: str = "") -> BodyField:
+def in_envelope(name: str, example: Any, note: str = "") -> BodyField:
     """A field that is honoured, and that a gateway reads, too."""
-    return BodyField(name, Treatment.HONOURED, example, note, is_fact=True)
+    return BodyField(name, Treatment.HONOURED, example, note, in_envelope=True)
 
 
-def content(name: str, example: Any, note: str = "", *, is_fact: bool = True, **context: Any) -> BodyField:
+def content(name: str, example: Any, note: str = "", *, in_envelope: bool = True, **context: Any) -> BodyField:
     """A field that is honoured, with texts and possibly with media."""
-    return BodyField(name, Treatment.HONOURED, example, note, context=context, is_fact=is_fact, has_content=True)
+    return BodyField(
+        name, Treatment.HONOURED, example, note, context=context, in_envelope=in_envelope, has_content=True
+    )
 
 
 def limit(name: str, example: Any, note: str = "") -> BodyField:
-    return BodyField(name, Treatment.HONOURED, example, note, is_fact=True, is_limit=True)
+    return BodyField(name, Treatment.HONOURED, example, note, in_envelope=True, is_limit=True)
 
 
 def tolerated(name: str, example: Any, note: str = "", **context: Any) -> BodyField:

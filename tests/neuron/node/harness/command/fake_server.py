@@ -38,8 +38,8 @@ class Handler(BaseHTTPRequestHandler):
             self._echo()
             return
         was_checked.set()
-        facts = {"pid": os.getpid(), "argv": sys.argv[1:], "state": state, "env": dict(os.environ)}
-        self._json(503 if options.is_never_healthy else 200, facts)
+        metadata = {"pid": os.getpid(), "argv": sys.argv[1:], "state": state, "env": dict(os.environ)}
+        self._json(503 if options.is_never_healthy else 200, metadata)
 
     def do_POST(self) -> None:
         global state
@@ -108,11 +108,11 @@ class Handler(BaseHTTPRequestHandler):
             return
         received = {"method": self.command, "path": self.path, "headers": dict(self.headers.items())}
         ends = {"first": first.decode("latin-1"), "last": last.decode("latin-1")}
-        facts = {**received, **ends, "num_bytes": num_bytes, "sha256": digest.hexdigest()}
+        metadata = {**received, **ends, "num_bytes": num_bytes, "sha256": digest.hexdigest()}
         if "embeddings" in self.path:
-            facts["data"] = [{"index": 0, "embedding": [0.5, -1.0]}]
-            facts["usage"] = {"prompt_tokens": 7, "total_tokens": 7}
-        self._json(400 if b"spicy" in first else 404 if "absent" in self.path else 200, facts)
+            metadata["data"] = [{"index": 0, "embedding": [0.5, -1.0]}]
+            metadata["usage"] = {"prompt_tokens": 7, "total_tokens": 7}
+        self._json(400 if b"spicy" in first else 404 if "absent" in self.path else 200, metadata)
 
     def _stream(self, body: Any, text: str) -> None:
         self.send_response(200)

@@ -32,7 +32,7 @@ from cortex.wire.errors import InsufficientCapacity, InvalidValue, LoadFailed
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import ModelState
 
-from ...node_calls import until
+from .....waiting import until
 from .commands import SERVER, START, NotedSizes, config, servers
 
 
@@ -86,12 +86,12 @@ def test_a_measurement_that_is_too_small_does_not_count(
     memory_mb: int | None, measured_mb: int | None, expected_mb: int
 ) -> None:
     entry = HarnessEntry(name="fake", cmd=START, memory_mb=memory_mb)
-    facts, model = ServedFiles(Path(), "fake", "", 100 << 20, 0, 1), KnownModel(id="m", source="m")
+    metadata, model = ServedFiles(Path(), "fake", "", 100 << 20, 0, 1), KnownModel(id="m", source="m")
     estimates = CommandEstimates(NeuronConfig(), entry)
     if measured_mb is not None:
-        size = SizeOfModel(estimates, model, facts)
+        size = SizeOfModel(estimates, model, metadata)
         assert size.started(measured_mb << 20) == expected_mb << 20, "while it is loaded"
-    assert estimates.whole_bytes(model, facts) == expected_mb << 20
+    assert estimates.whole_bytes(model, metadata) == expected_mb << 20
 
 
 async def test_changed_configuration_is_used_without_a_restart(tmp_path: Path) -> None:
@@ -163,6 +163,10 @@ async def test_a_server_that_does_not_start_fails_the_load(tmp_path: Path, entry
         assert not servers()
 
 
+TRACEBACK = "".join(f"\n  File {number}.py" for number in range(30))
+VLLM_WITHOUT_MEMORY = "Free memory on device cuda:0 (2/24 GiB) on startup is less than desired GPU memory utilization"
+
+
 @pytest.mark.parametrize(
     ("command", "reason"),
     [
@@ -171,6 +175,9 @@ async def test_a_server_that_does_not_start_fails_the_load(tmp_path: Path, entry
             "ended with status 1; the end of its log: .*MemoryError",
         ),
         ([*START, "--exits", "1", "--say", "CUDA error: out of memory"], "ended with status 1"),
+        ([*START, "--exits", "1", "--say", f"torch.OutOfMemoryError{TRACEBACK}"], "ended with status 1"),
+        ([*START, "--exits", "1", "--say", "allocateMemory: ErrorOutOfDeviceMemory"], "ended with status 1"),
+        ([*START, "--exits", "1", "--say", VLLM_WITHOUT_MEMORY], "ended with status 1"),
         (["/bin/sh", "-c", "kill -9 $$", "${PORT}"], "ended by signal 9, which the system sends when memory runs out"),
     ],
 )
@@ -283,8 +290,8 @@ async def test_the_quantisation_is_what_the_operator_or_the_file_says(
 ) -> None:
     (tmp_path / file).write_bytes(bytes(100))
     harness = CommandHarness(HarnessEntry(name="fake", cmd=(*START, "${MODEL_PATH}")), NeuronConfig(), read_devices)
-    facts, _ = await harness.read(KnownModel(id="m", source="m", quant=quant), tmp_path / file)
-    assert (facts.quant, facts.file_bytes) == (expected, 100)
+    metadata, _ = await harness.read(KnownModel(id="m", source="m", quant=quant), tmp_path / file)
+    assert (metadata.quant, metadata.file_bytes) == (expected, 100)
 
 
 async def test_quotes_and_spaces_reach_the_server_unchanged(tmp_path: Path) -> None:

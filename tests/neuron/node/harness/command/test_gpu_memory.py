@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pynvml import NVMLError
 
-from cortex.neuron.node.harness.command import process_memory
+from cortex.neuron.node.harness.command.process_memory import gpu_bytes
 from cortex.wire.node.protocol import Device
 
 DEVICES = tuple(Device(index=index, kind="cuda", name="card", total_bytes=1 << 34) for index in range(2))
@@ -45,18 +45,14 @@ class Driver:
         (({7: 100},), None),
     ],
 )
-def test_memory_of_the_processes_of_a_server(
-    monkeypatch: pytest.MonkeyPatch, held: tuple[dict[int, int | None], ...], expected: int | None
-) -> None:
+def test_memory_of_the_processes_of_a_server(held: tuple[dict[int, int | None], ...], expected: int | None) -> None:
     driver = Driver(*held)
-    monkeypatch.setattr(process_memory, "_library", driver)
-    assert process_memory.gpu_bytes(DEVICES, [7, 8]) == expected
+    assert gpu_bytes(DEVICES, [7, 8], driver) == expected
     assert driver.num_sessions == 0
 
 
-def test_without_a_driver_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_driver_nothing_is_known() -> None:
     def fails() -> None:
         raise NVMLError(1)
 
-    monkeypatch.setattr(process_memory, "_library", SimpleNamespace(nvmlInit=fails))
-    assert process_memory.gpu_bytes(DEVICES, [7]) is None
+    assert gpu_bytes(DEVICES, [7], SimpleNamespace(nvmlInit=fails)) is None

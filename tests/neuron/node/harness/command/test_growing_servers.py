@@ -27,9 +27,8 @@ from cortex.neuron.servers.entry import HarnessEntry
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import Device
 
-from .....waiting import WAIT_S
+from .....waiting import WAIT_S, until
 from ....api.served import served
-from ...node_calls import until
 from .commands import START, config
 
 MIB = 1 << 20

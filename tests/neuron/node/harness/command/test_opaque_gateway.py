@@ -98,8 +98,8 @@ async def test_keys_and_rates_apply(client: Client) -> None:
 async def test_upstream_is_for_operators(client: Client) -> None:
     assert (await client("/upstream/m/health", "GET"))[0] == 403
     assert (await client("/upstream/m/x", key=OPERATOR))[0] == 200
-    status, facts = await client("/upstream/m/health", "GET", key=OPERATOR)
-    assert (status, facts["state"]) == (200, "awake")
+    status, metadata = await client("/upstream/m/health", "GET", key=OPERATOR)
+    assert (status, metadata["state"]) == (200, "awake")
     status, received = await client("/upstream/org/n/v1/x?y=1", "PUT", key=OPERATOR, data=FILE)
     assert (status, received["path"]) == (200, "/v1/x?y=1"), received
     assert received["sha256"] == hashlib.sha256(FILE).hexdigest()
@@ -139,8 +139,8 @@ async def test_health_checks_are_charged_to_nobody_and_wait_for_no_request(clien
     async with client.session.post("/v1/chat/completions", json=streaming, headers=headers) as response:
         await response.content.readuntil(b"on and on")
         for _ in range(3):
-            status, facts = await client("/upstream/m/health", "GET", key=MONITOR)
-            assert (status, facts["state"]) == (200, "awake")
+            status, metadata = await client("/upstream/m/health", "GET", key=MONITOR)
+            assert (status, metadata["state"]) == (200, "awake")
     checks = await client.activity(key="monitor")
     assert [(each["status"], each["prompt_tokens"]) for each in checks] == [(200, None)] * 3
     status, usage = await client("/fleet/usage?by=key", "GET", key=OPERATOR)

@@ -18,9 +18,8 @@ from cortex.neuron.node.node import Node
 from cortex.wire.node import headers
 from cortex.wire.node.protocol import ModelState
 
-from .....waiting import WAIT_S
+from .....waiting import WAIT_S, until
 from ....api.served import served
-from ...node_calls import until
 from .commands import config, servers
 
 AUDIO = ("/v1/audio/transcriptions", "/v1/audio/speech", "/v1/audio/voices")

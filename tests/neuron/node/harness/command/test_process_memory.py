@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cortex.neuron.node.harness.command import process_memory
+from cortex.neuron.node.harness.command.process_memory import descendants
 
 
 def test_thread_that_ends_meanwhile_hides_no_child_of_the_others(
@@ -18,7 +18,6 @@ def test_thread_that_ends_meanwhile_hides_no_child_of_the_others(
         if children is not None:
             (folder / "children").write_text(children)
     listed = Path.iterdir
-    monkeypatch.setattr(process_memory, "_PROC", tmp_path)
     monkeypatch.setattr(Path, "iterdir", lambda folder: iter(sorted(listed(folder))))
-    assert process_memory.descendants(7) == [70, 71]
-    assert process_memory.descendants(6) == [], "it has ended"
+    assert descendants(7, tmp_path) == [70, 71]
+    assert descendants(6, tmp_path) == [], "it has ended"

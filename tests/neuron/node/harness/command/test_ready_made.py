@@ -21,8 +21,8 @@ from cortex.neuron.servers.ready_made import BY_NAME, READY_MADE, completed_serv
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import ModelState
 
+from .....waiting import until
 from ....api.served import served
-from ...node_calls import until
 from .commands import SERVER, config, servers
 
 CONTAINER = """#!/bin/sh

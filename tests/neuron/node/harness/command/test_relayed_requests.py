@@ -22,10 +22,9 @@ from cortex.wire.node.orders import UnloadRequest
 from cortex.wire.node.protocol import ModelState
 from cortex.wire.sse import Parser
 
-from .....waiting import NEVER_S, WAIT_S
+from .....waiting import NEVER_S, WAIT_S, until
 from ....api.inference.route_calls import BODIES, text_of
 from ....api.served import served
-from ...node_calls import until
 from .commands import config, servers, through_gateway
 
 CHAT = "/v1/chat/completions"

@@ -19,9 +19,8 @@ from cortex.neuron.node.node import Node
 from cortex.neuron.worker.discovery import DeviceReading, Inventory
 from cortex.wire.node.protocol import Device, ModelState
 
-from .....waiting import WAIT_S
+from .....waiting import WAIT_S, until
 from ....api.served import served
-from ...node_calls import until
 from .commands import through_gateway
 
 MIB = 1 << 20

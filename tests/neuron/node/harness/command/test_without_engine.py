@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 from .....ports import free_port
-from .....waiting import WAIT_S
+from .....waiting import WAIT_S, wait_until
 from .commands import START
 
 HIDE = """
@@ -63,19 +62,21 @@ def neuron(environment: dict[str, str], *arguments: str | Path) -> subprocess.Co
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=WAIT_S)
 
 
+def responds(port: int) -> bool:
+    try:
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/health")
+    except OSError:
+        return False
+    return True
+
+
 @pytest.fixture(scope="module")
 def url(environment: dict[str, str], file: Path) -> Iterator[str]:
     port = free_port()
     command = [sys.executable, "-m", "cortex.cli.neuron", "serve", "-c", str(file), "-p", str(port)]
     with subprocess.Popen(command, env=environment, cwd=file.parent) as process:
         try:
-            deadline_s = time.monotonic() + WAIT_S
-            while process.poll() is None and time.monotonic() < deadline_s:
-                try:
-                    urllib.request.urlopen(f"http://127.0.0.1:{port}/health")
-                    break
-                except OSError:
-                    time.sleep(0.1)
+            wait_until(lambda: process.poll() is not None or responds(port))
             yield f"http://127.0.0.1:{port}"
         finally:
             process.terminate()

@@ -1,7 +1,7 @@
-"""What a node expects of a model that a server runs: its files, and the memory that its servers have taken.
+"""Memory estimates for a model that a server runs, from its files and from measurements of its servers.
 
-That is a quantile of their latest starts and runs. One run may have been unusual. Its size is one of several samples,
-and none counts for ever: otherwise a single peak would keep a model out of memory in which it has run before.
+The estimate is a quantile of the latest starts and runs. A single unusual run counts only as one sample and expires, so
+that one peak does not keep a model out of memory in which it has run before.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_AGE_S = 30 * 86400.0
 
 
 def quantile(sizes: Iterable[int], share: float = _QUANTILE) -> int:
-    """The smallest of the sizes that at least this share of them does not exceed; 0 without any."""
+    """The smallest size that at least this share of the sizes does not exceed; 0 without any."""
     ordered = sorted(sizes)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0
 
@@ -35,7 +35,7 @@ class _Samples:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._all: deque[tuple[float, int]] = deque(maxlen=_MAX_SAMPLES)
-        """When, and the bytes."""
+        """Time and bytes."""
 
     def add(self, num_bytes: int) -> None:
         self._all.append((self._clock(), num_bytes))
@@ -55,20 +55,20 @@ class ServerSizes:
         self._runs: dict[str, _Samples] = {}
 
     def note_start(self, model_id: str, num_bytes: int) -> None:
-        """What a server held when it was ready."""
+        """Record the bytes that a server held when it was ready."""
         self._starts.setdefault(model_id, _Samples(self._clock)).add(num_bytes)
 
     def note_run(self, model_id: str, num_bytes: int) -> None:
-        """What it held for most of the time until its end."""
+        """Record the bytes that it held for most of its run."""
         self._runs.setdefault(model_id, _Samples(self._clock)).add(num_bytes)
 
     def start_bytes(self, model_id: str) -> int:
-        """With which it can start; 0: unknown."""
+        """Bytes with which it can start; 0 if unknown."""
         samples = self._starts.get(model_id)
         return 0 if samples is None else samples.size
 
     def run_bytes(self, model_id: str) -> int:
-        """What it takes as it serves; 0: unknown."""
+        """Bytes that it takes while it serves; 0 if unknown."""
         samples = self._runs.get(model_id)
         return 0 if samples is None else samples.size
 
@@ -85,21 +85,21 @@ class ServerSizes:
 
 
 class ServerSize(Protocol):
-    """How the host of one server reports what it holds."""
+    """Through this the host of one server reports its memory."""
 
     def started(self, num_bytes: int) -> int:
-        """It is ready. Returns the size that the model counts as."""
+        """It is ready and holds this much. Returns the size that the model counts as."""
 
     def holds(self, num_bytes: int) -> int:
         """The same for what it holds later."""
 
     def ran(self, num_bytes: int) -> None:
-        """It has ended, and held this for most of the time."""
+        """It has ended, after holding this much for most of its run."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedFiles:
-    """What a node knows of a model that a server runs: not what is in its files."""
+    """A node's metadata about a model that a server runs; the contents of its files are unknown."""
 
     path: Path
     family: str
@@ -109,7 +109,7 @@ class ServedFiles:
     """0: unknown."""
     num_ranks: int
     quant: str | None = None
-    """As the operator or the name of its file says; None: unknown."""
+    """From the operator or the file's name; None if unknown."""
     num_layers: ClassVar[int] = 0
     most_stages: ClassVar[int] = 1
     has_stages: ClassVar[bool] = False
@@ -127,53 +127,55 @@ class ServedFiles:
 
 @dataclass(frozen=True, slots=True)
 class CommandEstimates(NodeLimits):
-    """By the sizes of its latest servers, before that by what the operator expects, or by the files. What they held
-    when they were ready is the least that it needs, what they held as they served is what it takes. A measurement may
-    be too small, because another model left the device during the load: the operator's size is the least, and one below
-    the size of the files does not count."""
+    """Estimates from the sizes of its latest servers, before that from the operator's size or the files. The bytes held
+    when ready are the minimum, those held while serving the expected size. A measurement may be too small, because
+    another model left the device during the load: the operator's size is a lower bound, and a measurement below the
+    size of the files does not count."""
 
     loads_in_worker: ClassVar[bool] = False
     entry: HarnessEntry
     sizes: ServerSizes = field(default_factory=ServerSizes)
 
-    def least_bytes(self, model: KnownModel, facts: ServedFiles, device: Device) -> int:  # noqa: ARG002 - as Estimates
-        return self._least_bytes(model, facts) // facts.num_ranks
+    def least_bytes(self, model: KnownModel, metadata: ServedFiles, device: Device) -> int:  # noqa: ARG002 - as Estimates
+        return self._least_bytes(model, metadata) // metadata.num_ranks
 
     smallest_bytes = least_bytes
 
-    def expected_bytes(self, model: KnownModel, facts: ServedFiles, device: Device) -> int:
-        """No more than the device can give: with less than it once took it may serve as well."""
-        least = self.least_bytes(model, facts, device)
+    def expected_bytes(self, model: KnownModel, metadata: ServedFiles, device: Device) -> int:
+        """At most what the device can give, because it may serve with less than it once took."""
+        least = self.least_bytes(model, metadata, device)
         usable = self.reserve(device).usable_bytes(device.total_bytes)
         most = smallest(usable, self.share_bytes(model, device)) or usable
-        return max(least, min(self.whole_bytes(model, facts) // facts.num_ranks, most))
+        return max(least, min(self.whole_bytes(model, metadata) // metadata.num_ranks, most))
 
-    def context_bytes(self, model: KnownModel, facts: ServedFiles, device: Device, tokens: int) -> int:  # noqa: ARG002
+    def context_bytes(self, model: KnownModel, metadata: ServedFiles, device: Device, tokens: int) -> int:  # noqa: ARG002
         """A server has a context of its own."""
-        return self.least_bytes(model, facts, device)
+        return self.least_bytes(model, metadata, device)
 
-    def whole_bytes(self, model: KnownModel, facts: ServedFiles) -> int:
-        """What it takes as it serves, over all devices of this node."""
+    def whole_bytes(self, model: KnownModel, metadata: ServedFiles) -> int:
+        """Bytes that it takes while it serves, over all devices of this node."""
         run_bytes = self.sizes.run_bytes(model.id) // model.num_members
-        return max(self._least_bytes(model, facts), self.counted_bytes(model, facts, run_bytes) if run_bytes else 0)
+        return max(
+            self._least_bytes(model, metadata), self.counted_bytes(model, metadata, run_bytes) if run_bytes else 0
+        )
 
-    def _least_bytes(self, model: KnownModel, facts: ServedFiles) -> int:
-        return self.counted_bytes(model, facts, self.sizes.start_bytes(model.id) // model.num_members)
+    def _least_bytes(self, model: KnownModel, metadata: ServedFiles) -> int:
+        return self.counted_bytes(model, metadata, self.sizes.start_bytes(model.id) // model.num_members)
 
-    def counted_bytes(self, model: KnownModel, facts: ServedFiles, measured: int) -> int:
-        """What a model counts as whose server holds `measured` bytes. Loaded or not, the rule is the same: pages of its
-        files that other programs have mapped too are not in the measurement, and become its own when these end. The
-        members of a group have equal parts."""
+    def counted_bytes(self, model: KnownModel, metadata: ServedFiles, measured: int) -> int:
+        """The size that a model counts as if its server holds `measured` bytes, loaded or not. Pages of its files that
+        other programs have mapped too are not in the measurement, but become its own when these end. The members of a
+        group have equal parts."""
         if (configured := self._configured_bytes(model)) is not None:
             return max(measured, configured)
-        if measured and measured >= facts.num_bytes // model.num_members:
+        if measured and measured >= metadata.num_bytes // model.num_members:
             return measured
-        return _unmeasured(facts) // model.num_members
+        return _unmeasured(metadata) // model.num_members
 
-    def first_bytes(self, model: KnownModel, facts: ServedFiles) -> int:
+    def first_bytes(self, model: KnownModel, metadata: ServedFiles) -> int:
         """The size without measurements. A server with a configured size takes a little more than that."""
         configured = self._configured_bytes(model)
-        return _unmeasured(facts) // model.num_members if configured is None else configured
+        return _unmeasured(metadata) // model.num_members if configured is None else configured
 
     def _configured_bytes(self, model: KnownModel) -> int | None:
         # Not `model.memory_bytes`, which may be no more than the ceiling of a gateway.
@@ -181,12 +183,12 @@ class CommandEstimates(NodeLimits):
         expected_mb = next((size for size in own if size is not None), self.entry.memory_mb)
         return None if expected_mb is None else (expected_mb << 20) // model.num_members
 
-    def footprint(self, model: KnownModel, facts: ServedFiles, devices: Sequence[Device]) -> Footprint:
-        expected = max(self.expected_bytes(model, facts, device) for device in devices)
-        return Footprint(self._least_bytes(model, facts), facts.num_ranks * expected)
+    def footprint(self, model: KnownModel, metadata: ServedFiles, devices: Sequence[Device]) -> Footprint:
+        expected = max(self.expected_bytes(model, metadata, device) for device in devices)
+        return Footprint(self._least_bytes(model, metadata), metadata.num_ranks * expected)
 
     def stages(self, *_: Any) -> None:
-        """Its layers are not ours to divide."""
+        """The node does not divide the layers of a server's model."""
 
     empty_stages = stages
 
@@ -200,18 +202,18 @@ class SizeOfModel:
 
     estimates: CommandEstimates
     model: KnownModel
-    facts: ServedFiles
+    metadata: ServedFiles
 
     def started(self, num_bytes: int) -> int:
         self.estimates.sizes.note_start(self.model.id, num_bytes * self.model.num_members)
         return self.holds(num_bytes)
 
     def holds(self, num_bytes: int) -> int:
-        return self.estimates.counted_bytes(self.model, self.facts, num_bytes)
+        return self.estimates.counted_bytes(self.model, self.metadata, num_bytes)
 
     def ran(self, num_bytes: int) -> None:
         self.estimates.sizes.note_run(self.model.id, num_bytes * self.model.num_members)
 
 
-def _unmeasured(facts: ServedFiles) -> int:
-    return facts.num_bytes * 5 // 4
+def _unmeasured(metadata: ServedFiles) -> int:
+    return metadata.num_bytes * 5 // 4

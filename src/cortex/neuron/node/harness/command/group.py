@@ -2,9 +2,9 @@
 
 A member's life: `MemberPorts.prepare` chooses two ports of `cluster_address` and holds them. Its load takes them over
 as a `MemberLink`, which connects the nodes of the group before the server starts, and watches them until it ends. The
-leader's node connects to every other one. Each side sends a line now and then; a side that ends says why in its last
-line. A connection that ends, or is silent for long, ends the member: so a group ends everywhere as soon as one of its
-members, nodes or networks is gone, with or without a gateway. Everything here runs on the daemon's loop.
+leader's node connects to every other one. Each side sends a line at an interval; a side that ends gives the reason in
+its last line. A connection that ends, or is silent for too long, ends the member, so a group ends everywhere as soon as
+a member, node or network fails, with or without a gateway. Everything here runs on the daemon's loop.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ class GroupTimes:
 
     pulse_s: float = 2.0
     silence_s: float = 12.0
-    """After this long without a line, another node is lost."""
+    """Another node that has sent no line for this long is lost."""
     hold_s: float = 120.0
-    """How long ports are held for a load that does not come, or for another call that prepares the same member."""
+    """How long ports are held until the load is ordered or the member is prepared again."""
     load_s: float = 3600.0
-    """How long they are held at most for a load that was ordered."""
+    """How long they are held for an ordered load."""
     leader_s: float = 180.0
-    """How long a member waits for the leader's node, which loads last; then it ends."""
+    """How long a member waits for the leader's node, which loads last, before it ends."""
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has the address; None: none has."""
+    """The network interface that has the address; None if none has."""
     wanted = ipaddress.ip_address(address)
     if wanted.version == 6:
         with contextlib.suppress(OSError):
@@ -103,18 +103,18 @@ class MemberPorts:
         return self.address, *held.numbers
 
     def await_load(self, group: str, model_id: str) -> None:
-        """Its load was ordered, and may wait for the memory that another load takes."""
+        """Its load was ordered, but may have to wait for other loads."""
         self._ordered[model_id] = group
         if (held := self._held.get(group)) is not None:
             held.expire_after(self._times.load_s, lambda: self.release(group))
 
     def load_ended(self, model_id: str) -> None:
-        """It has failed, or the model has been unloaded since: frees what it has not taken."""
+        """The load failed, or the model was unloaded since: free the ports that it has not taken."""
         if (group := self._ordered.pop(model_id, None)) is not None:
             self.release(group)
 
     async def version(self, group: str, read: Callable[[], Awaitable[str]]) -> str:
-        """What `read` returns, which is called once while the ports are held, and may take long."""
+        """The result of `read`, which may take long and is called once while the ports are held."""
         held = self._held[group]
         if held.version is None:
             held.keep()
@@ -148,14 +148,14 @@ class MemberPorts:
 
 
 class _HeldPorts:
-    """Two ports on which this node listens: that of a server, so that others can check that they reach it, and the one
-    for pulses."""
+    """Two ports on which this node listens: the server's, so that others can check that they reach it, and the one for
+    pulses."""
 
     def __init__(self, address: str, model_id: str) -> None:
         """Raises OSError."""
         self.model_id = model_id
         self.version: str | None = None
-        """Of its server; None: it was not read yet."""
+        """Version of its server; None until read."""
         self._expiry: asyncio.TimerHandle | None = None
         with contextlib.ExitStack() as opened:
             self.server, self.pulse = (opened.enter_context(_listening(address)) for _ in range(2))
@@ -166,7 +166,7 @@ class _HeldPorts:
         return self.server.getsockname()[1], self.pulse.getsockname()[1]
 
     def expire_after(self, seconds: float, expire: Callable[[], None]) -> None:
-        """In place of the last time that was set."""
+        """Replaces the previous expiry."""
         self.keep()
         self._expiry = asyncio.get_running_loop().call_later(seconds, expire)
 
@@ -198,10 +198,10 @@ class MemberLink:
     async def open(
         self, on_lost: Callable[[str], None], on_ending: Callable[[str], None], *, checks_ports: bool
     ) -> None:
-        """Connects what can be connected before the server starts, and frees its port. `on_lost` is called once, with
-        the reason, when the group has ended, `on_ending` when another member will end as soon as this one, the leader,
-        has no requests. `checks_ports`: the servers of the other members listen on their ports already. Raises
-        LoadFailed if a node cannot be reached."""
+        """Connects to the other nodes, as far as possible before the server starts, and frees the server's port.
+        `on_lost` is called once, with the reason, when the group has ended; `on_ending` when another member will end as
+        soon as this one, the leader, has no requests. `checks_ports`: the servers of the other members already listen.
+        Raises LoadFailed if a node cannot be reached."""
         self._on_lost, self._on_ending = on_lost, on_ending
         if self.member.is_leader:
             for other in self.member.members[1:]:
@@ -231,7 +231,7 @@ class MemberLink:
         self._watch(reader, writer, other.node)
 
     def end(self, reason: str) -> None:
-        """Tells the other nodes, and closes all connections. A leader that connects within `LINGER_S` gets the reason,
+        """Informs the other nodes and closes all connections. A leader that connects within `LINGER_S` gets the reason
         too. Idempotent."""
         if self._ended.is_set():
             return
@@ -250,7 +250,7 @@ class MemberLink:
             task.cancel()
 
     async def leave(self, reason: str, timeout_s: float) -> None:
-        """Announces the end of this member, and waits for that of the group."""
+        """Announces the end of this member and waits for the end of the group."""
         for writer in self._writers:
             writer.write(_LEAVES + reason.encode() + b"\n")
         with contextlib.suppress(TimeoutError):
@@ -347,7 +347,7 @@ def _listening(address: str) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # its server takes the port at once
         listener.bind((address, 0))
-        listener.listen(2 * MAX_NODES)  # of a server's port, nobody takes the connections that check it
+        listener.listen(2 * MAX_NODES)  # connections that check a server's port are never accepted
         listener.setblocking(False)
     except BaseException:
         listener.close()

@@ -1,7 +1,7 @@
 """The parent of a server: a program that starts it and leaves no process of it behind.
 
-The node runs this file by its path. Its first argument is the number of those that follow as a command which ends what
-is left of the server elsewhere, such as a container; then comes the server's own command. A byte on stdin asks the
+The node runs this file by its path. Its first argument is the length of a cleanup command, which ends remains of the
+server elsewhere, such as a container. That command follows, then the server's own command. A byte on stdin asks the
 server to end (SIGTERM to its group); the end of stdin, which also comes when the node is killed, kills everything. When
 the server has ended, so do the processes that it left behind, its folder for temporary files is removed, and this
 program ends with its status. It imports nothing of this package, so that it starts in milliseconds.
@@ -21,9 +21,9 @@ import sys
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)
-"""None on systems without this call. Looked up here because little is safe between fork and exec."""
+"""None on systems without this call. Looked up at import, because little is safe between fork and exec."""
 NOT_STARTED = 127
-"""The status of a command that cannot be started, as shells have it."""
+"""The status of a command that cannot be started, as in shells."""
 
 
 _CLEAN_S = 60.0
@@ -109,7 +109,7 @@ def _reap(server: int, *, wait: bool = False) -> int | None:
 
 
 def _children() -> list[int]:
-    """Raises OSError on systems that do not tell."""
+    """Raises OSError on systems without this information."""
     with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
         return [int(process) for process in file.read().split()]
 

@@ -1,4 +1,4 @@
-"""A command of `neuron.toml` as a harness: each load starts a server, which the model's requests are relayed to."""
+"""A command of `neuron.toml` as a harness: each load starts a server, to which the model's requests are relayed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from cortex.neuron.node.harness.estimates import Footprint
 from cortex.neuron.node.library import KnownModel
 from cortex.neuron.node.memory.allocation import ChosenDevices, DeviceAllocation
 from cortex.neuron.servers.entry import HarnessEntry
-from cortex.neuron.text.model import TextSurvey
+from cortex.neuron.text.model import TextInspection
 from cortex.neuron.worker import amd
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.system.tasks import finish_all
@@ -43,7 +43,7 @@ _VARIABLE = re.compile(r"\$\{([^}]*)\}")
 
 
 def expanded_texts(entry: HarnessEntry, rank: int | None, *, has_context: bool = True) -> tuple[str, ...]:
-    """Where the variables of a server are replaced. `rank`: of a member of a group."""
+    """The texts in which the variables of a server are replaced. `rank`: that of a group member."""
     ends = (text for name in ("cmd_stop", "cmd_kill", "cmd_pid") for text in entry.commands[name])
     return (*entry.argv(has_gpus=True, has_context=has_context, rank=rank), *ends, *entry.env.values())
 
@@ -55,10 +55,10 @@ def uses(entry: HarnessEntry, variable: str, rank: int | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """Replaces the variables of one load. A value is never divided into several arguments, and not replaced again."""
+    """Replaces the variables of one load. A value is never split into several arguments and not expanded again."""
 
     values: Mapping[str, str | None]
-    """None: it is not known for this model."""
+    """None if unknown for this model."""
     env: Mapping[str, str]
     harness: str
     """For messages."""
@@ -92,7 +92,7 @@ class Expansion:
 CHAT = "/v1/chat/completions"
 _VERSION = re.compile(r"\bversion\b\W*\w*\d", re.IGNORECASE)
 _VERSION_S = 240.0
-"""Some servers import all of torch to print their version, the first time from a slow disk."""
+"""Some servers import all of torch to print their version, at first from a slow disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ class CommandHarness:
         self._logs: dict[str, ServerLog] = {}
 
     def use(self, entry: HarnessEntry, config: NeuronConfig) -> None:
-        """Take another entry of the same name, from the next load of a model on."""
+        """Use another entry of the same name from the next load of a model on."""
         self.estimates = CommandEstimates(config, entry, self._sizes)
         self.max_num_seqs = entry.max_concurrent or config.limits.max_num_seqs
         self.restarts = entry.restart
@@ -255,9 +255,9 @@ class CommandHarness:
         quant = None if quant is None else quant.lower()
         return ServedFiles(path, self._entry.name, digest, num_bytes, context_tokens, ranks, quant), {}
 
-    async def read_text(self, model: KnownModel, path: Path) -> TextSurvey:  # noqa: ARG002 - as Harness has it
-        """What a server can do with a template is its own affair: it rejects what it cannot. Raises ModelUnsupported
-        for a template of ours, which it does not get."""
+    async def read_text(self, model: KnownModel, path: Path) -> TextInspection:  # noqa: ARG002 - as Harness has it
+        """Nothing is read: the server rejects requests that its template does not support. Raises ModelUnsupported for
+        a configured template, which the server would not get."""
         if model.chat_template is not None:
             raise ModelUnsupported(f"{model.id} has a chat_template, which {self._entry.name} does not get: remove it")
         routes = self._entry.routes
@@ -268,12 +268,12 @@ class CommandHarness:
         chats, inserts = has(CHAT), has("/infill")
         embeds, ranks = has("/v1/embeddings"), has("/v1/rerank")
         capabilities = Capabilities(chat=chats, tools=chats, embeddings=embeds, rerank=ranks, insert=inserts)
-        return TextSurvey(capabilities, SamplingDefaults())
+        return TextInspection(capabilities, SamplingDefaults())
 
     async def host(
         self,
         model: KnownModel,
-        facts: ServedFiles,
+        metadata: ServedFiles,
         room: DeviceAllocation,
     ) -> tuple[ModelHost, ChosenDevices]:
         entry, chosen, devices = self._entry, room.chosen, room.chosen.devices
@@ -281,13 +281,13 @@ class CommandHarness:
         argv = entry.argv(has_gpus=is_on_gpus, has_context=model.context_tokens is not None, rank=_rank(model))
         link = None if model.member is None else self._ports.take(model.member)
         commands = entry.commands
-        part = self.estimates.first_bytes(model, facts) / facts.num_ranks / max(1, devices[0].total_bytes)
+        part = self.estimates.first_bytes(model, metadata) / metadata.num_ranks / max(1, devices[0].total_bytes)
         free_ports: dict[int, int] = {}
 
         def expansion(port: int, pid: int = 0) -> Expansion:
             if port not in free_ports:
                 free_ports[port] = free_port()
-            return self._expansion(model, facts.path, devices, port, pid, free_ports[port], part)
+            return self._expansion(model, metadata.path, devices, port, pid, free_ports[port], part)
 
         def environment(port: int) -> dict[str, str]:
             own = {name: expansion(port).text(value) for name, value in entry.env.items()}
@@ -307,7 +307,7 @@ class CommandHarness:
         memory = ServerMemory(
             chosen.indices,
             free_bytes if is_on_gpus else None,
-            self.estimates.whole_bytes(model, facts),
+            self.estimates.whole_bytes(model, metadata),
             lambda processes: _used_bytes(devices, processes),
             room.took,
             lambda: room.was_alone,
@@ -320,7 +320,7 @@ class CommandHarness:
             server_info(entry.name, model.context_tokens),
             self._ticker,
             self._choose_port,
-            SizeOfModel(self.estimates, model, facts),
+            SizeOfModel(self.estimates, model, metadata),
             self._logs.setdefault(model.id, ServerLog()),
             link=link,
             times=self._times,
@@ -338,7 +338,7 @@ class CommandHarness:
         return ServerOfModel(model.id, self._entry, self._hosts, self._logs.setdefault(model.id, ServerLog()))
 
     async def leave(self, drain_s: float) -> None:
-        """This node shuts down: the leaders of its members end their requests first."""
+        """The node is shutting down: the leaders of its members end their requests first."""
         await asyncio.gather(*(host.leave(drain_s) for host in self._hosts.values()))
 
     async def close(self) -> None:
@@ -354,7 +354,7 @@ class CommandHarness:
         free_port: int = 0,
         part: float = 1.0,
     ) -> Expansion:
-        """`part`: of the memory of a device that the model is expected to take."""
+        """`part`: the fraction of a device's memory that the model is expected to take."""
         values = {
             "PORT": str(port),
             "FREE_PORT": str(free_port),
@@ -374,7 +374,7 @@ class CommandHarness:
 
 
 def version_in(lines: Sequence[str]) -> str:
-    """The version in what a server prints: the line that says so, or the last one. llama.cpp and SGLang go on with the
+    """The version in a server's output: the line that names it, or the last one. llama.cpp and SGLang then print the
     compiler or the revision, which may be equal for different versions."""
     said = [line for line in lines if _VERSION.search(line)]
     return ((said or lines)[-1] if lines else "")[:200]
@@ -385,7 +385,7 @@ def _rank(model: KnownModel) -> int | None:
 
 
 def _group_values(member: GroupMember | None) -> dict[str, str | None]:
-    """The variables of a group; outside of one, those without a value cannot be used."""
+    """The variables of a group. Without a group they have no value and cannot be used."""
     if member is None:
         names = ("LEADER_HOST", "LEADER_PORT", "MEMBER_HOST", "MEMBER_PORT", "MEMBER_ADDRESSES")
         return {"RANK": "0", "NUM_NODES": "1", **dict.fromkeys(names)}
@@ -406,7 +406,7 @@ def _bracketed(host: str) -> str:
 
 
 def _of_cluster(model: KnownModel) -> dict[str, str]:
-    """What keeps the libraries of distributed servers on the network of the cluster."""
+    """Variables that keep the libraries of distributed servers on the cluster's network."""
     if model.member is None or (interface := interface_of(model.member.own.host)) is None:
         return {}
     interfaces = dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), interface)
@@ -414,7 +414,7 @@ def _of_cluster(model: KnownModel) -> dict[str, str]:
 
 
 def _visible(devices: Sequence[Device]) -> dict[str, str]:
-    """The server sees no other GPUs. Their ids are the same whatever the node itself sees."""
+    """Variables that hide other GPUs from the server. Ids do not depend on what the node itself sees."""
     match devices[0].kind:
         case "cuda":
             return {"CUDA_VISIBLE_DEVICES": _gpu_ids(devices)}
@@ -426,7 +426,7 @@ def _visible(devices: Sequence[Device]) -> dict[str, str]:
 
 
 def _used_bytes(devices: Sequence[Device], processes: list[int]) -> int | None:
-    """The memory of these processes on the devices, where their driver tells it."""
+    """The memory of these processes on the devices, if the driver reports it."""
     if devices[0].kind == "rocm":
         return amd.memory_of(processes) or None
     return gpu_bytes(devices, processes)
@@ -437,7 +437,7 @@ def _gpu_ids(devices: Sequence[Device]) -> str:
 
 
 def _directory(path: Path) -> Path:
-    """The directory with the files, and with what they are links to in the hub's cache."""
+    """The directory with the files and, in the hub's cache, the targets of their links."""
     of_hub = next((parent for parent in path.parents if parent.name.startswith("models--")), None)
     return of_hub or (path.parent if path.is_file() else path)
 

@@ -31,7 +31,8 @@ from cortex.wire.node.groups import MemberAddress
 
 
 class SilenceWatch:
-    """Has a server checked each time that a response is awaited for `after_s`. Belongs to the loop's thread."""
+    """Triggers a check of the server whenever a response has been awaited for `after_s`. Belongs to the loop's
+    thread."""
 
     def __init__(self, after_s: float, check: Callable[[], Awaitable[None]]) -> None:
         self._after_s = after_s
@@ -44,12 +45,12 @@ class SilenceWatch:
         self._timers[request_id] = asyncio.get_running_loop().call_later(self._after_s, self._overdue, request_id)
 
     def end(self, request_id: str) -> None:
-        """Some of the response has arrived, or it is awaited no more. May be called repeatedly."""
+        """Part of the response has arrived, or it is no longer awaited. May be called repeatedly."""
         if (timer := self._timers.pop(request_id, None)) is not None:
             timer.cancel()
 
     def clear(self) -> None:
-        """No response is awaited any more."""
+        """Stop awaiting any response."""
         for request_id in list(self._timers):
             self.end(request_id)
 
@@ -66,30 +67,31 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.1
 _MEASURE_S = 1.0
-"""How often the memory of a server that starts is measured, which takes the kernel some time per GiB."""
+"""Interval of memory measurements while a server starts; each takes the kernel some time per GiB."""
 _PORT_TRIES = 3
 _STOPPED_CHECKS = 2
 _STOPPED_CHECK_S = 2.0
 _SHORTEST_STREAM_S = 0.02
-"""A response that is complete sooner after its first piece came whole: its speed is not known."""
+"""A response that is complete within this time after its first piece arrived as a whole; its speed is unknown."""
 _PAGES = 1 << 40
 """A server manages its own KV cache: the node only bounds the number of its requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerTimes:
-    """How long a server may take, and how often its memory is measured."""
+    """Time limits of a server, and the interval of its memory measurements."""
 
     health_s: float = 15.0
-    """One health check."""
+    """Time limit of one health check."""
     begin_s: float = 3600.0
-    """At least, until something of a response arrives: one that is no stream arrives when it is done."""
+    """Minimum time granted to a working server until part of a response arrives; a whole response arrives only when
+    complete."""
     loss_s: float = 5.0
-    """A server that closes a connection may have died, which is noticed a moment later."""
+    """The death of a server is noticed this much later than its closed connection."""
     reclaim_s: float = 5.0
-    """Until the driver of a GPU has freed its memory."""
+    """Time for the driver of a GPU to free the server's memory."""
     watch_s: float = 5.0
-    """Between two measurements of its memory as it serves, at least."""
+    """Minimum interval of memory measurements while the server serves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,18 +100,18 @@ class ServerCommand:
 
     argv: Callable[[int], list[str]]
     stop: Callable[[int, int], list[str]]
-    """On a port, with a process id; empty: SIGTERM."""
+    """The stop command for a port and process id; empty for SIGTERM."""
     env: Callable[[int], Mapping[str, str]]
     kill: Callable[[int], list[str]] = lambda _: []
-    """For what is left when its processes are killed."""
+    """The cleanup command after its processes were killed."""
     find_pid: Callable[[int], list[str]] = lambda _: []
-    """Prints the process id of a server that a daemon started."""
+    """The command that prints the process id of a server started by a daemon."""
 
 
 @dataclass(eq=False, slots=True)
 class CommandHost:
-    """A `ModelHost`. A request that is submitted has a slot at once: its caller sends it to the server itself, and
-    reports with `produced` and `finished`."""
+    """A `ModelHost`. A submitted request has a slot at once: its caller sends it to the server itself and reports with
+    `produced` and `finished`."""
 
     model_id: str
     entry: HarnessEntry
@@ -121,7 +123,8 @@ class CommandHost:
     size: ServerSize
     log: ServerLog = field(default_factory=ServerLog)
     link: MemberLink | None = None
-    """To the other nodes, if the server is a member of a group. Only the leader's takes requests, and has a pool."""
+    """The link to the other nodes, if the server is a member of a group. Only the leader's server takes requests and
+    has a pool."""
     times: ServerTimes = field(default_factory=ServerTimes)
     resident: Resident | None = None
     pool: Pool | None = None
@@ -133,7 +136,7 @@ class CommandHost:
     _server: ServerProcess | None = None
     _sink: ModelSink | None = None
     _port: int = 0
-    _last_check: str = "no check has ended"
+    _last_check: str = "no check has finished"
     """The outcome of the last health check."""
     _kill_reason: str | None = None
     _watch: asyncio.Task[None] | None = None
@@ -145,7 +148,7 @@ class CommandHost:
 
     def __post_init__(self) -> None:
         silence_s = self.entry.silence_timeout_s
-        reason = f"nothing of it has arrived for {silence_s:g} s"
+        reason = f"its server has sent nothing for {silence_s:g} s"
         self._silence = SilenceWatch(silence_s, lambda: self.end_if_hung(reason))
 
     @property
@@ -193,8 +196,9 @@ class CommandHost:
         return self.resident
 
     async def _start(self, sink: ModelSink, *, is_last: bool) -> bool:
-        """Returns when the server is healthy; False: another program took its port first. Raises LoadRejected."""
-        port, self._last_check = self.choose_port(), "no check has ended"
+        """Returns True when the server is healthy, and False if another program took its port first. Raises
+        LoadRejected."""
+        port, self._last_check = self.choose_port(), "no check has finished"
         self._port = port
         name = f"{self.model_id} ({self.entry.name})"
         server = self._server = await ServerProcess.start(
@@ -267,7 +271,7 @@ class CommandHost:
         return True
 
     async def _health_status(self, pool: Pool) -> int | None:
-        """The status of a health check; None: there is no response."""
+        """The status of a health check; None without a response."""
         try:
             path, timeout_s = self.entry.health.path.encode(), self.times.health_s
             status = (await pool.fetch(b"GET", path, timeout_s=timeout_s)).status
@@ -278,7 +282,7 @@ class CommandHost:
         return status
 
     def _holds(self, held: int) -> None:
-        """The server holds this much as it serves."""
+        """The server holds this much while it serves."""
         resident, counted = self.resident, self.size.holds(held)
         if resident is not None and not resident.host_bytes:
             self.resident = replace(resident, measured_bytes=counted, process_bytes=held)
@@ -295,7 +299,7 @@ class CommandHost:
             self._sink.on_lost(reason)
 
     async def _watch_stopped(self, server: ServerProcess) -> None:
-        """A process that is stopped holds up the whole group, and no connection shows it."""
+        """A stopped process blocks the whole group without any connection showing it."""
         num_seen = 0
         while num_seen < _STOPPED_CHECKS:
             await asyncio.sleep(_STOPPED_CHECK_S)
@@ -320,7 +324,7 @@ class CommandHost:
             self.link.end(reason)
 
     async def leave(self, drain_s: float) -> None:
-        """The node of a member shuts down: returns when the leader has ended its requests, or after `drain_s`."""
+        """The node of a member is shutting down: returns when the leader has ended its requests, or after `drain_s`."""
         if self.link is not None and not self._serves and self.resident is not None:
             await self.link.leave("its node shuts down", drain_s)
 
@@ -361,7 +365,7 @@ class CommandHost:
         return self.resident
 
     async def _ask(self, request: StateRequest) -> str | None:
-        """Sends a request for another state; returns why it has failed."""
+        """Sends a request to sleep or wake; returns why it failed."""
         if self.pool is None:
             return "has ended"
         body, headers = msgspec.json.encode(request.body), ((b"content-type", b"application/json"),)
@@ -387,7 +391,8 @@ class CommandHost:
         return await self.memory.reclaimed(resident.process_bytes, free_before, self.times.reclaim_s)
 
     def _stop_command(self, server: ServerProcess) -> tuple[list[str], Mapping[str, str]]:
-        """It was checked before the load, but the node's environment may have changed: the server ends all the same."""
+        """Checked before the load, but the node's environment may have changed since; the server is ended in any
+        case."""
         try:
             return self.command.stop(self._port, server.pid or 0), self.command.env(self._port)
         except LoadFailed as problem:
@@ -407,8 +412,8 @@ class CommandHost:
             self.pool = None
 
     async def end_if_hung(self, reason: str) -> None:
-        """Called when a response is overdue. A server that sends others, or responds to its health check with any
-        status, works: it stays."""
+        """Called when a response is overdue. A server that sends other responses, or responds to its health check with
+        any status, is kept."""
         pool = self.pool
         if pool is None:
             return
@@ -421,7 +426,7 @@ class CommandHost:
             self.kill(reason)
 
     async def has_ended_soon(self) -> bool:
-        """Whether the server has ended, or does in a moment from now."""
+        """Whether the server has ended, or ends within a moment."""
         if self.pool is not None and self._watch is not None:
             await asyncio.wait({self._watch}, timeout=self.times.loss_s)
         return self.pool is None
@@ -478,7 +483,7 @@ class CommandHost:
 
 
 def free_port() -> int:
-    """A port of the loopback address that no program has at this moment."""
+    """A currently free port of the loopback address."""
     with socket.socket() as chosen:
         chosen.bind(("127.0.0.1", 0))
         port: int = chosen.getsockname()[1]
@@ -496,5 +501,5 @@ def _is_free(port: int) -> bool:
 
 
 def server_info(harness: str, context_tokens: int | None) -> EngineInfo:
-    """What a node knows of a server's model; a context of 0 is unknown."""
+    """The known metadata of a server's model; a context of 0 is unknown."""
     return EngineInfo(harness, "", context_tokens or 0, 0, weight_bytes=0, kv_bytes=0, page_tokens=1, num_pages=_PAGES)

@@ -15,19 +15,20 @@ from cortex.wire.node.protocol import Device
 _PROC = Path("/proc")
 
 
-def descendants(process: int) -> list[int]:
-    """The processes below `process`, parents first. Blocks for the time of a few small reads."""
+def descendants(process: int, proc: Path = _PROC) -> list[int]:
+    """The processes below `process`, parents first. Blocks for the time of a few small reads. `proc`: where the kernel
+    describes processes."""
     found: list[int] = []
     remaining = [process]
     while remaining:
-        children = _children(remaining.pop())
+        children = _children(remaining.pop(), proc)
         found += children
         remaining += children
     return found
 
 
 def resident_bytes(processes: list[int]) -> int:
-    """The memory of these processes; what several of them share counts once. Those that have ended count nothing."""
+    """The memory of these processes, with shared memory counted once and ended processes as 0."""
     return sum(map(_resident_bytes, processes))
 
 
@@ -39,9 +40,9 @@ def is_stopped(process: int) -> bool:
     return stat.rpartition(")")[2].split()[0] == "T"
 
 
-def _children(process: int) -> list[int]:
+def _children(process: int, proc: Path) -> list[int]:
     try:
-        threads = list((_PROC / str(process) / "task").iterdir())
+        threads = list((proc / str(process) / "task").iterdir())
     except OSError:  # it has ended
         return []
     children: list[int] = []
@@ -52,7 +53,7 @@ def _children(process: int) -> list[int]:
 
 
 def _resident_bytes(process: int) -> int:
-    """Its proportional share, or all that is resident where the kernel does not tell that."""
+    """Its proportional share, or all resident memory if the kernel does not report that."""
     for file, field in (("smaps_rollup", "Pss:"), ("status", "VmRSS:")):
         try:
             lines = (_PROC / str(process) / file).read_text().splitlines()
@@ -64,28 +65,25 @@ def _resident_bytes(process: int) -> int:
     return 0
 
 
-_library: Any = pynvml
-
-
-def gpu_bytes(devices: Sequence[Device], processes: Sequence[int]) -> int | None:
-    """What `processes` hold on `devices`, as the driver counts it. None where it does not know: it reports the host's
-    process ids, which a container does not see, and on some systems no memory of processes at all. Blocks."""
+def gpu_bytes(devices: Sequence[Device], processes: Sequence[int], library: Any = pynvml) -> int | None:
+    """Bytes that `processes` hold on `devices`, by the driver. None if unknown: it reports host process ids, which a
+    container does not see, and on some systems no memory per process. Blocks."""
     wanted = set(processes)
     try:
-        _library.nvmlInit()
+        library.nvmlInit()
     except NVMLError:
         return None
     try:
         found = [
             used
             for device in devices
-            for used in _library.nvmlDeviceGetComputeRunningProcesses(_library.nvmlDeviceGetHandleByIndex(device.index))
+            for used in library.nvmlDeviceGetComputeRunningProcesses(library.nvmlDeviceGetHandleByIndex(device.index))
             if used.pid in wanted
         ]
     except NVMLError:
         return None
     finally:
-        _library.nvmlShutdown()
+        library.nvmlShutdown()
     if not found or any(used.usedGpuMemory is None for used in found):
         return None
     return sum(int(used.usedGpuMemory) for used in found)

@@ -1,4 +1,4 @@
-"""The latest lines that the servers of one model wrote. They outlive the server, and are kept over several loads."""
+"""The latest output lines of one model's servers, kept after a server ends and over several loads."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _ERROR_LINES = 12
 
 
 def plain_lines(output: bytes) -> list[str]:
-    """The lines of a server's output that show something."""
+    """The lines of a server's output that are not blank."""
     return [text for line in output.replace(b"\r", b"\n").split(b"\n") if (text := _plain(line[:_LINE_BYTES]))]
 
 
 def _plain(line: bytes) -> str:
-    """Without colours, and safe to show on a terminal."""
+    """The line without colours, safe to print on a terminal."""
     text = _ESCAPE.sub(b"", line).decode("utf-8", "replace")
     if not text.isprintable():
         text = "".join(character if character.isprintable() else " " for character in text)
@@ -31,14 +31,14 @@ def _plain(line: bytes) -> str:
 
 
 def _folded(lines: Sequence[str]) -> list[str]:
-    """The last `_ERROR_LINES`, where equal lines in a row are one with their number."""
+    """The last `_ERROR_LINES`, with repeated lines merged and counted."""
     runs = [(line, sum(1 for _ in equal)) for line, equal in groupby(lines)]
     return [line if num == 1 else f"{line} ({num} times)" for line, num in runs[-_ERROR_LINES:]]
 
 
 class ServerLog:
-    """Bounded. A thread feeds it the output of a server, in blocks as large as they come; every thread may read it. It
-    counts the lines of a block and keeps it as it is: lines are made of it when somebody reads them."""
+    """Bounded. A thread feeds it blocks of a server's output; any thread may read. Lines of a block are counted at once
+    but split only on reading."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -46,22 +46,22 @@ class ServerLog:
         self._num_bytes = 0
         """In `_blocks`."""
         self._num_lines = 0
-        """That have ended, empty ones too."""
+        """Complete lines, including empty ones."""
         self._began = 0
         self._last_lines: str | None = None
-        """The last lines of a server that has ended; None: it runs."""
+        """The last lines of an ended server; None while it runs."""
         self._is_cut = False
-        """What is kept begins in the middle of a line."""
+        """Whether the kept output begins in the middle of a line."""
 
     def begin(self, title: str) -> None:
-        """A server is about to start; lines before this are of earlier ones."""
+        """A server is about to start; earlier lines belong to earlier servers."""
         with self._lock:
             self._last_lines = None
             self._append(f"{title}\n".encode())
             self._began = self._num_lines
 
     def feed(self, data: bytes) -> None:
-        """Takes output of the server, with the end of it as empty bytes."""
+        """Adds output of the server; empty bytes mark its end."""
         with self._lock:
             if data:
                 self._append(data.replace(b"\r", b"\n"))  # progress bars return to the begin of their line
@@ -69,7 +69,7 @@ class ServerLog:
                 self._append(b"\n")
 
     def end(self, title: str) -> None:
-        """The server has ended, and all its output was fed. `last_lines` stay without this title."""
+        """The server has ended, and all its output was fed. `last_lines` do not include this title."""
         last_lines = self.last_lines
         with self._lock:
             self._last_lines = last_lines
@@ -77,8 +77,8 @@ class ServerLog:
 
     @property
     def last_lines(self) -> str:
-        """The end of the output of the current server, for an error. Equal lines in a row, such as those of health
-        checks, count as one."""
+        """The end of the current server's output, for an error. Repeated lines, such as those of health checks, count
+        as one."""
         with self._lock:
             if self._last_lines is not None:
                 return self._last_lines
@@ -86,15 +86,21 @@ class ServerLog:
         lines = _folded(plain_lines(own))
         return f"; the end of its log: {' | '.join(lines)}" if lines else "; it wrote nothing"
 
+    def has(self, pattern: re.Pattern[bytes]) -> bool:
+        """Whether it occurs in what is kept of the current server's output: several processes of a server may write
+        pages of tracebacks after the reason of its end."""
+        with self._lock:
+            return pattern.search(self._following(self._began)) is not None
+
     def since(self, after: int) -> ModelLog:
-        """The lines that followed the first `after` ones, as far as they are kept. A number from the future, of a node
-        that was restarted since, counts as none."""
+        """The kept lines after the first `after` ones. A number beyond the end, from before a restart of the node,
+        counts as 0."""
         with self._lock:
             following, new = self._num_lines, self._following(after if after <= self._num_lines else 0)
         return ModelLog(lines=tuple(plain_lines(new)[-_KEPT_LINES:]), next=following)
 
     def _following(self, after: int) -> bytes:
-        """What is kept of the lines that have ended, without the first `after` ones."""
+        """The kept complete lines, without the first `after` ones."""
         kept = b"".join(self._blocks)
         kept = kept[kept.find(b"\n") + 1 if self._is_cut else 0 : kept.rfind(b"\n") + 1]
         if (num_new := self._num_lines - after) <= 0:

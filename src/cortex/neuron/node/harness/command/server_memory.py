@@ -1,4 +1,4 @@
-"""The device memory of a server: what it holds when it starts and as it serves, and what its end frees."""
+"""The device memory of a server: held at its start and while it serves, and freed at its end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cortex.system.tasks import run_once
 log = logging.getLogger(__name__)
 
 _WATCH_SHARE = 0.02
-"""Share of the time that measuring may take: the kernel needs some time per GiB."""
+"""Maximum share of time for measurements: the kernel needs some time per GiB."""
 _MAX_SAMPLES = 720
 _GROWTH = 1.25
 """A server that has grown by this factor is reported."""
@@ -31,12 +31,12 @@ class ServerMemory:
 
     indices: tuple[int, ...]
     free_bytes: Callable[[], int] | None
-    """Total free memory of the GPUs; blocks. None: the server uses host memory, and its processes show how much."""
+    """Total free memory of the GPUs; blocks. None if the server uses host memory, which its processes show."""
     expected_bytes: int
     process_bytes: Callable[[list[int]], int | None] = lambda _: None
-    """GPU memory of these processes; None: the driver does not know them, as in a container. Blocks."""
+    """GPU memory of these processes; None if the driver does not know them, as in a container. Blocks."""
     took: Callable[[int], None] = lambda _: None
-    """Called with the bytes that a starting server holds."""
+    """Receives the bytes that a starting server holds."""
     was_alone: Callable[[], bool] = lambda: True
     """Whether no other load has run on the devices since this server's load began."""
 
@@ -45,20 +45,20 @@ class ServerMemory:
         return 0 if self.free_bytes is None else await asyncio.to_thread(self.free_bytes)
 
     async def held(self, server: ServerProcess) -> int | None:
-        """Bytes that the server holds; None where only the devices' free memory shows it."""
+        """Bytes that the server holds; None if only the devices' free memory shows it."""
         if self.free_bytes is None:
             return await asyncio.to_thread(lambda: server.num_bytes)
         return await asyncio.to_thread(lambda: self.process_bytes(server.processes)) or None
 
     async def measured(self, server: ServerProcess, free_before: int) -> int:
-        """Bytes that a started server holds: by its processes, otherwise the drop from `free_before`. If other loads
-        have taken memory meanwhile, the drop says nothing and the expected size counts."""
+        """Bytes that a started server holds: from its processes, otherwise the drop from `free_before`. If other loads
+        have taken memory meanwhile, the expected size counts instead of the drop."""
         if (held := await self.held(server)) is not None:
             return held
         return max(0, free_before - await self.free()) if self.was_alone() else self.expected_bytes
 
     async def reclaimed(self, expected_bytes: int, free_before: int, within_s: float) -> Reclaimed:
-        """Host memory is free when the processes have ended. The driver of a GPU may free it later."""
+        """Host memory is freed when the processes end; a GPU's driver may free memory later, within `within_s`."""
         if self.free_bytes is None:
             return Reclaimed(expected_bytes, expected_bytes)
         loop = asyncio.get_running_loop()
@@ -71,7 +71,7 @@ class ServerMemory:
 
 
 class MemoryWatch:
-    """Measures a server while it serves: it may grow after it was ready. Belongs to the loop."""
+    """Measures a server while it serves, because it may grow after its start. Belongs to the loop."""
 
     def __init__(
         self,
@@ -83,8 +83,8 @@ class MemoryWatch:
         *,
         every_s: float,
     ) -> None:
-        """`on_held`: called with the bytes that it holds each time they change. `every_s`: it is measured this often at
-        most."""
+        """`on_held`: called with the bytes that it holds each time they change. `every_s`: minimum interval of
+        measurements."""
         self._name = name
         self._memory = memory
         self._server = server
@@ -93,7 +93,7 @@ class MemoryWatch:
         self._told_bytes = started_bytes
         self._reported_bytes = max(started_bytes, memory.expected_bytes)
         self.is_paused = False
-        """While the model sleeps."""
+        """Paused while the model sleeps."""
         self._held: deque[int] = deque([started_bytes], maxlen=_MAX_SAMPLES)
         self._task = run_once(self._run(), f"memory of {name}")
 

@@ -22,24 +22,28 @@ from cortex.neuron.node.harness.command.server_log import ServerLog, plain_lines
 log = logging.getLogger(__name__)
 
 _GUARD = str(Path(guard.__file__).resolve())
-_NO_MEMORY = re.compile(r"out of memory|OutOfMemory|MemoryError|cannot allocate memory|bad_alloc", re.IGNORECASE)
-"""What programs write when memory runs out, on a GPU or on the host."""
+_NO_MEMORY = re.compile(
+    rb"out of (device |host )?memory|OutOf(Device|Host)?Memory|MemoryError|cannot allocate memory|bad_alloc"
+    rb"|not enough memory|no available memory|free memory on device .* is less than desired",
+    re.IGNORECASE,
+)
+"""Messages of programs that run out of GPU or host memory, among them llama.cpp over Vulkan, vLLM and SGLang."""
 _BLOCK_BYTES = 1 << 20
 _PID_S = 60.0
-"""How long the command that prints a process id may take."""
+"""Time limit of the command that prints a process id."""
 
 
 class ServerProcess:
-    """Belongs to the loop that started it. A thread of its own reads its output: a server may write faster than the
-    loop could read next to its other work, and must not wait for it."""
+    """Belongs to the loop that started it. A separate thread reads its output, because a server may write faster than
+    the loop reads and must not wait."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, output: int, log: ServerLog) -> None:
-        """`output`: the end of a pipe with what it writes, which is closed with it."""
+        """`output`: the read end of its output pipe, closed with it."""
         self._name = name
         self._process = process
         self._log = log
         self._outside: int | None = None
-        """The server's process where a daemon started it."""
+        """The server's process if a daemon started it."""
         self._is_killed = False
         self._is_read = asyncio.Event()
         """All of its output is in the log."""
@@ -137,11 +141,11 @@ class ServerProcess:
 
     @property
     def lacked_memory(self) -> bool:
-        """Whether it has ended for lack of memory: the system killed it, or its last lines say so."""
+        """Whether it has ended for lack of memory: the system killed it, or its output says so."""
         if self._is_killed or not self._waiter.done():
             return False
         is_killed_by_system = self._waiter.result() == 128 + signal.SIGKILL
-        return is_killed_by_system or _NO_MEMORY.search(self._log.last_lines) is not None
+        return is_killed_by_system or self._log.has(_NO_MEMORY)
 
     async def ended(self) -> str:
         """How it ended, once it has, and all of its output is read. May be cancelled and called again."""
@@ -173,7 +177,7 @@ class ServerProcess:
         await asyncio.shield(self._waiter)
 
     def kill(self) -> None:
-        """Ends all its processes now. `ended` returns when they have."""
+        """Kills all its processes now. `ended` returns when they have ended."""
         self._is_killed = self._is_killed or not self.has_ended
         if self._process.stdin is not None:
             self._process.stdin.close()

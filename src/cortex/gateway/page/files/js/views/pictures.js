@@ -25,7 +25,7 @@ export function takeAttached(conversation) {
 async function addFiles(conversation, files) {
   for (const file of files) {
     const name = file.name || "picture";
-    if (!TYPES.includes(file.type)) notify(`${name} is no picture that can be sent: choose JPEG, PNG, WebP or GIF.`, "bad");
+    if (!TYPES.includes(file.type)) notify(`${name} cannot be sent as a picture: choose JPEG, PNG, WebP or GIF.`, "bad");
     else if (file.size > MAX_MB * 1e6) notify(`${name} has ${(file.size / 1e6).toFixed(1)} MB, at most ${MAX_MB} are sent.`, "bad");
     else if (attachedTo(conversation).length >= MAX_PICTURES) return notify(`A message has at most ${MAX_PICTURES} pictures.`, "bad");
     else {

@@ -31,8 +31,8 @@ def fleet_of(spec: ModelSpec = SPEC) -> FakeFleet:
 
 
 def respond(fake: FakeFleet, node: str, result: ModelStatus | CortexError, source: str = "/srv/a.gguf") -> None:
-    fake.dispatcher.source_surveyed(ModelOnNode(node, "a"), source, result)
-    fake.dispatcher.sources_surveyed(node)
+    fake.dispatcher.source_inspected(ModelOnNode(node, "a"), source, result)
+    fake.dispatcher.sources_inspected(node)
 
 
 def verdicts(fake: FakeFleet) -> dict[str, tuple[Verdict, int | None]]:
@@ -54,7 +54,7 @@ def verdicts(fake: FakeFleet) -> dict[str, tuple[Verdict, int | None]]:
 def test_nodes_that_may_serve_a_path_are_asked_about_it_once(spec: ModelSpec, asked: list[tuple[str, str]]) -> None:
     fake = fleet_of(spec)
     fake.poll()
-    assert fake.surveys == asked
+    assert fake.inspections == asked
 
 
 def test_size_is_known_before_the_first_load() -> None:
@@ -83,10 +83,10 @@ def test_path_that_no_node_can_read_is_an_error_that_says_where_it_was_looked_fo
 
 def test_node_that_was_restarted_is_asked_again() -> None:
     fake = fleet_of()
-    fake.surveys.clear()
+    fake.inspections.clear()
     respond(fake, "n", ModelStatus(id="a", state=ModelState.COLD, estimate_bytes=GB))
     fake.poll("n")  # it lists nothing any more
-    assert fake.surveys == [("n", "a")]
+    assert fake.inspections == [("n", "a")]
 
 
 @pytest.mark.parametrize(
@@ -103,22 +103,22 @@ def test_node_without_a_useful_response_is_asked_again_only_if_that_may_help(
     error: CortexError, is_asked_again: bool
 ) -> None:
     fake = fleet_of()
-    fake.surveys.clear()
+    fake.inspections.clear()
     respond(fake, "n", error)
     fake.poll("n")
-    assert fake.surveys == [("n", "a")] * is_asked_again
+    assert fake.inspections == [("n", "a")] * is_asked_again
 
 
 def test_new_catalogue_is_asked_about_and_old_errors_are_gone() -> None:
     fake = fleet_of()
     for node in ("n", "m"):
         respond(fake, node, SourceNotAllowed(OUTSIDE))
-    fake.surveys.clear()
+    fake.inspections.clear()
     fake.catalogue = Catalogue(models=(ModelSpec(id="a", source="/srv/b.gguf"),))
     fake.dispatcher.reconfigure(fake.settings("n", "m"))
     assert verdicts(fake)["n"] == (Verdict.FITS, None)
     fake.poll()
-    assert fake.surveys == [("n", "a"), ("m", "a")]
+    assert fake.inspections == [("n", "a"), ("m", "a")]
 
 
 def test_model_that_left_the_catalogue_while_its_files_were_read_is_forgotten() -> None:
@@ -137,25 +137,25 @@ def test_what_is_not_about_the_source_does_not_keep_a_node_from_loading_it() -> 
     assert verdicts(fake)["n"] == (Verdict.FITS, None)
 
 
-def test_reload_during_a_survey_waits_for_its_end_and_drops_what_it_finds() -> None:
+def test_reload_during_an_inspection_waits_for_its_end_and_drops_what_it_finds() -> None:
     fake = fleet_of()
-    fake.surveys.clear()
+    fake.inspections.clear()
     fake.catalogue = Catalogue(models=(ModelSpec(id="a", source="/srv/b.gguf"),))
     fake.dispatcher.reconfigure(fake.settings("n", "m"))
     fake.poll("n")
-    assert fake.surveys == [], "the first one still runs"
+    assert fake.inspections == [], "the first one still runs"
     respond(fake, "n", SourceNotAllowed(OUTSIDE), "/srv/a.gguf")
     assert verdicts(fake)["n"] == (Verdict.FITS, None)
     fake.poll("n")
-    assert fake.surveys == [("n", "a")]
+    assert fake.inspections == [("n", "a")]
 
 
-def test_survey_that_ended_with_its_node_is_not_waited_for() -> None:
+def test_inspection_that_ended_with_its_node_is_not_waited_for() -> None:
     fake = fleet_of()
-    fake.surveys.clear()
+    fake.inspections.clear()
     fake.dispatcher.reconfigure(fake.settings("n", "m", endpoint="http://y"))
     fake.poll("n")
-    assert fake.surveys == [("n", "a")]
+    assert fake.inspections == [("n", "a")]
 
 
 def test_source_that_a_node_can_read_after_all_is_no_longer_rejected() -> None:

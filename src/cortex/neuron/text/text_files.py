@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cortex.neuron.pictures.spec import PictureSpec
 from cortex.neuron.text.template.template_source import TemplateSources
 from cortex.neuron.text.tokenizer.vocabulary import Vocabulary
-from cortex.neuron.vision.spec import PictureSpec
 from cortex.wire.node.load_options import SamplingDefaults
 
 

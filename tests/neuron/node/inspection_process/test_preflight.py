@@ -11,8 +11,8 @@ from cortex.neuron.engine.memory.reserve import MemoryReserve
 from cortex.neuron.kernels.quantised.recipes import RECIPES
 from cortex.neuron.models.packing import MatrixDevice
 from cortex.neuron.models.registry import read_architecture
+from cortex.neuron.node.inspection_process.preflight import ModelMetadata, inspect, objection, recipe_for
 from cortex.neuron.node.loading.device_choice import choose_devices
-from cortex.neuron.node.survey_process.preflight import ModelFacts, inspect, objection, recipe_for
 from cortex.neuron.weights.stored import TensorInfo
 from cortex.neuron.worker.discovery import DeviceReading
 from cortex.wire.errors import InsufficientCapacity, LoadFailed, ModelUnsupported
@@ -22,7 +22,7 @@ from ...tiny_models import write_llama
 
 GIB = 1 << 30
 HALF = MatrixDevice("cpu", "bfloat16")
-FACTS = ModelFacts(Path("m"), read_architecture(CONFIG))
+FACTS = ModelMetadata(Path("m"), read_architecture(CONFIG))
 
 
 def device(index: int, total: int) -> Device:
@@ -126,18 +126,18 @@ def test_reserved_memory_is_not_used() -> None:
 
 
 def test_reads_facts_and_sizes_from_config_and_headers(tmp_path: Path) -> None:
-    facts = inspect(write_model(tmp_path / "m"))
-    assert (facts.family, facts.context_tokens, facts.quant) == ("llama", 4096, None)
+    metadata = inspect(write_model(tmp_path / "m"))
+    assert (metadata.family, metadata.context_tokens, metadata.quant) == ("llama", 4096, None)
     (weights,) = (tmp_path / "m").glob("*.safetensors")
-    assert 0 <= weights.stat().st_size - (facts.file_bytes or 0) < 4096, "but for the header"
+    assert 0 <= weights.stat().st_size - (metadata.file_bytes or 0) < 4096, "but for the header"
     whole, short = (
-        ModelSizes.of(facts.architecture, facts.storage(HALF)),
-        ModelSizes.of(facts.architecture, facts.storage(HALF), 100),
+        ModelSizes.of(metadata.architecture, metadata.storage(HALF)),
+        ModelSizes.of(metadata.architecture, metadata.storage(HALF), 100),
     )
     assert whole.page_bytes == 32 * 2 * 2 * 2 * 16 * 2  # tokens × bytes × layers × heads × size × (key, value)
     assert (whole.context_tokens, short.context_tokens) == (4096, 100)
     assert whole.ceiling_bytes > short.ceiling_bytes
-    doubled = ModelSizes.of(facts.architecture, facts.storage(MatrixDevice("cpu", "float32")))
+    doubled = ModelSizes.of(metadata.architecture, metadata.storage(MatrixDevice("cpu", "float32")))
     assert (doubled.page_bytes, doubled.weight_bytes) == (2 * whole.page_bytes, 2 * whole.weight_bytes)
 
 
@@ -162,7 +162,7 @@ def test_recurrent_layers_need_states_and_no_pages(tmp_path: Path) -> None:
     }
     layers = {"layer_types": ["linear_attention", "full_attention"], **delta}
     found = inspect(write_model(tmp_path / "m", config=layers)), inspect(write_model(tmp_path / "n"))
-    hybrid, plain = (ModelSizes.of(facts.architecture, facts.storage(HALF)) for facts in found)
+    hybrid, plain = (ModelSizes.of(metadata.architecture, metadata.storage(HALF)) for metadata in found)
     assert hybrid.page_bytes == plain.page_bytes // 2
     assert (hybrid.slot_bytes, plain.slot_bytes) == (2 * 4 * (2 * 16 + 32) + 4 * 32 * 8, 0)
 
@@ -284,5 +284,5 @@ def test_dense_weights_are_quantised_at_load_by_the_requested_recipe(tmp_path: P
     path = write_model(tmp_path / "m")
     assert inspect(path).recipe is None
     for spelling, name in (("Q4_K_M", "q4_k"), ("int8", "q8_0")):
-        facts = inspect(path, spelling)
-        assert (facts.recipe, facts.quant) == (RECIPES[name], name)
+        metadata = inspect(path, spelling)
+        assert (metadata.recipe, metadata.quant) == (RECIPES[name], name)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from cortex.neuron.families.registry import BY_TYPE, family_of
-from cortex.neuron.vision.picture import PictureGrid, content_key
-from cortex.neuron.vision.spec import (
+from cortex.neuron.pictures.picture import PictureGrid, content_key
+from cortex.neuron.pictures.spec import (
     MAX_ASPECT,
     MAX_PICTURE_TOKENS,
     Detail,
@@ -112,7 +112,7 @@ def test_every_picture_has_a_size_within_bounds_or_is_rejected(
 ) -> None:
     spec = spec_of(model_type)
     if max(width, height) > MAX_ASPECT * min(width, height):
-        with pytest.raises(UnusablePicture, match="cut it"):
+        with pytest.raises(UnusablePicture, match="crop it"):
             spec.grid(width, height, detail)
         return
     grid = spec.grid(width, height, detail)

@@ -1,4 +1,5 @@
-"""Reads the files of models in a process with limits: a model that exceeds them is damaged, and nothing else is."""
+"""Reads the files of models in a process with limits: a model that exceeds them counts as damaged and affects nothing
+else."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ from cortex.ipc.channel import Unsendable
 from cortex.ipc.helper import Helper, function_of
 from cortex.ipc.pool import CallLost, HelperPool, PoolLost
 from cortex.neuron.config import Limits
-from cortex.neuron.node.survey_process import reading
-from cortex.neuron.node.survey_process.preflight import ModelFacts
-from cortex.neuron.node.survey_process.reading import Read, unpack_facts
-from cortex.neuron.text.model import TextSurvey
+from cortex.neuron.node.inspection_process import reading
+from cortex.neuron.node.inspection_process.preflight import ModelMetadata
+from cortex.neuron.node.inspection_process.reading import Read, unpack_metadata
+from cortex.neuron.text.model import TextInspection
 from cortex.wire.errors import FilesDamaged, LoadFailed
 
 WALL_S: Final = 300.0
@@ -24,27 +25,27 @@ _MAX_JOBS: Final = 2
 T = TypeVar("T")
 
 
-class Surveys(Protocol):
+class Inspector(Protocol):
     """Reads the files of models. Belongs to the daemon's loop."""
 
     async def find_local(self, source: str, cache: Path, quant: str | None) -> Path | None:
         """Where the model is, if all of it is on disk. Raises LoadFailed."""
 
-    async def read(self, job: Read) -> ModelFacts:
-        """What the config and the headers say. Raises a CortexError, LoadFailed above all."""
+    async def read(self, job: Read) -> ModelMetadata:
+        """The metadata from config and headers. Raises a CortexError, usually LoadFailed."""
 
-    async def read_text(self, path: Path, name: str, chat_template: str | None = None) -> TextSurvey:
-        """What the text files say, with `chat_template` in place of theirs. Raises LoadFailed."""
+    async def read_text(self, path: Path, name: str, chat_template: str | None = None) -> TextInspection:
+        """The metadata from the text files, with `chat_template` instead of theirs. Raises LoadFailed."""
 
     async def rest_idle(self) -> None:
         """Ends the process if it was not used for a while."""
 
     async def close(self) -> None:
-        """Ends what is being read."""
+        """Cancels running reads."""
 
 
-class SurveyProcess:
-    """The real `Surveys`. The process starts with the first job; a job that is cancelled ends."""
+class InspectionProcess:
+    """The real `Inspector`. The process starts with the first job; a job that is cancelled ends."""
 
     def __init__(self, *, cpu_s: int, memory_bytes: int, wall_s: float = WALL_S) -> None:
         self._cpu_s = cpu_s
@@ -52,9 +53,9 @@ class SurveyProcess:
         self._memory_bytes = memory_bytes
         self._pool = HelperPool(
             Helper(
-                name="neuron-survey",
-                purpose="the survey process",
-                module="cortex.neuron.node.survey_process.reading",
+                name="neuron-inspect",
+                purpose="the inspection process",
+                module="cortex.neuron.node.inspection_process.reading",
                 memory_bytes=memory_bytes,
                 cpu_s=cpu_s,
             )
@@ -62,8 +63,8 @@ class SurveyProcess:
         self._turns = asyncio.Semaphore(_MAX_JOBS)
 
     @classmethod
-    def of(cls, limits: Limits) -> SurveyProcess:
-        return cls(cpu_s=limits.survey_cpu_s, memory_bytes=limits.survey_memory_mb << 20)
+    def of(cls, limits: Limits) -> InspectionProcess:
+        return cls(cpu_s=limits.inspection_cpu_s, memory_bytes=limits.inspection_memory_mb << 20)
 
     @property
     def process_id(self) -> int | None:
@@ -73,10 +74,10 @@ class SurveyProcess:
         path = await self._call(source, reading.find_local, source, str(cache), quant)
         return None if path is None else Path(path)
 
-    async def read(self, job: Read) -> ModelFacts:
-        return await asyncio.to_thread(unpack_facts, await self._call(job.name, reading.read, job), job)
+    async def read(self, job: Read) -> ModelMetadata:
+        return await asyncio.to_thread(unpack_metadata, await self._call(job.name, reading.read, job), job)
 
-    async def read_text(self, path: Path, name: str, chat_template: str | None = None) -> TextSurvey:
+    async def read_text(self, path: Path, name: str, chat_template: str | None = None) -> TextInspection:
         return await self._call(name, reading.read_text, str(path), name, chat_template)
 
     async def rest_idle(self) -> None:
@@ -98,8 +99,8 @@ class SurveyProcess:
         except CallLost:
             raise FilesDamaged(
                 f"{name} is damaged: reading its config, headers and chat template takes more than {self._cpu_s} s of "
-                f"computing or {self._memory_bytes >> 20} MiB of memory (limits.survey_cpu_s and survey_memory_mb in "
-                "neuron.toml); download it again"
+                f"computing or {self._memory_bytes >> 20} MiB of memory (limits.inspection_cpu_s and "
+                "inspection_memory_mb in neuron.toml); download it again"
             ) from None
         except (PoolLost, Unsendable) as error:
             raise LoadFailed(f"the files of {name} cannot be read now: {error}; try again") from error

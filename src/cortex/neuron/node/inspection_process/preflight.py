@@ -1,5 +1,5 @@
 """Checks before any memory is allocated: the files are complete, the family is supported, the quantisation is the
-requested one. Reads headers only and imports no torch. `inspect` runs in the survey process.
+requested one. Reads headers only and imports no torch. `inspect` runs in the inspection process.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _DENSE_FORMATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What a model's files say about it."""
+class ModelMetadata:
+    """The metadata from a model's files."""
 
     path: Path
     architecture: Architecture
@@ -50,23 +50,23 @@ class ModelFacts:
     """The format of most weights, unless they are dense."""
     tensors: Mapping[str, TensorInfo] = field(default_factory=dict)
     recipe: Recipe | None = None
-    """How dense matrices are quantised at load, if the operator wants that."""
+    """How dense matrices are quantised at load, if configured."""
     num_ranks: int = 1
-    """Number of devices that the model is divided among. If it is more than one, these are the facts of one rank."""
+    """Number of devices that the model is divided among. If it is more than one, this is the metadata of one rank."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """What `architecture` was read from."""
+    """The source of `architecture`."""
     sample: str = ""
     """A digest of the content of the weights (`content_sample`)."""
-    draft: ModelFacts | None = None
-    """Those of the draft model that is loaded with it."""
+    draft: ModelMetadata | None = None
+    """The metadata of its draft model."""
     _layouts: dict[MatrixDevice, Mapping[str, MatrixLayout]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """What `storage` has chosen: to choose takes milliseconds."""
+    """Cache of `storage`, whose choice takes milliseconds."""
     _sizes: dict[tuple[object, ...], ModelSizes] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """What `sizes` has computed: of many experts that takes a tenth of a second."""
+    """Cache of `sizes`, which takes a tenth of a second with many experts."""
     _described: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """`digest`, `file_bytes` and `stored`, which every poll of a node asks for."""
+    """Cache of `digest`, `file_bytes` and `stored`, which every poll of a node needs."""
 
     @property
     def family(self) -> str:
@@ -109,7 +109,7 @@ class ModelFacts:
 
     @property
     def file_bytes(self) -> int | None:
-        """What its weights take in its files; None where these are the facts of one of several ranks."""
+        """Bytes of its weights in its files; None for the metadata of one of several ranks."""
         if "file_bytes" not in self._described:
             whole = sum(tensor.num_bytes for tensor in self.tensors.values())
             self._described["file_bytes"] = whole if self.num_ranks == 1 else None
@@ -129,15 +129,15 @@ class ModelFacts:
         form: StoredForm = self._described["stored"]
         return form
 
-    def with_head(self, name: str) -> ModelFacts:
+    def with_head(self, name: str) -> ModelMetadata:
         """With the head that predicts further tokens. Raises ModelUnsupported if there is none."""
         try:
             return replace(self, architecture=self.architecture.with_head(self.tensors))
         except UnsupportedModel as error:
             raise ModelUnsupported(f"{name} cannot be loaded: {error}") from error
 
-    def with_draft(self, draft: ModelFacts, name: str) -> ModelFacts:
-        """With a draft model. Raises ModelUnsupported for one that cannot be one."""
+    def with_draft(self, draft: ModelMetadata, name: str) -> ModelMetadata:
+        """With a draft model. Raises ModelUnsupported if it cannot serve as one."""
         try:
             check_draft(draft.architecture)
         except UnsupportedModel as error:
@@ -150,7 +150,7 @@ class ModelFacts:
         kv_item_bytes: int | None = None,
         pass_patches: int = PASS_PATCHES["cpu"],
     ) -> WeightStorage:
-        """How the weights are kept on a device. `pass_patches`: of pictures, as its vision tower computes them."""
+        """How the weights are stored on a device. `pass_patches`: picture patches per pass of its vision tower."""
         if device not in self._layouts:
             chosen: Mapping[str, MatrixLayout] = choose_layouts(device, self.tensors, self.recipe)
             self._layouts[device] = chosen if self.architecture.head is None else with_draft_output(device, chosen)
@@ -166,7 +166,7 @@ class ModelFacts:
         *,
         has_tower: bool = True,
     ) -> ModelSizes:
-        """What its parts take on a device. `has_tower`: its vision tower is loaded, if it has one."""
+        """The sizes of its parts on a device. `has_tower`: its vision tower, if any, is loaded."""
         key = (device, kv_item_bytes, pass_patches, context_tokens, has_tower)
         if key not in self._sizes:
             architecture = self.architecture if has_tower else self.architecture.without_tower()
@@ -175,7 +175,7 @@ class ModelFacts:
         return self._sizes[key]
 
     def movable(self, device: MatrixDevice) -> tuple[tuple[LayerWeights, ...], int]:
-        """Its layers, as they can be divided between a device and the host, and the bytes of weights outside them."""
+        """Its layers, as they can be divided between device and host, and the bytes of weights outside of them."""
         key = f"movable on {device}"
         if key not in self._described:
             storage = self.storage(device)
@@ -186,13 +186,13 @@ class ModelFacts:
         return found
 
 
-def inspect(path: Path, quant: str | None = None, *, name: str | None = None, num_ranks: int = 1) -> ModelFacts:
+def inspect(path: Path, quant: str | None = None, *, name: str | None = None, num_ranks: int = 1) -> ModelMetadata:
     """Reads the config and the headers of the files at `path`. With `quant`, quantised weights must be stored in that
-    format, and dense ones are quantised so as they are loaded.
+    format, and dense ones are quantised to it at load.
 
     `name`: the model's name for messages, because a snapshot's folder is named by a digest. `num_ranks`: divides the
-    model among this many devices; the facts are those of the rank with the largest share. Raises FilesDamaged for
-    damaged files, ModelUnsupported for those that the engine does not run.
+    model among this many devices; the metadata is that of the rank with the largest share. Raises FilesDamaged for
+    damaged files, ModelUnsupported for a model that the engine cannot run.
     """
     name = name or path.name
     try:
@@ -207,7 +207,7 @@ def inspect(path: Path, quant: str | None = None, *, name: str | None = None, nu
             last = Shard(num_ranks - 1, num_ranks)  # what cannot be divided evenly is larger there
             whole, architecture = architecture, architecture.sharded(last)
             checkpoint = ShardedCheckpoint(checkpoint, whole.tensor_slices(last))
-        return replace(_read_facts(path, architecture, checkpoint, name, quant), sample=sample)
+        return replace(_read_metadata(path, architecture, checkpoint, name, quant), sample=sample)
     except UnsupportedModel as error:
         raise ModelUnsupported(f"{name} cannot be loaded: {error}") from error
     except CheckpointError as error:
@@ -222,14 +222,14 @@ _CHOICES: Final = ", ".join(f"{name} on GPUs" if name == "fp8" else name for nam
 
 
 def objection(quant: str) -> str | None:
-    """Why dense weights cannot be quantised as `quant` at load; None: they can, or may be published in it."""
+    """Why dense weights cannot be quantised as `quant` at load; None if they can, or may be published in it."""
     if recipe_of(quant) is not None or plain(quant) in PUBLISHED_LAYOUTS:
         return None
     return f"dense weights cannot be quantised as {quant} at load; choose one of {_CHOICES}"
 
 
 def recipe_for(path: Path, stored: str, name: str, quant: str) -> Recipe | None:
-    """How weights that are stored as `stored` are quantised at load; None: they are quantised as `quant` already.
+    """How weights stored as `stored` are quantised at load; None if they are already quantised as `quant`.
 
     Raises ModelUnsupported for weights that are not and cannot be.
     """
@@ -252,16 +252,16 @@ def recipe_for(path: Path, stored: str, name: str, quant: str) -> Recipe | None:
     )
 
 
-def _read_facts(
+def _read_metadata(
     path: Path, architecture: Architecture, checkpoint: Checkpoint, name: str, quant: str | None
-) -> ModelFacts:
+) -> ModelMetadata:
     """Raises ModelUnsupported for weights that are not and cannot be quantised as `quant`."""
     tensors = checkpoint.tensors
     most = _most(_elements(tensors))
     recipe = recipe_for(path, most, name, quant) if quant is not None else None
     found = most.lower() if most not in _DENSE_FORMATS else recipe.name if recipe is not None else None
     num_ranks = architecture.shard.size
-    return ModelFacts(path, architecture, found, tensors, recipe, num_ranks, checkpoint.config)
+    return ModelMetadata(path, architecture, found, tensors, recipe, num_ranks, checkpoint.config)
 
 
 def _elements(tensors: Mapping[str, TensorInfo]) -> Counter[str]:

@@ -1,4 +1,4 @@
-"""Facts are the same on both sides of the survey process."""
+"""Facts are the same on both sides of the inspection process."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from faulty_models import write_model
 
-from cortex.neuron.node.survey_process import reading
-from cortex.neuron.node.survey_process.reading import Read, read_facts
+from cortex.neuron.node.inspection_process import reading
+from cortex.neuron.node.inspection_process.reading import Read, read_metadata_of
 from cortex.wire.errors import LoadFailed
 
 from ...models.gguf_builds import reference_of
@@ -22,12 +22,12 @@ SHARD = "model-00001-of-00001.safetensors"
 
 
 def same(read: Read) -> None:
-    here = read_facts(read)
-    assert values(reading.unpack_facts(reading.pack_facts(here), read)) == values(here)
+    here = read_metadata_of(read)
+    assert values(reading.unpack_metadata(reading.pack_metadata(here), read)) == values(here)
 
 
-def values(facts: Any) -> dict[str, Any]:
-    fields = {field.name: getattr(facts, field.name) for field in dataclasses.fields(facts)}
+def values(metadata: Any) -> dict[str, Any]:
+    fields = {field.name: getattr(metadata, field.name) for field in dataclasses.fields(metadata)}
     architecture = fields.pop("architecture")
     return fields | {"layers": architecture.layers, "sizes": architecture.config, "raw": architecture.raw}
 
@@ -57,7 +57,7 @@ def test_config_inside_another_one(tmp_path: Path) -> None:
 def test_config_that_is_far_too_large_is_rejected(tmp_path: Path) -> None:
     write_model(tmp_path, config={"junk": "x" * (reading.MAX_CONFIG_BYTES + 1)})
     with pytest.raises(LoadFailed, match=r"the config of .* takes more than 2 MiB"):
-        reading.pack_facts(read_facts(Read(str(tmp_path), "m", None, 1)))
+        reading.pack_metadata(read_metadata_of(Read(str(tmp_path), "m", None, 1)))
 
 
 def cached(hub: Path, index: bytes) -> Path:

@@ -1,8 +1,9 @@
-"""Reads the files of models: the functions of the survey process, and how facts travel from it to the daemon.
+"""Reads the files of models: the functions of the inspection process, and how metadata travels from it to the
+daemon.
 
-The functions block, and may take any time and memory: the files are not trusted. Facts travel as bytes, so that the
-daemon decodes them on a thread. They are values that the daemon only computes sizes from: their number is limited, and
-no text of a file is parsed or compiled again.
+The functions block, and may take any time and memory, because the files are not trusted. Facts travel as bytes, so that
+the daemon decodes them on a thread. The daemon only computes sizes from them: their number is limited, and no text of a
+file is parsed or compiled again.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from cortex.neuron.hub_process.resolver import resolve
 from cortex.neuron.kernels.quantised.recipes import RECIPES
 from cortex.neuron.layers.configs import Shard
 from cortex.neuron.models.registry import read_architecture
-from cortex.neuron.node.survey_process.preflight import ModelFacts, inspect, objection
-from cortex.neuron.text.model import TextSurvey, survey_text
+from cortex.neuron.node.inspection_process.preflight import ModelMetadata, inspect, objection
+from cortex.neuron.text.model import TextInspection, inspect_text
 from cortex.neuron.tokenizer_process.client import UNREADABLE, load_error
 from cortex.neuron.weights.errors import CheckpointError, Malformed
 from cortex.neuron.weights.safetensors.arranged import expert_infos
@@ -35,7 +36,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 MAX_REPLY_BYTES: Final = 48 << 20
 MAX_CONFIG_BYTES: Final = 2 << 20
 MAX_TENSORS: Final = 1 << 18
-"""Experts of a stack count one by one. Far above every published model."""
+"""Counts each expert of a stack. Far above every published model."""
 
 
 class Read(msgspec.Struct, frozen=True):
@@ -74,25 +75,25 @@ def find_local(source: str, cache: str, quant: str | None) -> str | None:
 
 
 def read(asked: Read) -> bytes:
-    """What the config and the headers of a model say, packed: the daemon decodes it on a thread."""
-    return pack_facts(read_facts(asked))
+    """The metadata from config and headers of a model, packed; the daemon decodes it on a thread."""
+    return pack_metadata(read_metadata_of(asked))
 
 
-def read_text(path: str, name: str, chat_template: str | None) -> TextSurvey:
-    """What the text files of a model say, with `chat_template` in place of theirs."""
+def read_text(path: str, name: str, chat_template: str | None) -> TextInspection:
+    """The metadata from a model's text files, with `chat_template` instead of theirs."""
     try:
-        return survey_text(Path(path), chat_template)
+        return inspect_text(Path(path), chat_template)
     except UNREADABLE as error:
         raise load_error(f"{name}: its chat template cannot be read", error) from error
 
 
-def read_facts(asked: Read) -> ModelFacts:
+def read_metadata_of(asked: Read) -> ModelMetadata:
     """Raises LoadFailed."""
     return inspect(Path(asked.path), asked.quant, name=asked.name, num_ranks=asked.num_ranks)
 
 
 def _reporting(function: F) -> F:
-    """`function`, which raises LoadFailed whatever goes wrong: the daemon must get it."""
+    """`function`, with every exception turned into LoadFailed, which reaches the daemon."""
 
     @wraps(function)
     def reporting(*arguments: Any) -> Any:
@@ -107,7 +108,7 @@ def _reporting(function: F) -> F:
     return reporting  # type: ignore[return-value]
 
 
-class _PackedFacts(msgspec.Struct, frozen=True, array_like=True):
+class _PackedMetadata(msgspec.Struct, frozen=True, array_like=True):
     config: str
     quant: str | None
     recipe: str | None
@@ -116,30 +117,30 @@ class _PackedFacts(msgspec.Struct, frozen=True, array_like=True):
     sample: str
 
 
-def pack_facts(facts: ModelFacts) -> bytes:
-    """Raises LoadFailed for a model that describes more than any model has."""
-    path = facts.path
-    config = json.dumps(dict(facts.config))
+def pack_metadata(metadata: ModelMetadata) -> bytes:
+    """Raises LoadFailed for a model with implausibly many tensors."""
+    path = metadata.path
+    config = json.dumps(dict(metadata.config))
     if len(config) > MAX_CONFIG_BYTES:
         raise LoadFailed(f"the config of {path} takes more than {MAX_CONFIG_BYTES >> 20} MiB; download the model again")
-    tensors = facts.tensors
+    tensors = metadata.tensors
     if len(tensors) + sum(len(expert_infos(name, info)) for name, info in tensors.items()) > MAX_TENSORS:
         raise LoadFailed(f"{path} has more than {MAX_TENSORS} tensors; download the model again")
     members = {name: (info.shape, info.dtype, info.num_bytes, info.scaled) for name, info in tensors.items()}
-    recipe = None if facts.recipe is None else facts.recipe.name
-    encoded = msgspec.msgpack.encode(_PackedFacts(config, facts.quant, recipe, members, facts.sample))
+    recipe = None if metadata.recipe is None else metadata.recipe.name
+    encoded = msgspec.msgpack.encode(_PackedMetadata(config, metadata.quant, recipe, members, metadata.sample))
     if len(encoded) > MAX_REPLY_BYTES:
         raise LoadFailed(f"the tensors of {path} take more than {MAX_REPLY_BYTES >> 20} MiB to list; is it a model?")
     return encoded
 
 
-def unpack_facts(facts: bytes, read: Read) -> ModelFacts:
-    packed = msgspec.msgpack.decode(facts, type=_PackedFacts)
+def unpack_metadata(metadata: bytes, read: Read) -> ModelMetadata:
+    packed = msgspec.msgpack.decode(metadata, type=_PackedMetadata)
     raw: dict[str, Any] = json.loads(packed.config)
     architecture = read_architecture(raw)
     if read.num_ranks > 1:
         architecture = architecture.sharded(Shard(read.num_ranks - 1, read.num_ranks))
-    return ModelFacts(
+    return ModelMetadata(
         Path(read.path),
         architecture,
         packed.quant,

@@ -1,4 +1,4 @@
-"""What a model makes of a picture: its size in pixels and in tokens, and how it is written in a prompt."""
+"""A model's picture input: size in pixels and in tokens, and the text in a prompt."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from cortex.neuron.vision.picture import PictureGrid
+from cortex.neuron.pictures.picture import PictureGrid
 
 if TYPE_CHECKING:
     import numpy as np
@@ -126,7 +126,7 @@ class PictureSpec:
             raise UnusablePicture(f"a picture of {width} × {height} pixels has no content")
         if max(width, height) > MAX_ASPECT * min(width, height):
             raise UnusablePicture(
-                f"a picture of {width} × {height} pixels is more than {MAX_ASPECT} times as long as wide; cut it"
+                f"a picture of {width} × {height} pixels is more than {MAX_ASPECT} times as long as wide; crop it"
             )
         columns, rows = _SIZINGS[self.sizing](self, width, height, detail)
         ends = rows if self.text.row_end else 0

@@ -1,4 +1,4 @@
-"""Asks nodes about the files of models whose `source` in the catalogue is a path, before anything is loaded.
+"""Asks nodes about the files of models whose `source` in the catalogue is a path, before any load.
 
 A node lists such a model from then on, with its size, or with the reason why it cannot be loaded there.
 """
@@ -19,9 +19,9 @@ from cortex.wire.node.protocol import ModelState, ModelStatus
 log = logging.getLogger(__name__)
 
 
-class SourceSurveys:
-    """Owned by the dispatcher; every method runs inside one of its events. Nodes that do not know the request, because
-    they are older, are asked once."""
+class SourceInspections:
+    """Owned by the dispatcher; every method runs inside one of its events. Older nodes, which do not know the request,
+    are asked once."""
 
     def __init__(self, fleet_state: FleetState, effects: Effects, clock: Callable[[], float]) -> None:
         self._fleet_state = fleet_state
@@ -46,7 +46,7 @@ class SourceSurveys:
         if requests:
             self._busy.add(name)
             asked.update(request.model_id for request in requests)
-            self._effects.survey(name, requests)
+            self._effects.inspect(name, requests)
 
     def responded(self, target: ModelOnNode, source: str, result: ModelStatus | CortexError) -> None:
         """The node responded about one model, which was at `source` when it was asked."""
@@ -74,11 +74,11 @@ class SourceSurveys:
             self._asked.get(target.node, set()).discard(target.model)
 
     def ended(self, node: str) -> None:
-        """The node responded about all, or its responses are not waited for any more."""
+        """The node responded about all models, or is no longer waited for."""
         self._busy.discard(node)
 
     def forget(self, node: str) -> None:
-        """The node is asked again, once it has responded about all: it went down, or the catalogue has changed."""
+        """Ask the node again, once it has responded about all: it went down, or the catalogue has changed."""
         self._asked.pop(node, None)
         self._listed.pop(node, None)
         self._fleet_state.rejected_sources.drop_node(node)

@@ -110,7 +110,7 @@ def ps(gateway: GatewayClient, as_json: bool) -> None:
             " + ".join(model.nodes) or node.name,
             state(describe(model)),
             _memory_of_all(node, model, members),
-            str(max(model.in_flight, model.load.running) or ""),
+            str(model.num_running or ""),
             rate(model.load.tokens_per_s),
             duration(model.idle_s) if model.idle_s >= 1 else "",
             "yes" if model.pinned else "",

@@ -281,7 +281,7 @@ class HostTier:
             return None
         return front if disk.buffers_of(max(kind.num_bytes for kind in self._kinds)) else None
 
-    def front_end(self, request_id: str, digests: Sequence[Digest], num_computed: int, front: int) -> int:
+    def shortened_front(self, request_id: str, digests: Sequence[Digest], num_computed: int, front: int) -> int:
         disk = self._disk
         if disk is None or request_id in self._fetches or num_computed >= front:
             return front

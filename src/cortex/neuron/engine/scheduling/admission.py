@@ -48,7 +48,7 @@ class OffloadedPages(Protocol):
 
     def is_fetching(self, request_id: str) -> bool: ...
 
-    def front_end(self, request_id: str, digests: Ordered[Digest], num_computed: int, front: int) -> int:
+    def shortened_front(self, request_id: str, digests: Ordered[Digest], num_computed: int, front: int) -> int:
         """The page up to which a request computes now, after its first `num_computed` pages; `front` was planned. Less
         if the fetched pages have already arrived, because further pages are then fetched."""
         ...
@@ -94,8 +94,8 @@ class Reservations:
     def _length_ahead(self, sequence: Sequence) -> int:
         """The positions that are counted for a sequence: its tokens and the reserved part of its response, or what it
         computes before it waits for others."""
-        if sequence.front_end:
-            return sequence.front_end
+        if sequence.leaves_row_at:
+            return sequence.leaves_row_at
         allowed = sequence.request.max_tokens - sequence.num_drawn
         return sequence.length + max(1, min(self._reserved_tokens, allowed))
 

@@ -28,8 +28,8 @@ class _Reader:
     view: FleetView
     has_missed: bool = False
     """Whether it was too slow for a change."""
-    encoded: bytes = b""
-    """What it was sent last, without ages, if it sees no individual nodes."""
+    without_ages: bytes = b""
+    """What it was sent last, if it sees no individual nodes."""
 
 
 class _Frame:
@@ -51,22 +51,22 @@ class _Snapshot(_Frame):
 
     def __init__(self, nodes: list[dict[str, Any]], waiting: dict[str, int]) -> None:
         super().__init__("fleet", lambda view: {"nodes": view.nodes(nodes), "waiting": view.waiting(waiting)})
-        self._encoded: dict[FleetView, bytes] = {}
+        self._without_ages: dict[FleetView, bytes] = {}
 
-    def encoded(self, view: FleetView) -> bytes:
-        """Equal if only the ages of models differ."""
-        if view not in self._encoded:
+    def without_ages(self, view: FleetView) -> bytes:
+        """Encoded: equal if only the ages of models differ."""
+        if view not in self._without_ages:
             shown = self._shown_in(view)
             nodes = [node | {"models": [model | _NO_AGES for model in node["models"]]} for node in shown["nodes"]]
-            self._encoded[view] = msgspec.json.encode(shown | {"nodes": nodes})
-        return self._encoded[view]
+            self._without_ages[view] = msgspec.json.encode(shown | {"nodes": nodes})
+        return self._without_ages[view]
 
 
 class FleetFeed:
     """Writes events `fleet`, `node` and `waiting` to its readers. Owned by the loop's thread.
 
-    `fleet` has snapshot and comes first, and again to a reader that was too slow for a change, or that sees no single
-    nodes. `node` replaces one node, `waiting` the depths of the queues.
+    `fleet` has the whole fleet and comes first, and again to a reader that was too slow for a change, or that sees no
+    single nodes. `node` replaces one node, `waiting` the depths of the queues.
     """
 
     def __init__(self, dispatcher: DispatchView) -> None:
@@ -109,9 +109,9 @@ class FleetFeed:
     def _write(self, exchange: Exchange, reader: _Reader, snapshot: _Snapshot) -> None:
         reader.has_missed = False
         if reader.view.is_restricted:
-            if (encoded := snapshot.encoded(reader.view)) == reader.encoded:
+            if (without_ages := snapshot.without_ages(reader.view)) == reader.without_ages:
                 return
-            reader.encoded = encoded
+            reader.without_ages = without_ages
         exchange.write(snapshot.encoded(reader.view))
 
     def _changes(self) -> list[_Frame]:
@@ -190,12 +190,12 @@ def _node_status(node: Node, catalogue: Catalogue) -> dict[str, Any]:
 
 
 def _comparable(node: Node) -> object:
-    """What decides whether a node has changed: snapshot but the ages of its models; of cold models only the names."""
+    """What decides whether a node has changed: everything but the ages of its models; of cold models only the names."""
     models = [
         msgspec.structs.replace(held, status=msgspec.structs.replace(held.status, state_age_s=0.0, idle_s=0.0))
         for held in node.residencies.values()
         if held.state is not ModelState.COLD
     ]
     sizes = [(id, held.status.disk_bytes, held.is_absent, held.failure) for id, held in node.residencies.items()]
-    encoded = [(held.status, held.in_flight, held.pinned) for held in models]
-    return msgspec.structs.replace(node, residencies={}), encoded, sizes
+    states = [(held.status, held.in_flight, held.pinned) for held in models]
+    return msgspec.structs.replace(node, residencies={}), states, sizes

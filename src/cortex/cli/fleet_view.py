@@ -59,6 +59,11 @@ class HeldModel(ModelStatus, frozen=True, kw_only=True):
     pinned: bool = False
     pinned_by: Literal["operator", "catalogue"] | None = None
 
+    @property
+    def num_running(self) -> int:
+        """By the node's report, or by what the gateway has sent since; without requests that wait there."""
+        return max(self.load.running, self.in_flight - self.load.waiting)
+
 
 class NodeView(NodeValue, frozen=True, kw_only=True):
     name: str

@@ -143,6 +143,14 @@ def test_followed_logs_show_each_request_once_also_after_a_restart(
     assert [json.loads(line)["model"] for line in outcome.stdout.splitlines()] == ["small", "later"]
 
 
+def test_requests_that_wait_at_their_node_are_not_counted_as_running(gateway: CannedGateway, invoke: Invoke) -> None:
+    load = {"running": 1, "waiting": 3, "waiting_by_class": {"default": 2, "priority": 1}}
+    gateway.responses["GET", "/fleet/status"] = fleet(READY | {"in_flight": 4, "load": load})
+    assert "1 running, 3 waiting (1 priority)" in invoke("status").stdout
+    _, row, *_ = (line.split() for line in invoke("ps").stdout.splitlines())
+    assert row[row.index("MiB") + 1] == "1"
+
+
 def test_status_shows_devices_models_and_waiting_requests(gateway: CannedGateway, invoke: Invoke) -> None:
     gateway.responses["GET", "/fleet/status"] = fleet(READY, {**LOADING, "id": "other"}, cold_models=["third"])
     outcome = invoke("status")

@@ -193,7 +193,7 @@ def _state(model: HeldModel) -> Text:
 
 def _requests(model: HeldModel, waiting_here: int) -> str:
     """`3 running, 4 waiting (2 flex)`, or `idle 12 min`."""
-    running = max(model.load.running, model.in_flight)
+    running = model.num_running
     waiting = model.load.waiting + waiting_here
     classes = {name: number for name, number in model.load.waiting_by_class.items() if name != "default"}
     of_them = f" ({', '.join(f'{number} {name}' for name, number in classes.items())})" if classes else ""

@@ -93,7 +93,7 @@ class FakeOffloaded:
     def is_fetching(self, request_id: str) -> bool:
         return request_id in self._fetches
 
-    def front_end(self, request_id: str, digests: Sequence[Digest], num_computed: int, front: int) -> int:
+    def shortened_front(self, request_id: str, digests: Sequence[Digest], num_computed: int, front: int) -> int:
         return front
 
     def arrive(self, request_id: str) -> None:

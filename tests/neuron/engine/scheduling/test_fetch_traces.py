@@ -73,7 +73,7 @@ class Elsewhere:
     def is_fetching(self, request_id: str) -> bool:
         return request_id in self.fetches
 
-    def front_end(self, request_id: str, digests: Ordered[Digest], num_computed: int, front: int) -> int:
+    def shortened_front(self, request_id: str, digests: Ordered[Digest], num_computed: int, front: int) -> int:
         """Sometimes the next pages before those that have arrived come, too."""
         if request_id in self.fetches or num_computed >= front or self.random.random() < 0.3:
             return front

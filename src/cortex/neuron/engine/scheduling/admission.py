@@ -40,15 +40,15 @@ class OffloadedPages(Protocol):
         last: int,
         usable: Callable[[HasPage, HasState], int],
     ) -> int | None:
-        """Starts to copy the prefix of a request to the device, as far as it can continue after it. `cached`: its pages
-        on the device; `last`: its last position, which is always computed; `usable`: the page counts after which it
-        could continue. Returns None if it does not wait. Otherwise it waits until they have arrived (`is_fetching`),
+        """Starts to copy the prefix of a request to the device, up to a point where it can continue. `cached`: its
+        pages on the device; `last`: its last position, which is always computed; `usable`: the page counts after which
+        it could continue. Returns None if it does not wait. Otherwise it waits until they have arrived (`is_fetching`),
         and meanwhile computes its pages up to the returned number, if that exceeds `cached`."""
         ...
 
     def is_fetching(self, request_id: str) -> bool: ...
 
-    def front_end(self, request_id: str, digests: Ordered[Digest], num_computed: int, front: int) -> int:
+    def shortened_front(self, request_id: str, digests: Ordered[Digest], num_computed: int, front: int) -> int:
         """The page up to which a request computes now, after its first `num_computed` pages; `front` was planned. Less
         if the fetched pages have already arrived, because further pages are then fetched."""
         ...
@@ -94,8 +94,8 @@ class Reservations:
     def _length_ahead(self, sequence: Sequence) -> int:
         """The positions that are counted for a sequence: its tokens and the reserved part of its response, or what it
         computes before it waits for others."""
-        if sequence.front_end:
-            return sequence.front_end
+        if sequence.leaves_row_at:
+            return sequence.leaves_row_at
         allowed = sequence.request.max_tokens - sequence.num_drawn
         return sequence.length + max(1, min(self._reserved_tokens, allowed))
 
@@ -190,7 +190,7 @@ class SequenceAdmission:
     def cached_pages(self, sequence: Sequence, draft: StepDraft) -> int | None:
         """The number of computed pages of its prefix; None if the sequence must wait for the next step."""
         if sequence.planned:
-            return None  # preempted while a step was in flight: what it drew is not known yet
+            return None  # preempted while a step was in flight: its drawn tokens are not known yet
         digests = sequence.digests_of_full_pages(self._pages.page_tokens)  # also names saved states
         sequence.name_tail(self._pages.page_tokens)
         if sequence.scores_prompt:

@@ -163,7 +163,7 @@ class Scheduler:
         self._states.release(sequence)
         self.pages.release(sequence.pages)
         sequence.pages = ()
-        sequence.computed = sequence.committed = sequence.front_end = 0
+        sequence.computed = sequence.committed = sequence.leaves_row_at = 0
         sequence.drew_in_row = sequence.is_token_on_device = False
         self._free_rows.append(sequence.row)
         sequence.row = NO_ROW
@@ -242,12 +242,12 @@ class Scheduler:
         """Sequences that have computed all pages before the fetched ones wait for these without a row. Their pages are
         known and idle meanwhile, and they are admitted again with their whole prefix."""
         page_tokens = self.pages.page_tokens
-        for sequence in [each for each in self.running if each.front_end]:
-            if self._offloaded is not None and sequence.scheduled < sequence.front_end:
-                progress = -(-sequence.scheduled // page_tokens), sequence.front_end // page_tokens
-                front = self._offloaded.front_end(sequence.request.id, sequence.digests, *progress)
-                sequence.front_end = front * page_tokens
-            if sequence.scheduled >= sequence.front_end:
+        for sequence in [each for each in self.running if each.leaves_row_at]:
+            if self._offloaded is not None and sequence.scheduled < sequence.leaves_row_at:
+                progress = -(-sequence.scheduled // page_tokens), sequence.leaves_row_at // page_tokens
+                front = self._offloaded.shortened_front(sequence.request.id, sequence.digests, *progress)
+                sequence.leaves_row_at = front * page_tokens
+            if sequence.scheduled >= sequence.leaves_row_at:
                 sequence.front_tokens = sequence.scheduled - (sequence.cached or 0)
                 sequence.cached = None
                 self._requeue(sequence)
@@ -255,7 +255,7 @@ class Scheduler:
     def plan_alone(self, sequence: Sequence) -> StepPlan | None:
         """A step that prefills this sequence and nothing else, or None if it cannot be computed now."""
         draft = self._new_draft()
-        sequence.front_end = 0
+        sequence.leaves_row_at = 0
         if sequence.row == NO_ROW:
             cached = self._admission.cached_pages(sequence, draft) if self._free_rows else None
             if cached is None or not self._try_admit(sequence, cached, draft):
@@ -345,8 +345,8 @@ class Scheduler:
         if not sequences:
             return bool(waiting)
         streams = self._shape(draft)
-        # What is fetched goes to the device between steps: they are as short as if another prompt waited.
-        num_prompts = len(sequences) + sum([each.front_end > 0 for each in sequences])
+        # Fetched blocks go to the device between steps, so steps are as short as if another prompt waited.
+        num_prompts = len(sequences) + sum([each.leaves_row_at > 0 for each in sequences])
         budget = self.limits.prompt_budget(self.costs, streams, num_prompts) if idle_budget is None else idle_budget
         work = _COUNT if budget is None else self.costs.work
         prompts = self._prompts(sequences, draft, work)
@@ -375,7 +375,7 @@ class Scheduler:
         return False
 
     def _prompts(self, sequences: Ordered[Sequence], draft: StepDraft, work: StepWork) -> list[Prompt]:
-        """The remaining needs of these prompts; of waiting ones, as far as known."""
+        """The remaining needs of these prompts; of waiting ones, those that are known."""
         prompts, num_looked_up = [], 0
         for sequence in sequences:
             start, remaining = sequence.scheduled, sequence.remaining
@@ -399,9 +399,9 @@ class Scheduler:
             front = self._admission.fetch(sequence, cached, self._offloaded)
             if front == cached:
                 return True
-            sequence.front_end = (front or 0) * self.pages.page_tokens
+            sequence.leaves_row_at = (front or 0) * self.pages.page_tokens
         if not self._try_admit(sequence, cached, draft):
-            sequence.front_end = 0
+            sequence.leaves_row_at = 0
             if is_next:
                 self._is_blocked, self._starved = True, sequence
             return False
@@ -465,7 +465,7 @@ class Scheduler:
         if not self._make_room(sequence, end, draft):
             if sequence.row == NO_ROW:
                 return 0
-            # The oldest: those that it would preempt have their rows already, so that it takes what is free.
+            # The oldest: those that it would preempt have their rows already, so it takes only free pages.
             end = self.pages.reach(sequence.pages, end, takes_pages=False)
             if end <= start or sequence.pictures.cut(start, end) != end or not self._make_room(sequence, end, draft):
                 return 0

@@ -63,7 +63,7 @@ class Sequence:
     """The expected start of its first chunk when it was first considered."""
     cached: int | None = None
     """Prompt tokens that came from the prefix cache at first admission."""
-    front_end: int = 0
+    leaves_row_at: int = 0
     """The position where it leaves its row, because the rest of a known prefix is being fetched; 0 if not."""
     front_tokens: int = 0
     """Prompt tokens that it computed before it left its row there."""
@@ -103,7 +103,7 @@ class Sequence:
     @property
     def remaining(self) -> int:
         """Positions that must be scheduled before the next token can be drawn, or before it leaves its row."""
-        return (self.front_end or self.length) - self.scheduled
+        return (self.leaves_row_at or self.length) - self.scheduled
 
     @property
     def wants_more(self) -> bool:

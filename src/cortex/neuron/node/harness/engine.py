@@ -130,7 +130,8 @@ class EngineHarness:
         size = len(indices) // model.replicas
         parts = [indices[start : start + size] for start in range(0, len(indices), size)]
         new_hosts = [partial(self._devices.host, part, spec) for part in parts]
-        return ReplicatedHost(model.id, new_hosts, room.lock_devices, share=self._share), chosen
+        share = self._share if self._config.limits.kv_disk_mb else None
+        return ReplicatedHost(model.id, new_hosts, room.lock_devices, share=share), chosen
 
     async def _share(self, request: EngineRequest, source: HostReplica, target: HostReplica) -> None:
         places = source.host.device_indices, target.host.device_indices

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from .own_files import python_files
+
 ROOT = Path(__file__).parents[1]
 MAX_LINES = 600
-INSTALLED = {".venv", "node_modules"}
 
 
 def long_files(root: Path) -> set[str]:
     """The Python files that have more than `MAX_LINES` lines, relative to `root`."""
-    paths = {
-        path: path.relative_to(root) for folder in ("src", "tests", "bench") for path in (root / folder).rglob("*.py")
-    }
-    own = {path: name for path, name in paths.items() if not INSTALLED & set(name.parts)}
-    return {str(name) for path, name in own.items() if path.read_bytes().count(b"\n") > MAX_LINES}
+    paths = [path for folder in ("src", "tests", "bench") for path in python_files(root / folder)]
+    return {str(path.relative_to(root)) for path in paths if path.read_bytes().count(b"\n") > MAX_LINES}
 
 
 def test_no_file_is_too_long() -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from .own_files import python_files
+
 ROOT = Path(__file__).parents[1]
 NAME = r"_?[A-Z][A-Z0-9_]+"
 DEFINITION = re.compile(rf"^ *({NAME}(?:, {NAME})*)(?:: [^=\n]+)? = ", re.MULTILINE)
@@ -32,14 +34,14 @@ def replaced(node: ast.AST) -> str | None:
 
 def constants(*folders: Path) -> set[str]:
     """The names of all constants that modules in `folders` define."""
-    paths = (path for folder in folders for path in folder.rglob("*.py"))
+    paths = (path for folder in folders for path in python_files(folder))
     found = (DEFINITION.findall(path.read_text(encoding="utf-8")) for path in paths)
     return {name for definitions in found for names in definitions for name in names.split(", ")}
 
 
 def patched(tests: Path, names: set[str]) -> Iterator[str]:
     """The places in `tests` where a constant of `names` is replaced."""
-    for path in sorted(tests.rglob("*.py")):
+    for path in python_files(tests):
         text = path.read_text(encoding="utf-8")
         for node in ast.walk(ast.parse(text)) if SUSPECT.search(text) else ():
             name = (replaced(node) or "").rpartition(".")[2]

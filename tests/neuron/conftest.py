@@ -13,13 +13,10 @@ __all__ = ["start_hub"]
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """Random tensors are the same in every run, whichever tests the process has run before; so are those of fixtures
-    that several tests share."""
+    that several tests share. One thread computes: the suite runs a process per core, and OpenMP would wait for ever
+    for the threads of the process that this one was forked from. An engine thread that an earlier test ran in this
+    process has set another number."""
     torch.default_generator.manual_seed(0)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> None:
-    """The suite runs a process per core, and more threads do not help models as tiny as these."""
     torch.set_num_threads(1)
 
 

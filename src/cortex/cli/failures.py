@@ -122,7 +122,7 @@ def run(command: click.Command) -> None:
         logging.lastResort.addFilter(_OncePerMessage())
     try:
         result = command.main(args=arguments, prog_name=command.name, standalone_mode=False)
-        # Without standalone mode the result is what the command returned, or the code of `Context.exit`.
+        # Without standalone mode the result is the return value of the command, or the code of `Context.exit`.
         sys.exit(result if isinstance(result, int) else ExitCode.OK)
     except click.ClickException as error:
         error.show()

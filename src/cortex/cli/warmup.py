@@ -84,7 +84,7 @@ def _compile(connection: Connection, spec: LoadSpec, card: str | None, num_ranks
 
 
 def local_files(model: str) -> Path:
-    """Where a model's files are: a path, or those of the Hub, of which a config is downloaded if there are none."""
+    """The directory or file of a model: a path, or its files from the Hub. Downloads the config if none are cached."""
     path = Path(model).expanduser()
     if path.exists():
         return path

@@ -62,8 +62,8 @@ class ModelSpec(Section, LoadOptions, frozen=True, kw_only=True):
     only_on: tuple[str, ...] = ()
     """The only nodes where it is loaded. Empty: any node."""
     nodes: Annotated[int, msgspec.Meta(ge=2, le=MAX_NODES)] | tuple[str, ...] = ()
-    """For a model that outgrows a node: the number of nodes that run it together, or their names, of which the first
-    serves it. Its `harness` must be a server that runs on several nodes, such as `vllm`, and every node needs a
+    """For a model that outgrows a node: the number of nodes that run it together, or their names; the first one serves
+    it. Its `harness` must be a server that runs on several nodes, such as `vllm`, and every node needs a
     `cluster_address`. Each takes an equal part of `tensor_parallel`, at least one device."""
     load: LoadPolicy | None = None
     """`on_demand`: loaded by the first request. `pinned`: loaded at start, and kept. `manual`: loaded only by the

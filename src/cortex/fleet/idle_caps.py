@@ -159,7 +159,7 @@ class IdleCaps:
         """An interactive request was served; `num_tokens` of its prompt were computed."""
         at, lines = self._at(node), self.lines.get(node, 0)
         at.interactive_at = now
-        if not lines and at.shared >= 1:  # for every request, so that it costs little: the cap stays as it is
+        if not lines and at.shared >= 1:  # cheap, because it runs for every request: the cap stays
             at.unshared.append((model, ttft_s, num_tokens, gap_s))
             at.num_good += 1
             return
@@ -181,7 +181,7 @@ class IdleCaps:
         at.judged.clear()
 
     def _raise(self, at: _NodeCap, now: float, lines: int) -> None:
-        # A cap that is not used up says nothing about the next one.
+        # A cap that was not reached gives no evidence about the next one.
         is_used = lines >= int(at.shared)
         wanted = NUM_FIRST_GOOD if at.is_starting else NUM_GOOD if at.shared >= 1 else at.patience
         if is_used and at.num_good >= wanted and now - max(at.raised_at, at.halved_at) >= STEP_S:

@@ -166,7 +166,7 @@ class MemoryNeed(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def wanted_bytes(self) -> int:
-        """The size for which other models are evicted: the wanted context, as far as an empty device holds it. If
+        """The size for which other models are evicted: the wanted context, at most what an empty device holds. If
         contexts are unknown, its minimum footprint plus a quarter of its KV cache."""
         if self.contexts is None:
             return self.least_bytes + (self.takes_bytes - self.least_bytes) // 4
@@ -306,7 +306,7 @@ def measurements(fleet: Fleet, models: Iterable[str] | None = None) -> Measured:
             status = node.residencies[model_id].status
             whole_bytes = whole_measured_bytes(status)
             if whole_bytes is not None and status.harness != ENGINE:
-                whole_bytes = _whole(status, status.estimate_bytes)  # what it holds now may be unusual
+                whole_bytes = _whole(status, status.estimate_bytes)  # its current usage may be unusual
             is_wanted = spec.quant is None or _is_as_wanted(spec.quant, status)
             if whole_bytes is not None and is_wanted and not _is_cut(status):
                 found[key] = whole_bytes

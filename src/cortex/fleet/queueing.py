@@ -118,7 +118,7 @@ def plan(
         elif decision.action == "wait":
             waits.append(decision)
             still_blocked.add(group.model_id)
-            if is_late and is_urgent:  # what others close would be open again after the next plan
+            if is_late and is_urgent:  # places that others close would be open again after the next plan
                 fleet, closing = _close_for(group, fleet, now)
                 closed |= closing
         elif decision.action == "reject":

@@ -24,8 +24,8 @@ def check_length(num_bytes: int, status: int) -> None:
 
 
 class ForeignResponse:
-    """One response. Call `head`, then `feed` with each piece, then `finish`. A server that does not stream although it
-    was asked to sends its events at the end."""
+    """One response. Call `head`, then `feed` with each piece, then `finish`. A server that ignores `stream` sends its
+    events at the end."""
 
     def __init__(self, *, is_stream: bool) -> None:
         """`is_stream`: what the request asked for."""

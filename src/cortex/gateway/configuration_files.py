@@ -71,7 +71,7 @@ class ConfigurationFiles:
         served with an error. Raises SettingsError."""
         catalogue = load_catalogue(config, self.path)
         names = [section.name for section in config.neurons]
-        is_known = config.discovery.dns is None  # otherwise nodes have names that are found later
+        is_known = config.discovery.dns is None  # otherwise the names of nodes are found later
         for index, spec in enumerate(catalogue.models if is_known else ()):
             for key, name in unknown_nodes(spec, names):
                 near = near_misses(name, names, limit=1)

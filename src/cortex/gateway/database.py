@@ -110,7 +110,7 @@ class Sqlite:
 
     def connect(self, work_s: float = WORK_S) -> DatabaseConnection:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # What it holds is private. SQLite gives its journal files the mode of the database. A file that exists is not
+        # Its content is private. SQLite gives its journal files the mode of the database. A file that exists is not
         # opened here: closing it would drop the locks of this process's other connections to it, and the next program
         # that reads the database would take itself for the last and delete the journal that they write to.
         with contextlib.suppress(FileExistsError):
@@ -195,7 +195,7 @@ class Postgres:
 def _disconnect(connection: Any) -> None:
     """Unblock the thread that waits for the server."""
     with (
-        contextlib.suppress(Exception),  # it is closed already, whatever the driver raises then
+        contextlib.suppress(Exception),  # it is closed already, even if the driver raises
         socket.socket(fileno=os.dup(connection.fileno())) as duplicate,
     ):
         duplicate.shutdown(socket.SHUT_RDWR)
@@ -341,7 +341,7 @@ class Database:
                 self._failed(problem)
             raise problem from error
         except BaseException:
-            self._drop()  # no later work may commit what this one has begun
+            self._drop()  # no later work may commit the writes of this one
             raise
         if self._failure is not None:
             log.info("the database %s is available again", self.name)
@@ -438,7 +438,7 @@ class WaitingRows(Generic[T]):
         works: list[Callable[[Execute], object]] = [partial(_add_row, add=self._add, row=row) for row in batch]
         failures = await self._database.do_each([*works, then] if then is not None else works)
         unwritten = [row for at, row in enumerate(batch) if at in failures and is_unavailable(failures[at])]
-        room = self._max_waiting - len(self._rows)  # those that came meanwhile are newer
+        room = self._max_waiting - len(self._rows)  # those that arrived meanwhile are newer
         self._rows.extendleft(reversed(unwritten[max(0, len(unwritten) - room) :]))
         for failure in failures.values():
             if not is_unavailable(failure):

@@ -176,7 +176,7 @@ class PictureFetcher:
         except ResponseTooLarge:
             raise NotFetched(f"it has more than {section.max_mb} MB") from None
         except (UpstreamFault, OSError, UnicodeError):
-            # What failed would tell a client which hosts and ports there are.
+            # The reason would reveal to a client which hosts and ports exist.
             raise NotFetched("its server cannot be reached, or does not respond as it should") from None
 
     async def _follow(self, url: str, section: PicturesSection, client: str) -> bytes:

@@ -326,7 +326,7 @@ class Gateway:
         await self._file_routes.close()
         await self._bench_routes.close()
         self._connections.close()
-        # Together, so that a database that hangs delays the end once.
+        # At the same time, so a database that hangs delays the end only once.
         ended = await asyncio.gather(
             self._operator_state.synchronise(),
             self._request_log.flush(),
@@ -355,7 +355,7 @@ class Gateway:
                 config, catalogue = files.read()
                 self._check_aliases(files, config, catalogue)
                 await self.reconfigure(config, catalogue)
-        except Exception as problem:  # any error counts: one that is not expected must not end reloading
+        except Exception as problem:  # any error: an unexpected one must not end reloading
             is_expected = isinstance(problem, SettingsError | StoreError)
             reason = str(problem) if is_expected else f"unexpected {type(problem).__name__}: {problem}"
             self._health.stale_reason = reason
@@ -391,7 +391,7 @@ class Gateway:
         settings = DispatchSettings.of(config, catalogue)
         planned = self._connections.planned(config)
         await self._use_keys(config)
-        # From here to the end of the changes nothing waits and nothing is expected to fail.
+        # From here to the end of the changes nothing waits, and nothing should fail.
         leaving = self._connections.leave(planned)
         self.config, self._configured, self._catalogue = config, configured, catalogue
         self._services.config = config.gateway

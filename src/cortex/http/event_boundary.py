@@ -96,7 +96,7 @@ class LineBoundary:
         comment = 0 if data.startswith(b":") and not self.inside else data.find(b"\n:") + 1 or None
         if comment is not None:
             self.inside = False
-            self._held = b":"  # what follows is not needed here
+            self._held = b":"  # the rest is not needed here
             return data[:comment]
         end = data.rfind(b"\n") + 1
         rest = data[end:]

@@ -111,7 +111,7 @@ class Buffered:
 
 
 class ClientShares:
-    """A `Buffered` of which one client may have a part only."""
+    """A `Buffered` that limits the share of each client."""
 
     __slots__ = ("_by_network", "_max_bytes_each", "_total")
 

@@ -198,7 +198,7 @@ class NeuronConfig(Section, frozen=True):
     port: Port | None = None
     """Overrides the port of `listen`."""
     keys: tuple[str, ...] = ()
-    """Keys, one of which callers must send; gateways send theirs with `key_env`. `neuron key` makes one. Without a key
+    """Keys; callers must send one of them. Gateways send theirs with `key_env`. `neuron key` makes one. Without a key
     the node does not start, unless `listen` is a loopback address (`127.0.0.1:13131`) or it is started with
     `--insecure`. Changes of the file are used at once."""
     key_file: Path | None = None

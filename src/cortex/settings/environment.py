@@ -127,8 +127,8 @@ def _variables(expected: inspect.Type, prefix: str, env: Mapping[str, str]) -> I
 
 
 def _service_links(env: Mapping[str, str]) -> set[str]:
-    """The variables that Kubernetes sets in a container for the services of its namespace, of which one may have the
-    name of the program."""
+    """The variables that Kubernetes sets in a container for the services of its namespace; a service may have the name
+    of the program."""
     services = (re.escape(name.removesuffix("_SERVICE_HOST")) for name in env if name.endswith("_SERVICE_HOST"))
     link = re.compile(rf"(?:{'|'.join(services)})_(SERVICE_HOST|SERVICE_PORT(?:_\w+)?|PORT(?:_\d+_\w+)?)")
     found = ((name, match) for name in env if (match := link.fullmatch(name)) is not None)

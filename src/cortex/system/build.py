@@ -27,7 +27,7 @@ def build_information() -> dict[str, str | None]:
 
 def version_of(package: str) -> str | None:
     """The version of another installed package."""
-    import importlib.metadata  # half a megabyte with what it imports, for a request that hardly anybody sends
+    import importlib.metadata  # half a megabyte with its imports, for a rare request
 
     try:
         return importlib.metadata.version(package)

@@ -28,7 +28,7 @@ def aged(level: int, waited_s: float) -> int:
 
 
 class VirtualTime(Generic[Client]):
-    """What clients have used, as far as it affects turns. Reset when no client waits."""
+    """What clients have used, while it affects turns. Reset when no client waits."""
 
     def __init__(self) -> None:
         self._used: dict[Client, float] = {}

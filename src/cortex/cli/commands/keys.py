@@ -297,10 +297,10 @@ class GroupRow(LimitsRow, frozen=True, kw_only=True):
 @gateway_options
 @json_option
 def list_keys(config: Path | None, gateway: GatewayClient, as_json: bool) -> None:
-    """List the keys and groups, with what is left of their budgets.
+    """List the keys and groups with their remaining budgets.
 
     With --config, or a cortex.toml in the working directory, the file and its database are read directly, and the
-    gateway may be running. Otherwise the gateway is asked: an operator's key lists all keys, another key itself.
+    gateway may be running. Otherwise the gateway lists them: all for an operator's key, only itself for any other key.
     """
     rows, groups = _listed(config, gateway)
     if as_json:
@@ -333,7 +333,7 @@ def list_keys(config: Path | None, gateway: GatewayClient, as_json: bool) -> Non
 @gateway_options
 @json_option
 def list_groups(config: Path | None, gateway: GatewayClient, as_json: bool) -> None:
-    """List the groups, with what is left of the budgets that their keys share."""
+    """List the groups with the remaining budgets that their keys share."""
     _, groups = _listed(config, gateway)
     if as_json:
         print_json(groups)

@@ -110,7 +110,7 @@ def launch(agent: str, model: str | None, arguments: tuple[str, ...], gateway: G
     program = shutil.which(plan.program)
     if program is None:
         raise CommandError(f"{plan.program} is not installed", "install it, or check PATH", ExitCode.NOT_FOUND)
-    click.echo(f"{agent} with {name} at {gateway.url}", err=True)  # what the agent prints is its own
+    click.echo(f"{agent} with {name} at {gateway.url}", err=True)  # standard output is the agent's
     environment = {variable: value for variable, value in os.environ.items() if variable not in plan.removed}
     os.execve(program, [program, *plan.arguments, *arguments], {**environment, **plan.environment})
 

@@ -99,7 +99,7 @@ def ps(gateway: GatewayClient, as_json: bool) -> None:
         return
     rows = table("MODEL", "NODE", "STATE", ">MEMORY", ">RUNNING", ">TOK/S", ">IDLE", "PINNED")
     for node, model in held:
-        if not node.up:  # what it did at the last poll says nothing about now
+        if not node.up:  # its work at the last poll is out of date
             word, style = (node.sleep, "blue") if node.is_reserve else ("down", "red")
             shown = Text(str(model.state), style=style)
             pinned = "yes" if model.pinned else ""

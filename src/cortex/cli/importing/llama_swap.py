@@ -381,7 +381,7 @@ def _filters(
     alike = {name: value for name, value in {**always, **names[model_id]}.items() if name not in varied}
     harness |= _parameters(filters, alike, frozenset({"model"}))
     found = {}
-    for name, params in names.items():  # what the harness sets would replace what a name sets
+    for name, params in names.items():  # values of the harness would replace those of a name
         values = _parameters({}, {**{key: always[key] for key in always if key in varied}, **params}, ROUTED_FIELDS)
         found[name] = {key: value for key, value in values.get("set_params", {}).items() if key not in alike}
         if fixed := sorted((ROUTED_FIELDS - {"model"}) & set(params)):

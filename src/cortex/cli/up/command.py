@@ -262,7 +262,7 @@ def device_bytes() -> int:
 
 def local_node_key() -> str | None:
     """The key that the neuron will require, if NEURON_KEYS or NEURON_KEY_FILE sets one. Raises SettingsError."""
-    from cortex.neuron import config  # here, because a gateway-only installation lacks what it imports
+    from cortex.neuron import config  # here, because a gateway-only installation lacks its imports
     from cortex.neuron.api.access import read_keys
 
     keys = read_keys(config.load(None, os.environ), Path.cwd())

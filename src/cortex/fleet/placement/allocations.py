@@ -54,7 +54,7 @@ class Division(msgspec.Struct, frozen=True):
         return not self.by_layers or sum(roomy[: self.num_devices]) >= self.num_bytes
 
     def explained(self, devices: Sequence[DeviceLedger], stage_layers: Sequence[int]) -> str:
-        """The reason for the shares on `devices`, if they differ. `stage_layers`: as far as the node knows."""
+        """The reason for the shares on `devices`, if they differ. `stage_layers`: those that the node knows."""
         if not self.by_layers:
             return smallest_share(devices)
         in_order = sorted(devices, key=lambda device: device.index)

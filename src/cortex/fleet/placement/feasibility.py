@@ -53,7 +53,7 @@ class Feasibility:
             decision = place(model_id, fleet, self._now, origin="operator")
             feasible = (each.node for each in decision.assessments if each.verdict in ACTIONS)
             return tuple(name for name in feasible if name not in unable)
-        if not self._fleet.index.sharing:  # else the models that were left out may be asked for
+        if not self._fleet.index.sharing:  # else the models that were left out may be requested
             fleet.__dict__["index"] = self._fleet.index
         spec = fleet.catalogue.spec(model_id)
         elsewhere = need_of(spec, Node(name=""), fleet)

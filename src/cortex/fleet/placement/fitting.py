@@ -257,7 +257,7 @@ def _context(
         is_short = (
             need is not None and size is not None and need.is_short(saved_bytes + max(size, _usable_bytes(allocation)))
         )
-        # What is not known here is decided by the node. An operator who gave the size has decided it.
+        # The node decides what is unknown here. An operator who gave the size has decided it.
         is_decided = is_short or spec.vram_bytes is not None
         return _Context(
             least_tokens=1 if is_decided else tolerated(spec.context_tokens or AGENT_TOKENS), is_short=is_short

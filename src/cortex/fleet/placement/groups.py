@@ -113,7 +113,7 @@ class _Group:
         """The assessments of all members, the leader's first. `None` if a node has none."""
         names = (self._leader.name, *others)
         found = self._fit_all(names, fit, frozenset())
-        # A victim that is a group makes room on several nodes, so that one chosen before it may be unnecessary.
+        # A victim that is a group makes room on several nodes, so an earlier victim may be unnecessary.
         for eviction in sorted(_evictions(found or ())):
             left = _evictions(found or ()) - {eviction}
             without = self._fit_all(names, fit, left)

@@ -34,7 +34,7 @@ def occupants_of(
     is_any_held_back = reserved or members
     for model_id in {**node.residencies, **reserved, **members} if is_any_held_back else _ids(node.active):
         if model_id == spec.id and model_id not in reserved and _sleeps(model_id, node):
-            continue  # what it holds is a part of what it needs
+            continue  # its held bytes are part of its need
         known = fleet.catalogue.spec(model_id)
         held, leader = node.residencies.get(model_id), None
         if (member := members.get(model_id)) is not None:

@@ -301,7 +301,7 @@ def preference(assessment: Assessment, rules: PlacementRules) -> tuple[float | s
         not size_known,
         assessment.is_cut,
         assessment.slower_by + KEPT_KV_WORTH * assessment.kv_elsewhere,
-        # A model of unknown size goes where most is free.
+        # A model of unknown size goes to the device with the most free memory.
         left_over if size_known and rules.strategy == "pack" else -left_over,
         assessment.node,
     )

@@ -152,7 +152,7 @@ class Control:
         if request.method in (b"GET", b"HEAD"):
             return
         self.cross_site.check_origin(_text(request.header(b"origin")), host, _text(request.header(b"sec-fetch-site")))
-        is_undeclared = path.startswith("/api/") and request.header(b"origin") is None  # so are Ollama's clients
+        is_undeclared = path.startswith("/api/") and request.header(b"origin") is None  # as by Ollama's clients
         if has_effects and request.method != b"DELETE" and not is_undeclared:
             check_content_type(_text(request.header(b"content-type")), required=True)
 

@@ -268,7 +268,7 @@ class KeyRoutes:
             raise DatabaseUnavailable("Keys cannot be changed now; the gateway's log has the reason.") from error
         try:
             await self._refresh()
-        except StoreError as error:  # the response says so; the gateway goes on looking for changes
+        except StoreError as error:  # the response reports it; the gateway keeps looking for changes
             log.error("keys were changed in the database but are not in force here yet: %s", error)
         return result
 

@@ -101,7 +101,7 @@ class ModelServerRoutes:
                 await self._output(model, seen)
             while not exchange.closed:
                 self._metering.meter.authenticate_operator(exchange.request)
-                if exchange.paused:  # it has not read what it got; nodes keep the rest
+                if exchange.paused:  # it has not read the received lines; nodes keep the rest
                     await asyncio.sleep(self._follow_s)
                     continue
                 texts = [] if name == "upstream" or model is not None else [*pending]

@@ -72,7 +72,7 @@ class UsageRoutes:
         for account in self._metering.ledger.accounts if self._metering.ledger is not None else ():
             if wanted in (account.key.id, account.key.name):
                 return account.key.id
-        return wanted  # a key that was revoked: its usage is still recorded under its id
+        return wanted  # usage of a revoked key stays recorded under its id
 
     async def _read(
         self, group: GroupBy, since: float, until: float, key_id: str | None, *, wants_csv: bool

@@ -174,7 +174,7 @@ class BatchService:
         if response is None:
             return
         if exchange.started:
-            exchange.abort()  # a response that is cut off is not taken for complete
+            exchange.abort()  # a cut-off response must not look complete
         else:
             exchange.respond(*response)
 
@@ -531,7 +531,7 @@ def _message_batch(batch: Batch) -> dict[str, Any]:
         "id": batch.id,
         "type": "message_batch",
         "processing_status": ("canceling" if batch.status == "cancelling" else "in_progress") if is_active else "ended",
-        # Counted once all of it has ended, as clients expect it.
+        # Clients expect the counts only at the end.
         "request_counts": {
             "processing": batch.num_lines if is_active else batch.num_lines - done,
             "succeeded": 0 if is_active else batch.num_succeeded,

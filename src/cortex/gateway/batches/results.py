@@ -154,7 +154,7 @@ class BatchResults:
                 finished.reservation.end(is_recorded=False)
         self._finished, self._unrecorded = [], []
         if self._segment is not None:
-            with contextlib.suppress(OSError):  # the disk is full, and nothing of this is recorded
+            with contextlib.suppress(OSError):  # the disk is full, and none of this is recorded
                 self._segment.close()
 
     async def finalise(self) -> None:

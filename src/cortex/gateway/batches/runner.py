@@ -221,7 +221,7 @@ class BatchRunner:
 
     async def _claim(self) -> None:
         now = self._files.clock()
-        # A database that no other gateway uses has no other owner: what it names is this gateway, before it restarted.
+        # A database that no other gateway uses has no other owner: the named one is this gateway before its restart.
         is_alone = not self._has_claimed and not self._files.database.is_shared
         lost_s = now + 1 if is_alone else now - self._limits.lost_after_s
         limit = MAX_OWNED - len(self._runs)
@@ -510,7 +510,7 @@ class BatchRunner:
         def serve(received: ReceivedRequest) -> None:
             try:
                 summary, body = received.envelope.summary, received.body
-                resolve_for(services.dispatcher, key, summary.model)  # before an error says what it would cost
+                resolve_for(services.dispatcher, key, summary.model)  # before an error tells the cost
                 estimate = Estimate(
                     len(body) - summary.picture_bytes,
                     summary.completion_limit if route.generates else 0,

@@ -154,7 +154,7 @@ class Dispatcher(DispatchView, StateMachine):
     def release(self, lease: Lease) -> None:
         """The request ended, whatever its outcome."""
         if self._leases.release(lease) and self._pending.request_ended(lease.node, self._counted.fleet, self._clock):
-            self.apply(lambda: None)  # what is decided now may need a newer report
+            self.apply(lambda: None)  # this decision may need a newer report
 
     def request_failed(self, node: str, why: str) -> None:
         """A request failed there: send nothing there until a poll succeeds. Effective at once."""
@@ -373,7 +373,7 @@ class Dispatcher(DispatchView, StateMachine):
 
     @event
     def source_inspected(self, target: ModelOnNode, source: str, result: ModelStatus | CortexError) -> None:
-        """A node responded about a model that the catalogue names, or named when the node was asked, by its path."""
+        """A node inspected a model that the catalogue names by its path, or named so at the request."""
         if target.node in self._fleet_state:
             self._inspections.responded(target, source, result)
 
@@ -426,7 +426,7 @@ class Dispatcher(DispatchView, StateMachine):
         """Load again at once if other models can be evicted for it. Otherwise queued requests wait until models are
         idle or other programs free memory."""
         node, model = job.target
-        # A request that arrived since may evict what the load was not started to evict.
+        # A request that arrived since may evict models that the load could not.
         origin = self._queues.origin(model) if job.origin == "background" else job.origin
         decision = place(model, self.fleet, self._clock(), origin=origin, only_on=node)
         passing = (Verdict.BLOCKED, Verdict.CROWDED)

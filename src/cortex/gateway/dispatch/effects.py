@@ -128,7 +128,7 @@ class NodeEffects:
             self._metrics.load_seconds.labels(request.model_id, node).observe(self._clock() - began)
         elif isinstance(result, InsufficientCapacity):
             result = InsufficientCapacity(result.message)
-        # The next decision must see what the load took or left behind.
+        # The next decision must see the memory that the load took or freed.
         await self._poll(node, *(other.node for other in others))
         self.outcomes.load_ended(ModelOnNode(node, request.model_id), result)
 
@@ -137,7 +137,7 @@ class NodeEffects:
             result = await result_of(lambda: wake_group(self._nodes, members, request))
             if isinstance(result, ModelStatus | InsufficientCapacity):
                 return result
-        # Without a member that was lost in its sleep, the group has ended everywhere.
+        # If a member was lost during its sleep, the group has ended everywhere.
         start = msgspec.structs.replace(request, wake_only=False)
         return await result_of(lambda: start_group(self._nodes, members, start, self._neighbours))
 

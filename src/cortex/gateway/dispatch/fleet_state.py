@@ -399,7 +399,7 @@ class FleetState:
                 overlay(model, ModelState.UNLOADING, now - since)
         raised = {model: short.need_bytes for model, short in self.shortfalls.on(node.name)}
         for model in raised.keys() & models.keys():
-            if models[model].state is ModelState.FAILED:  # by the load that is to be tried again
+            if models[model].state is ModelState.FAILED:  # by the load to retry
                 overlay(model, ModelState.COLD, 0.0)
         for model, failure in self.failures.on(node.name):
             if failure.is_over:
@@ -410,7 +410,7 @@ class FleetState:
         failed = {model for model, failure in self.failures.on(node.name) if not failure.is_over}
         for model, held in list(models.items()):
             if model not in failed and held.state is ModelState.FAILED and held.status.reason_code == _NO_MEMORY:
-                overlay(model, ModelState.COLD, held.status.state_age_s)  # what is free now decides, not what was
+                overlay(model, ModelState.COLD, held.status.state_age_s)  # free memory may have changed
         for model, job in self.loads.on(node.name):
             if is_absent(model):
                 overlay(model, ModelState.LOADING, now - job.begun_at)

@@ -211,7 +211,7 @@ async def _claimed(
     first = min(range(len(plans)), key=lambda rank: plans[rank].node)
     decided = await prepare(first)
     others = [rank for rank in range(len(plans)) if rank != first]
-    async with members.renewed(lambda: prepare(first)):  # some take long to find out the version of their server
+    async with members.renewed(lambda: prepare(first)):  # some need long to determine the version of their server
         found = dict(zip(others, await _all(map(prepare, others)), strict=True))
     return [decided if rank == first else found[rank] for rank in range(len(plans))]
 

@@ -29,7 +29,8 @@ _CAPABILITIES: dict[RequestKind, tuple[tuple[str, ...], str]] = {
     "embeddings": (("embeddings",), "makes no embeddings"),
     "rerank": (("rerank", "embeddings"), "makes no scores"),
 }
-"""The capabilities of which a model needs one, the best first, and what is said of a model without any."""
+"""For each kind of request: the capabilities that serve it, best first, and the error text for a model with none of
+them."""
 
 NO_NODES: frozenset[str] = frozenset()
 RELOAD_TOLERANCE_S = 2.0
@@ -368,7 +369,7 @@ class LeasePool:
         node, model = target
         lease = Lease(node, model, target, replica.abilities, False, "the only replica that is ready")
         if replica.abilities.takes_orders and len(self._fleet_state.fleet.listing(model)) > 1:
-            # The model may move: another node then wants to know what was computed here.
+            # The model may move: another node then needs to know which pages were computed here.
             prefixes, blocks = self._prefixes.setdefault(model, PrefixRecord()), leading_blocks(prompt())
             if blocks:
                 source = source_of(blocks, prefixes, self._is_source)
@@ -403,7 +404,7 @@ def _known_capabilities(node: Node, model: str, capabilities: tuple[str, ...]) -
     """Which of `capabilities` the model has there; empty: not known."""
     held = node.residencies[model]
     is_read = held.status.family is not None or held.state is ModelState.READY
-    if not is_read or not node.takes_orders:  # what a foreign server can do is not known
+    if not is_read or not node.takes_orders:  # the capabilities of a foreign server are unknown
         return []
     return [getattr(held.status.capabilities, capability) for capability in capabilities]
 

@@ -133,7 +133,7 @@ class ModelJobs:
         self._demand.load_began(target, for_requests=decision.origin in ("request", "background"))
         for victim in decision.evictions:
             holder = self._fleet_state.fleet.node(victim.node)
-            # A model that leaves weights to the host's memory needs what a sleeping one would take of it.
+            # A model that puts weights into host memory needs the room that a sleeping one would take there.
             frees = holder is not None and is_freed_by_sleep(holder) and decision.chosen.split is None
             self.unload(victim, cause="evicted", for_model=target.model, sleep=frees)
         if not job.victims:

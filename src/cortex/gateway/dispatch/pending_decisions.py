@@ -112,7 +112,7 @@ class PendingDecisions:
             self._blocked |= decided.blocked
         else:
             names = {*self.nodes, *(fleet.nodes[position].name for position in fleet.index.sharing)}
-            # What ends on the node that serves a model frees its parts on others.
+            # A model that ends on its serving node frees its parts on others.
             news = [node for name in names if (node := fleet.node(name)) is not None]
             decided = plan(
                 groups,

@@ -1,6 +1,6 @@
 """Asks nodes about the files of models whose `source` in the catalogue is a path, before any load.
 
-A node lists such a model from then on, with its size, or with the reason why it cannot be loaded there.
+The node then lists the model with its size, or with the reason why it cannot be loaded there.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ log = logging.getLogger(__name__)
 
 class SourceInspections:
     """Owned by the dispatcher; every method runs inside one of its events. Older nodes, which do not know the request,
-    are asked once."""
+    get it once."""
 
     def __init__(self, fleet_state: FleetState, effects: Effects, clock: Callable[[], float]) -> None:
         self._fleet_state = fleet_state
         self._effects = effects
         self._clock = clock
         self._asked: dict[str, set[str]] = {}
-        """The models that each node was asked about since it came up, or the catalogue changed."""
+        """The models that each node was asked to inspect since it came up or the catalogue changed."""
         self._listed: dict[str, set[str]] = {}
-        """Those of them that it lists. A node that was restarted lists none."""
+        """The inspected models that it lists. A restarted node lists none."""
         self._busy: set[str] = set()
-        """The nodes that have not responded about all of them."""
+        """The nodes with responses due."""
 
     def ask(self, name: str) -> None:
-        """Ask a node that is up about the models that it was not asked about, or does not list any more."""
+        """Ask a node that is up to inspect the models that it was not asked to, or no longer lists."""
         node = self._fleet_state.reported(name)
         if not self._fleet_state.settings.catalogue.named_by_path or name in self._busy or not node.takes_orders:
             return
@@ -49,12 +49,12 @@ class SourceInspections:
             self._effects.inspect(name, requests)
 
     def responded(self, target: ModelOnNode, source: str, result: ModelStatus | CortexError) -> None:
-        """The node responded about one model, which was at `source` when it was asked."""
+        """The node responded for one model, which was at `source` at the request."""
         spec = self._fleet_state.settings.catalogue.spec(target.model)
-        if not is_path(spec.source or ""):  # not any more
+        if not is_path(spec.source or ""):  # no longer
             self._effects.forget(target.node, target.model)
         elif spec.source != source:
-            pass  # the node is asked again about the other one
+            pass  # the node will get a request for the new one
         elif isinstance(result, ModelStatus):
             self._listed.setdefault(target.node, set()).add(target.model)
             self._fleet_state.rejected_sources.pop(target, None)

@@ -1,6 +1,7 @@
 """The history in the gateway's database, so that a restart does not end it. Each gateway has its own.
 
-Only what has changed is written, about once a minute. While the database is unavailable, the history goes on in memory.
+Only what has changed is written, about once a minute. While the database is unavailable, the history continues in
+memory.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class HistoryStore:
             if change.at >= since
         ]
         if self._database.exists:
-            with contextlib.suppress(StoreError):  # the next time writes it, too
+            with contextlib.suppress(StoreError):  # the next write includes it
                 await self._database.do(lambda execute: self._write(execute, entries, now))
                 self._saved_at = now
 

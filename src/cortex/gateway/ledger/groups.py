@@ -181,7 +181,7 @@ def _budgets_of_group(group: GroupSection) -> Iterable[Budget]:
         window_s=group.window_s,
         balance_tokens=group.balance_tokens,
     )
-    yield Budget(section, label, is_cost=False)  # also without limits: what the group spends is shown
+    yield Budget(section, label, is_cost=False)  # also without limits, because the usage of the group is shown
     yield from _cost_of(group, label)
 
 

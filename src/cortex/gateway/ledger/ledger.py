@@ -204,7 +204,7 @@ class Ledger:
         return await self._store.database.report(lambda execute: read_counters(execute, windows))
 
     def known_counters(self) -> dict[str, Counters]:
-        """`counters` as far as this gateway knows, without the database."""
+        """`counters` from what this gateway knows, without the database."""
         now = self.clock()
         return {id: Counters(each.window_spent(now), each.total_spent()) for id, each in self._accounts.items()}
 
@@ -212,7 +212,7 @@ class Ledger:
         """The account of a key, or of a user who signed in without one, whose own tokens are not limited."""
         if (account := self._accounts.get(key.id)) is None:
             account = self._accounts[key.id] = Account(key, Spent(), self.monotonic())
-        elif account.key != key and is_user(key):  # `use` knows keys only: what users may do comes with their requests
+        elif account.key != key and is_user(key):  # `use` knows only keys; the rights of users come with their requests
             account.change(key, self.monotonic())
         return account
 
@@ -276,7 +276,7 @@ class Ledger:
         windows = _windows(limited, now)
         try:
             spent = await self._in_thread(lambda: self._store.exchange(batch, windows, before=before, after=after))
-        except Exception:  # whatever failed, nothing was committed and no usage may be lost
+        except Exception:  # nothing was committed, and no usage may be lost
             for slot, counts in batch.items():
                 self._batch[slot] = self._batch[slot] + counts if slot in self._batch else counts
             raise

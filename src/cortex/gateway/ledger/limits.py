@@ -105,8 +105,8 @@ class Estimate(NamedTuple):
         return most
 
     def reserved(self, left: int) -> int:
-        """The tokens to reserve of those left to its key: all that it can use, but at most half of what is left, so
-        that other requests of the key can run meanwhile, or its likely usage if that is more."""
+        """The tokens to reserve of the `left` ones of its key: all that it can use, but at most half of them, so that
+        other requests of the key can run meanwhile, or its likely usage if that is more."""
         most, half = self.most_tokens, left // 2
         if most <= half:
             return most

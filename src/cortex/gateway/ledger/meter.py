@@ -108,7 +108,7 @@ class Meter(Protocol):
         prompt_tokens: int | None = None,
     ) -> Reservation:
         """Reserve what a request of `key`, from `key()`, may use. Raises RateLimitExceeded or InsufficientQuota, and
-        InvalidAPIKey where a key is needed and there is none.
+        InvalidAPIKey if a required key is missing.
 
         `prompt_bytes` is 0 for a request that uses no tokens. `prompt_tokens`: where they are known before it runs.
         `context` and `prices` are called only where a key has a budget.
@@ -537,7 +537,7 @@ class Metering:
         )
 
     def budget_levels(self) -> Iterator[BudgetLevel]:
-        """Every limit of every key and group, and what is left of it as far as this gateway knows."""
+        """Every limit of every key and group, and what this gateway knows to be left of it."""
         if self._ledger is None:
             return
         counters, none = self._ledger.known_counters(), Counters()

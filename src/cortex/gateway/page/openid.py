@@ -175,7 +175,8 @@ class OpenIDClient:
         if not hmac.compare_digest(fields.get("state", "").encode(), flow.state.encode()):
             raise InvalidAPIKey("This sign-in was not begun in this browser; sign in again.")
         if "code" not in fields:
-            # The message is logged and recorded, so it has nothing that anybody could have written into the address.
+            # The message is logged and recorded, so it contains no text from the address, which anybody could have
+            # written.
             reason = fields["error"] if fields.get("error") in _REJECTIONS else "no code"
             description = fields.get("error_description")
             details = {"error_description": description[:200]} if description else {}

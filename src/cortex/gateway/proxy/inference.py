@@ -315,7 +315,7 @@ class Inference:
         )
 
     def _reject(self, exchange: Exchange, route: InferenceRoute, id: bytes, span: Span, error: CortexError) -> None:
-        # Without a model: a name that a client made up must not become a label.
+        # Without the model: a name that a client invented must not become a label.
         self.services.metrics.errors.labels("", "", error.code).inc()
         response = error_response(error, route.family)
         span.end({"cortex.request_id": id.decode(), STATUS_CODE: response.status}, error=error.code)

@@ -165,7 +165,7 @@ class OutgoingBody:
     async def prepare(self, parser: BodyParser) -> None:
         """Make a body that would block the loop in another process. Raises CortexError for an invalid one."""
         key, exchange = self._admitted.key, self._request.exchange
-        client = key.id if key is not None else exchange.request.client  # who shares the parser with others
+        client = key.id if key is not None else exchange.request.client  # that shares the parser with others
         body, model = self._received, self._admitted.model
         if self._route.target:
             self._edited = await parser.translate_embed(body, model, client)
@@ -226,7 +226,7 @@ class OutgoingBody:
         if not (self._is_foreign and self._has_budget):
             return None
         summary = self._request.envelope.summary
-        # What is sent may be longer than what was received, but for the encoding of pictures.
+        # The outgoing body may be longer than the received one, except for the encoding of pictures.
         most = max(num_bytes, len(self._received)) - summary.picture_bytes + summary.picture_tokens
         if most not in self._limits:
             self._limits[most] = choice_limit(self._admitted.reservation, summary, most)
@@ -281,7 +281,7 @@ def choice_limit(reservation: Reservation, summary: RequestSummary, most_prompt_
         raise InsufficientQuota(f"{error.message} {counted}", retry_after_s=error.retry_after_s) from error
     if limit is None:
         return None
-    if not reservation.may_end_response:  # the budget has all that the client's limit or the context allows
+    if not reservation.may_end_response:  # the budget covers all that the client's limit or the context allows
         return summary.completion_limit
     left = (limit - prompt_tokens) // summary.num_choices
     return min(left, MOST_UNASKED_TOKENS if summary.completion_limit is None else summary.completion_limit)

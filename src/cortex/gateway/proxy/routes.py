@@ -43,7 +43,7 @@ class InferenceRoute:
     """What it needs from a node."""
     target: bytes = b""
     """The path at a node, if different."""
-    # What every request reads is computed once.
+    # Values that every request reads are computed once.
     generates: bool = field(init=False)
     """Whether it generates text. Only such responses may be streamed."""
     runs_model: bool = field(init=False)

@@ -174,7 +174,7 @@ class BackgroundRuns:
         task = loop.create_task(self._write_end(run))
         self._writing.add(task)
         task.add_done_callback(self._writing.discard)
-        # Where this gateway alone continues the response, the next request is behind its end in the store anyway.
+        # If only this gateway continues the response, the next request follows its end in the store anyway.
         is_awaited = self._store.database.is_shared or run.kept.conversation_id is not None
         loop.call_later(self._inference.services.limits.max_held_s if is_awaited else 0, run.settle)
 

@@ -222,7 +222,7 @@ def purge(execute: Execute, now_s: float, max_bytes: int) -> int:
 def as_conversation_item(item: Raw) -> tuple[str, str]:
     """The id of an item, and the item as it is listed: with a status, and a message with a list as its content."""
     fields = _fields.decode(item)
-    item_id = _text.decode(fields["id"]).replace("\0", "\ufffd")  # which PostgreSQL holds in no text
+    item_id = _text.decode(fields["id"]).replace("\0", "\ufffd")  # which PostgreSQL cannot store in text
     kind = bytes(fields.setdefault("type", Raw(b'"message"')))
     if kind in _WITH_STATUS:
         fields.setdefault("status", Raw(b'"completed"'))

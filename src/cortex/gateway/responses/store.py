@@ -174,7 +174,7 @@ class ResponseStore:
     def _written(self, writing: asyncio.Future[tuple[int, list[Callable[[], None]]]]) -> None:
         try:
             num_stored, thens = writing.result()
-        except StoreError:  # it failed before its turn: what waited is not stored
+        except StoreError:  # it failed before its turn: the waiting writes are not stored
             num_stored, thens = 0, [then for _, then in self._take_unwritten()]
         for result in ("stored",) * num_stored + ("failed",) * (len(thens) - num_stored):
             self._count(result)

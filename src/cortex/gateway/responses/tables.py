@@ -170,7 +170,7 @@ def read(execute: Execute, key_id: str, id: str, now_s: float) -> StoredResponse
 
 
 def read_chain(execute: Execute, key_id: str, id: str, now_s: float) -> list[StoredResponse]:
-    """The response with this id and those that it continues, oldest first, as far as they exist."""
+    """The response with this id and the stored ones that it continues, oldest first."""
     return [_stored(row) for row in execute(_READ_CHAIN, _chain_values(key_id, id, now_s))]
 
 

@@ -88,8 +88,8 @@ class ServerContext(Protocol):
 class ClientConnection(asyncio.Protocol):
     """Serves requests one after the other, and rejects what the parser does not accept.
 
-    It goes on reading while an exchange runs, to notice a disconnect. What the client sends ahead is kept, up to a
-    bound. No request is parsed or served while the client leaves earlier responses unread.
+    It keeps reading while an exchange runs, to notice a disconnect. What the client sends ahead is kept, up to a bound.
+    No request is parsed or served while the client leaves earlier responses unread.
     """
 
     __slots__ = (
@@ -147,7 +147,7 @@ class ClientConnection(asyncio.Protocol):
         else:
             self._closing = True
             self._write_rejection(rejection)
-            self.transport.close()  # at once: the limit exists so that such a client holds nothing
+            self.transport.close()  # at once, because the limit exists to free what such a client holds
 
     def data_received(self, data: bytes) -> None:
         if self._exchange is not None or self._backlog or self._parser.ready or self._writing_paused:
@@ -263,7 +263,7 @@ class ClientConnection(asyncio.Protocol):
             self._close()
             return
         if self._writing_paused:
-            return  # `resume_writing` goes on, or the deadline that `pause_writing` set ends the connection
+            return  # `resume_writing` continues, or the deadline that `pause_writing` set ends the connection
         self._deadline = self._loop.time() + self._limits.idle_s
         parser = self._parser
         if parser.ready or self._backlog or parser.rejection is not None or parser.owes_continue:
@@ -368,7 +368,7 @@ def _is_disconnected(transport: asyncio.Transport) -> bool:
 def encode_rejection(
     server: ServerContext, error: CortexError, path: bytes = b"", headers: Headers = (), *, is_head: bool = False
 ) -> bytes:
-    """A whole response that ends its connection, to a request of which at most the head was read."""
+    """A whole response that ends its connection. At most the head of the request was read."""
     status, own, body = server.reject(error, path)
     if server.response_headers is not None:
         own = [*own, *server.response_headers(headers)]

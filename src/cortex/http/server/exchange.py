@@ -241,8 +241,8 @@ class Exchange:
             self.connection.transport.abort()
 
     def upgrade(self, headers: Headers, switched: SwitchedConnection) -> None:
-        """Switch the connection to the protocol that the client has asked for with an `Upgrade` header. `headers`: of
-        the response that says so.
+        """Switch the connection to the protocol that the client requested with an `Upgrade` header. `headers`: of the
+        101 response.
 
         The exchange ends with that. Raises MalformedHTTP when the client did not wait for the response.
         """

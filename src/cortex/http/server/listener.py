@@ -51,7 +51,7 @@ _SYN, _SYN_AND_ACK = 0x02, 0x12
 _INSTRUCTIONS = (
     (0x30, 0, 0, _FLAGS_AT),  # load a byte
     (0x54, 0, 0, _SYN_AND_ACK),  # keep these bits
-    (0x15, 0, 1, _SYN),  # go on if that is what is left, else skip one
+    (0x15, 0, 1, _SYN),  # continue if that remains, else skip one
     (0x06, 0, 0, 0),  # drop the packet
     (0x06, 0, 0, 0xFFFFFFFF),  # pass all of it
 )
@@ -214,7 +214,7 @@ class _AcceptedConnection(ClientConnection):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._server.leave(self._arriving)
         super().connection_made(transport)
-        if self._arriving.is_aborted:  # uvloop reports the beginning of what was cancelled meanwhile, and not its end
+        if self._arriving.is_aborted:  # uvloop reports the start of a connection cancelled meanwhile, not its end
             self._server.leave(self)
             self._server.ticker.discard(self)
             self.transport.abort()

@@ -238,7 +238,7 @@ class RequestParser:
         while position < num_bytes and not self.ready and self.rejection is None:
             end = position + max(_SLICE_BYTES, self._num_due_bytes())
             if not self.in_message and (head_end := data.find(_HEAD_END, position, end)) >= 0:
-                end = head_end + len(_HEAD_END)  # so that the body that follows is one piece
+                end = head_end + len(_HEAD_END)  # so the following body is one piece
             self._feed(view[position:end])
             position = end
         return data[position:] if self.rejection is None else b""

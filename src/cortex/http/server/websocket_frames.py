@@ -76,9 +76,9 @@ class FrameReader:
         self._mask = b""
         self._num_due_bytes = 0
         self._payload = bytearray()
-        """Of the frame that arrives, if it is a control frame."""
+        """Payload of the arriving frame, if it is a control frame."""
         self._message: bytearray | None = None
-        """Of the message that arrives, of which there may be several frames."""
+        """Payload of the arriving message, which may have several frames."""
 
     @property
     def num_held_bytes(self) -> int:

@@ -29,7 +29,7 @@ class ActiveRequest:
     constraint: Constraint | None = None
     """The grammar that its output must conform to; None without a constraint."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Log-probabilities of the prompt from its second token on, as far as steps were read; only if requested."""
+    """Log-probabilities of the prompt from its second token on, for the steps read so far; only if requested."""
     has_reported: bool = False
     """Whether its first output was produced."""
     is_finished: bool = False

@@ -47,7 +47,7 @@ def cased_words(
 
 
 def any_of(ranges: str) -> str:
-    """A class with the characters of `ranges`, of each of which it has the first and the last one in base 16."""
+    """A class with the characters of `ranges`, each given as its first and last one in base 16."""
     ends = (part.split("-") for part in ranges.split())
     return "[" + "".join("-".join(rf"\x{{{end}}}" for end in pair) for pair in ends) + "]"
 

@@ -68,9 +68,8 @@ class Neighbours:
         return None
 
     def fetch(self, partial: Path, file: RemoteFile, *, is_last_resort: bool) -> None:
-        """Completes `partial`. Raises NeighbourFailed, which leaves in it what came, HubUnreachable where asking again
-        is of no use, or OSError of the disk.
-        `is_last_resort`: there is no hub, so that nodes that have failed are asked again."""
+        """Completes `partial`. Raises NeighbourFailed, which leaves in it what arrived, HubUnreachable if a retry
+        cannot help, or OSError of the disk. `is_last_resort`: there is no hub, so nodes that failed are tried again."""
         if is_last_resort and self._untrusted.issuperset(each.name for each in self._all):
             raise HubUnreachable(
                 f"no other node has an intact copy of {file.path}; pull it there again, or from the hub"

@@ -71,7 +71,7 @@ class Admission:
     """Belongs to one loop. Times are passed in."""
 
     def __init__(self, slots: int, max_queue: int, *, preempted_slots: int = 0) -> None:
-        """`preempted_slots`: additional requests that may start, each of which preempts one of a lower class."""
+        """`preempted_slots`: additional requests that may start, each preempting one of a lower class."""
         self.slots = slots
         """Requests that may run at once."""
         self.preempted_slots = preempted_slots
@@ -167,7 +167,7 @@ class Admission:
         recent = [at_s for at_s in self._finished_s if now_s - at_s <= _RATE_WINDOW_S]
         since_s = now_s
         if len(recent) < 2:
-            # Responses are long or the model was idle: the latest requests say more than the latest seconds.
+            # Responses are long or the model was idle: the latest requests tell more than the latest seconds.
             recent = list(self._finished_s)[-_MIN_RATE_SAMPLES:]
             since_s = recent[-1] if recent else now_s
         if len(recent) < 2:

@@ -260,7 +260,7 @@ class ModelController:
                 raise WorkerLost(instance.lost_reason)
             self.instance = instance
         except CortexError as failed:
-            # It is kept with the state of the model. The frames that led to it hold the files that were read.
+            # The error stays with the state of the model, and its frames would keep the read files in memory.
             failed.__cause__ = failed.__context__ = None
             error = failed.with_traceback(None)
             has_room_elsewhere = isinstance(failed, MemoryElsewhere)

@@ -67,7 +67,7 @@ class _Subscriber:
 
     def put(self, event: NodeEvent) -> None:
         subject = event.model.id if event.model is not None else ""
-        self.unread.pop((event.kind, subject), None)  # so that the latest state goes to the end
+        self.unread.pop((event.kind, subject), None)  # so the latest state goes to the end
         self.unread[event.kind, subject] = event
         self.changed.set()
 

@@ -333,7 +333,7 @@ class Library:
         request = self._with_own_source(request)
         before = self.find(request.model_id)
         source = request.source or before.source
-        quant = None if is_path(source) else before.quant  # what was pulled from the hub is still what is here
+        quant = None if is_path(source) else before.quant  # files from the hub keep their quantisation
         kept = _requested(KnownModel(id=before.id, source=source, quant=quant), request)
         own = {"devices": (), "memory_bytes": None, "min_context_tokens": None, "member": None}
         kept = self._models[before.id] = replace(kept, **own)
@@ -364,7 +364,7 @@ class Library:
     def _check_source(self, source: str) -> None:
         """Raises SourceNotAllowed for a path that load requests may not name."""
         if not is_path(source) and not _exists(source):
-            return  # not a path: the hub, or the caller, rejects what it does not know
+            return  # not a path: the hub or the caller rejects unknown names
         try:
             path = _resolved(Path(source))
         except (OSError, RuntimeError, ValueError):  # no valid name, an unknown user, a loop of links

@@ -38,7 +38,7 @@ class DownloadStarted:
 
 @dataclass(frozen=True, slots=True)
 class FilesReady:
-    """All files are on disk; the load goes on to the device."""
+    """All files are on disk; the load continues on the device."""
 
     attempt: int
 

@@ -52,7 +52,7 @@ class PrivateEntry:
 
     @property
     def is_usable(self) -> bool:
-        """Whether it can be used, as far as that is known without a device."""
+        """Whether it can be used, judged without a device."""
         if not self.applies():
             return False
         if not self._is_probed:

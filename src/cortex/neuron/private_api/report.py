@@ -12,7 +12,7 @@ ENTRIES: tuple[PrivateEntry, ...] = (*private_torch.ENTRIES, *openmp.ENTRIES, *t
 
 
 def probe_cheap(kind: DeviceKind) -> None:
-    """Probes what a process with such a device may use, as far as that takes no time."""
+    """Runs the quick probes of what a process with such a device may use."""
     for entry in ENTRIES:
         if kind in entry.kinds and not entry.is_lazy:
             _ = entry.is_usable

@@ -44,7 +44,7 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
 
 
 def read_limited(path: Path, max_bytes: int) -> bytes:
-    """The content of a file; raises OSError, or TextFileMalformed for one that is too large to be what it should."""
+    """The content of a file; raises OSError, or TextFileMalformed for one that is too large for its purpose."""
     with path.open("rb") as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
@@ -66,7 +66,7 @@ def _gguf_picture_spec(model: Path) -> PictureSpec | None:
 
 
 def token_search(directory: Path) -> Callable[[str], bool]:
-    """Whether a text is a token of its own, without a tokenizer: it stands in quotes in the file that has them."""
+    """Whether a text is one token, without a tokenizer: its file then contains the text in quotes."""
     found = [directory / name for name in ("tokenizer.json", TEKKEN) if (directory / name).exists()]
     if not found:
         return lambda _: False
@@ -79,7 +79,7 @@ def token_search(directory: Path) -> Callable[[str], bool]:
 
 
 def picture_spec(directory: Path) -> PictureSpec | None:
-    """How the model in `directory` takes pictures, None if it does not; raises TextFileMalformed."""
+    """How the model in `directory` takes pictures; None if it takes none. Raises TextFileMalformed."""
     if (gguf := gguf_file(directory)) is not None:
         return _gguf_picture_spec(gguf)
     processors = {name: read_json(directory / name) for name in PROCESSOR_FILES}

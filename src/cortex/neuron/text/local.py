@@ -53,7 +53,7 @@ def read_text(path: Path, chat_template: str | None = None) -> tuple[TextFiles, 
 
 
 def _with_template(files: TextFiles, encoder: LocalEncoder, chat_template: str) -> TextFiles:
-    """Such a template may be written for several models, so it gets the token that begins a prompt of this one."""
+    """A given template may be written for several models, so it gets the token that begins a prompt of this one."""
     named = files.vocabulary.named_tokens
     begin = named.get("bos_token", "")
     begins = bool(begin) and encoder.encode_document("")[:1] == encoder.encode(begin)

@@ -316,7 +316,7 @@ def inspect_text(path: Path, chat_template: str | None = None) -> TextInspection
 
 
 def _has_calls(request: GenerateRequest) -> bool:
-    """Whether calls of tools are looked for in the response."""
+    """Whether the parser looks for tool calls in the response."""
     return request.prompt is None and bool(request.tools) and request.tool_choice.mode != "none"
 
 

@@ -1,4 +1,4 @@
-"""From a client's request to what the engine needs: tokens and a grammar.
+"""Turns a client's request into tokens and a grammar for the engine.
 
 It takes time and memory that grow with the client's text, so it runs in a process of its own, within limits. The
 request travels there packed, and the daemon keeps only what it needs later: never the conversation.
@@ -59,7 +59,7 @@ def render_within(text: TextModel, request: GenerateRequest, rules: PromptRules)
 
 
 def _shorter(messages: tuple[Message, ...]) -> list[tuple[Message, ...]]:
-    """The conversation without its oldest messages: ever fewer, each one longer than the next."""
+    """The conversation without more and more of its oldest messages, longest first."""
     start = next((at for at, message in enumerate(messages) if message.role not in ("system", "developer")), 0)
     leading, rest = messages[:start], messages[start:]
     turns = [at for at, message in enumerate(rest) if message.role == "user" and at > 0]

@@ -126,7 +126,7 @@ class StoredTensor:
     scales: ScaleTensors | None = None
     """For a matrix whose scales are tensors of their own; None: the format is complete in itself."""
     rows: Order | None = None
-    """For a matrix that can be read only whole, and of which other rows are needed; None: all rows, as in the file."""
+    """For a matrix that can only be read whole: the rows that are needed; None: all rows, as in the file."""
     columns: Order | None = None
     """For a matrix whose columns have another order in the file; None: the same order."""
     adjustment: Adjustment | None = None

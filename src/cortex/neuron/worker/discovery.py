@@ -223,7 +223,7 @@ def _memory(handle: Any) -> tuple[int, int]:
 def _cuda_version() -> str | None:
     try:
         version = int(_library.nvmlSystemGetCudaDriverVersion())  # 12040 is 12.4
-    except NVMLError:  # of a driver that is too old to say
+    except NVMLError:  # of a driver that is too old to report it
         return None
     return f"{version // 1000}.{version % 1000 // 10}"
 

@@ -151,7 +151,7 @@ def _classify_one(error: BaseException) -> FaultKind:
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return FaultKind.OUT_OF_MEMORY
     if isinstance(error, GroupBroken | DeviceFault) or type_names & _DEVICE_TYPES:
-        return FaultKind.DEVICE  # what the other ranks do is not known: all their workers are replaced
+        return FaultKind.DEVICE  # the state of the other ranks is unknown: all their workers are replaced
     if isinstance(code := getattr(error, "error_code", None), int) and "AcceleratorError" in type_names:
         return _classify_cuda_error(code)
     if type(error).__name__ in _UNTYPED:

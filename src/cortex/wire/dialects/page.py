@@ -35,7 +35,7 @@ Generated from the field tables by `make docs`; edit those, not this page. Every
 
 - **honoured**: it does what it says.
 - **tolerated**: it has no effect, and the response is right without it.
-- **rejected**: a 400 that names it, because the response would not be what was asked for. Values that ask for nothing
+- **rejected**: a 400 that names it, because the response would differ from the request. Values that ask for nothing
   (`false`, `0`, an empty list) are accepted.
 - empty: not a field of this dialect. Such a field is ignored, and the header `{headers.IGNORED_FIELDS}` lists it.
 

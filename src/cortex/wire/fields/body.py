@@ -87,8 +87,8 @@ def decode_object(body: bytes) -> dict[str, Any]:
 
 
 def scan(body: bytes, names: tuple[str, ...], large: frozenset[str]) -> RawFields:
-    """The body as an object of which only the fields `names` can be read, and are decoded then. Of these, only `large`
-    ones may have more than `MAX_SCANNED_BYTES`. Raises `MalformedJSON`."""
+    """The body as an object that gives access only to the fields `names`, decoded when read. Only `large` ones may have
+    more than `MAX_SCANNED_BYTES`. Raises `MalformedJSON`."""
     try:
         return RawFields(_scanner(names).decode(body), large)
     except msgspec.ValidationError:
@@ -292,7 +292,7 @@ class RawFields(Fields):
         self._large = large
 
     def bytes_of(self, *names: str) -> tuple[Raw, ...]:
-        """Values as the client wrote them; empty where there is none."""
+        """Values as the client wrote them; empty if absent."""
         members = self._members
         return tuple([getattr(members, name, ABSENT) for name in names])
 

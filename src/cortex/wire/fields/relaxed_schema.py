@@ -100,7 +100,7 @@ def _is_expressible(key: str, value: Any, kind: Any) -> bool:
         case "pattern" if isinstance(value, str):
             return _is_regular(value)
         case "format" if isinstance(value, str):
-            return value in _FORMATS or kind in ("integer", "number")  # such as int32, which says little
+            return value in _FORMATS or kind in ("integer", "number")  # such as int32, which helps little
         case "not":
             return bool(value == {})  # nothing conforms: it is rejected when the grammar is built
     return key not in _KEYWORDS

@@ -20,7 +20,7 @@ _TIERS: dict[str, RequestClass | None] = {
     "default": "default",
     "flex": "flex",
     "priority": "priority",
-    "fast": "priority",  # as OpenAI's API has it, whose responses say `priority`
+    "fast": "priority",  # as in OpenAI's API, whose responses have `priority`
     "scale": "default",
     "standard_only": "default",
 }

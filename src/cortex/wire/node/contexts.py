@@ -64,7 +64,7 @@ class ContextSizes(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return min(self.full_tokens, self.empty_tokens, tokens)
 
     def _segment(self, is_past: Callable[[ContextSize], bool]) -> tuple[ContextSize, ContextSize]:
-        """The first two neighbours of which the second is past the point in question, else the last two."""
+        """The first two neighbours whose second is past the point, else the last two."""
         pairs = list(pairwise(self.sizes)) or [(self.sizes[0], self.sizes[0])]
         return next((pair for pair in pairs if is_past(pair[1])), pairs[-1])
 
@@ -95,7 +95,7 @@ class ContextSizes(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         )
 
     def wanting(self, tokens: int) -> ContextSizes:
-        """With evictions for a context of at least `tokens`, as far as empty devices hold it."""
+        """With evictions for a context of at least `tokens`, at most what empty devices hold."""
         wanted_tokens = max(self.wanted_tokens, min(tokens, self.full_tokens, self.empty_tokens))
         return msgspec.structs.replace(self, wanted_tokens=wanted_tokens)
 

@@ -50,7 +50,7 @@ def from_stream(tail: bytes) -> str | None:
 
     Generated text cannot pass for one: it is JSON inside an event, and JSON has no line breaks inside a string.
     """
-    tail = b"\n" + tail  # what begins the stream begins a line, too
+    tail = b"\n" + tail  # the beginning of the stream begins a line, too
     if (at := tail.rfind(_COMMENT)) >= 0:
         return _known(_line(tail, at + len(_COMMENT)).decode("latin-1"))
     at = tail.rfind(_DATA)

@@ -46,7 +46,7 @@ _DEFAULT: Final = "default"
 
 
 def _unless_given(value: str) -> Meta:
-    """The default of an option of which None means that it is not given."""
+    """The default of an option whose value None means "not given"."""
     return Meta(extra={_DEFAULT: value})
 
 
@@ -187,7 +187,7 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 @cache
 def _defaults() -> dict[str, Any]:
-    """The defaults of the options of which None means that they are not given."""
+    """The defaults of the options whose value None means "not given"."""
     kinds = ((field.name, field.type) for field in inspect.type_info(LoadOptions).fields)  # type: ignore[attr-defined]
     extras = ((name, kind.extra or {}) for name, kind in kinds if isinstance(kind, inspect.Metadata))
     return {name: extra[_DEFAULT] for name, extra in extras if _DEFAULT in extra}

@@ -14,7 +14,7 @@ from cortex.wire.node.protocol import NodeValue
 
 ModelName = Annotated[str, Meta(max_length=MAX_MODEL_NAME)]
 Neighbours = Annotated[tuple[Neighbour, ...], Meta(max_length=MAX_NEIGHBOURS)]
-"""Nodes that have files of the model, which are asked before the hub."""
+"""Nodes that have files of the model; they are tried before the hub."""
 TenantName = Annotated[str, Meta(pattern="^[0-9a-f]{8,32}$")]
 """The first digits of a tenant's digest."""
 
@@ -25,7 +25,7 @@ class LoadRequest(PlacedOptions, frozen=True, kw_only=True):
 
     model_id: ModelName
     min_context_tokens: Count | None = None
-    """Minimum context, as far as empty devices hold it; with less the load is rejected. Absent: the node decides as a
+    """Minimum context, at most what empty devices hold; with less the load is rejected. Absent: the node decides as a
     gateway would. It unloads idle models for the wanted context and, if that does not help, loads with what fits."""
     max_bytes: Count | None = None
     """Limit for weights and KV cache over all devices. Absent: as configured on the node."""

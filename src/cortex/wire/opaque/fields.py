@@ -147,7 +147,7 @@ def _text(value: bytes) -> str:
 
 
 def _texts(parts: Iterable[FormPart], body: BodyBytes) -> Iterator[tuple[str, str]]:
-    """The fields of a form that are text, as far as an address or a path could be long."""
+    """The text fields of a form, cut at the length that an address or a path can have."""
     for part in parts:
         if part.filename is None and part.content_type is None:
             value = body[part.value_start : min(part.value_end, part.value_start + _MAX_TEXT_BYTES)]

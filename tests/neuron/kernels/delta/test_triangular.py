@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cortex.neuron.kernels.delta.triangular import unit_inverse
+from cortex.neuron.kernels.delta.chunks import unit_inverse
 from cortex.neuron.kernels.jit import jit, tl
 
 LEVELS = 6

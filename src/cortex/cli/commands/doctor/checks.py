@@ -121,7 +121,7 @@ def models(client: GatewayClient) -> Iterator[Finding]:
     """The models whose files no node has, although their `source` is a path."""
     try:
         listed = client.get("/v1/models")["data"]
-    except CommandError:  # the check of the gateway says why
+    except CommandError:  # the check of the gateway reports the reason
         return
     for line in fleet_view.missing_files(listed):
         yield Finding("models", Severity.PROBLEM, line, "correct its `source` in models.toml")

@@ -28,7 +28,7 @@ class _Reader:
     view: FleetView
     has_missed: bool = False
     """Whether it was too slow for a change."""
-    encoded: bytes = b""
+    content: bytes = b""
     """What it was sent last, without ages, if it sees no individual nodes."""
 
 
@@ -51,22 +51,22 @@ class _Snapshot(_Frame):
 
     def __init__(self, nodes: list[dict[str, Any]], waiting: dict[str, int]) -> None:
         super().__init__("fleet", lambda view: {"nodes": view.nodes(nodes), "waiting": view.waiting(waiting)})
-        self._encoded: dict[FleetView, bytes] = {}
+        self._content: dict[FleetView, bytes] = {}
 
-    def encoded(self, view: FleetView) -> bytes:
-        """Equal if only the ages of models differ."""
-        if view not in self._encoded:
+    def content(self, view: FleetView) -> bytes:
+        """The snapshot in a view, without the ages of models: equal if only these differ."""
+        if view not in self._content:
             shown = self._shown_in(view)
             nodes = [node | {"models": [model | _NO_AGES for model in node["models"]]} for node in shown["nodes"]]
-            self._encoded[view] = msgspec.json.encode(shown | {"nodes": nodes})
-        return self._encoded[view]
+            self._content[view] = msgspec.json.encode(shown | {"nodes": nodes})
+        return self._content[view]
 
 
 class FleetFeed:
     """Writes events `fleet`, `node` and `waiting` to its readers. Owned by the loop's thread.
 
-    `fleet` has snapshot and comes first, and again to a reader that was too slow for a change, or that sees no single
-    nodes. `node` replaces one node, `waiting` the depths of the queues.
+    `fleet` is a snapshot: it comes first, and again if a reader was too slow for a change or sees no single nodes.
+    `node` replaces one node, `waiting` the depths of the queues.
     """
 
     def __init__(self, dispatcher: DispatchView) -> None:
@@ -81,7 +81,7 @@ class FleetFeed:
     def follow(self, exchange: Exchange, view: FleetView) -> Callable[[], None]:
         """Write to a started exchange until the returned function is called."""
         if not self._readers:
-            self._changes()  # what a first reader gets now is no change at the next tick
+            self._changes()  # the state that a first reader gets now is no change at the next tick
         reader = self._readers[exchange] = _Reader(view)
         self._write(exchange, reader, self._everything())
 
@@ -109,9 +109,9 @@ class FleetFeed:
     def _write(self, exchange: Exchange, reader: _Reader, snapshot: _Snapshot) -> None:
         reader.has_missed = False
         if reader.view.is_restricted:
-            if (encoded := snapshot.encoded(reader.view)) == reader.encoded:
+            if (content := snapshot.content(reader.view)) == reader.content:
                 return
-            reader.encoded = encoded
+            reader.content = content
         exchange.write(snapshot.encoded(reader.view))
 
     def _changes(self) -> list[_Frame]:
@@ -190,12 +190,12 @@ def _node_status(node: Node, catalogue: Catalogue) -> dict[str, Any]:
 
 
 def _comparable(node: Node) -> object:
-    """What decides whether a node has changed: snapshot but the ages of its models; of cold models only the names."""
+    """What decides whether a node has changed: all but the ages of its models; of cold models only the names."""
     models = [
         msgspec.structs.replace(held, status=msgspec.structs.replace(held.status, state_age_s=0.0, idle_s=0.0))
         for held in node.residencies.values()
         if held.state is not ModelState.COLD
     ]
     sizes = [(id, held.status.disk_bytes, held.is_absent, held.failure) for id, held in node.residencies.items()]
-    encoded = [(held.status, held.in_flight, held.pinned) for held in models]
-    return msgspec.structs.replace(node, residencies={}), encoded, sizes
+    held_models = [(held.status, held.in_flight, held.pinned) for held in models]
+    return msgspec.structs.replace(node, residencies={}), held_models, sizes

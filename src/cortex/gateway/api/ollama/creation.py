@@ -191,7 +191,7 @@ class CreationRoutes:
         await self._change(creation.name, entry)
         before = next((each for each in created.models if each.id == creation.name), None)
         if before is not None and not (isinstance(entry, ModelSpec) and entry.source == before.source):
-            with suppress(CortexError):  # it is in memory still
+            with suppress(CortexError):  # it is still in memory
                 await self._delete_uploads(before, created)
         return entry.model if isinstance(entry, Alias) else entry.source or entry.id
 

@@ -174,7 +174,7 @@ async def _wait_for(exchange: Exchange, job: Job) -> None:
 
 
 async def _follow(exchange: Exchange, job: Job, digest: str) -> None:
-    """Sends the progress of a job, line by line, to its end. The job goes on if the client disconnects."""
+    """Sends the progress of a job, line by line, to its end. The job continues if the client disconnects."""
     ended = asyncio.Event()
     job.on_end(ended.set)
     exchange.start(200, stream_headers(lines.CONTENT_TYPE))

@@ -113,7 +113,7 @@ class Poller:
     async def _read(self) -> tuple[Discovery, Health]:
         last = self._report
         health = merged(last, await self._client.health(None if last is None else last.revision or None))
-        if health is None:  # a revision that was not asked for: the node is at fault, so ask for everything
+        if health is None:  # not the requested revision: the node is at fault, so request everything
             health = await self._client.health()
         self._report = health
         is_another = health.uptime_s < self._uptime_s or (last is not None and health.num_reloads != last.num_reloads)

@@ -32,7 +32,7 @@ class OperatorCommands:
         if decision.action in ("wait", "reject"):
             error = explain.rejection(decision)
             if node is not None and any(each.verdict is Verdict.EXCLUDED for each in decision.assessments):
-                raise InvalidValue(error.message, param="node")  # the catalogue says so: to try again does not help
+                raise InvalidValue(error.message, param="node")  # fixed by the catalogue: a retry does not help
             raise error
         if decision.action in ("load", "wake"):
             self._dispatcher.start_load(decision)

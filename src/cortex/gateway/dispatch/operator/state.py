@@ -1,7 +1,7 @@
 """Operators' decisions that survive restarts, pinned models and drained nodes, kept in the gateway's database.
 
-Gateways that share a database share these decisions. While the database is unavailable, a gateway goes on with what it
-knows and writes its own changes later.
+Gateways that share a database share these decisions. While the database is unavailable, a gateway continues with what
+it knows and writes its own changes later.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ class OperatorState:
         try:
             stored = await self._database.do(lambda execute: _exchange(execute, added, removed))
         except StoreError:
-            return  # the next call tries again
+            return  # the next call retries
         self._stored = stored
-        self._adopt(stored.changed(*self._local().since(local)))  # with what changed here meanwhile
+        self._adopt(stored.changed(*self._local().since(local)))  # with the changes made here meanwhile
 
     def _local(self) -> Decisions:
         return Decisions(self._dispatcher.pins, self._dispatcher.drained)

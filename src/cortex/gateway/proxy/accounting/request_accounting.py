@@ -75,7 +75,7 @@ class RequestAccounting:
     first_data_at: float | None = None
     reported_first_token_s: float | None = None
     """The time from the arrival at the node to the first token, as the node measured it; for a whole response only."""
-    # What follows is known from `close` on.
+    # Known from `close` on.
     ended_at: float = 0.0
     first_token_s: float | None = None
     """Time to the first token; None where it is not known."""
@@ -112,7 +112,7 @@ class RequestAccounting:
         return b"%b-%x" % (_GATEWAY_ID, self.attempt_number)
 
     def failed_with(self, error: CortexError) -> None:
-        """The client gets this error, as far as its key may see it."""
+        """The client gets this error, without what its key may not see."""
         self.error_code, self.error_message = error.code, error.message
 
     def failed_at(self, lease: Lease) -> None:
@@ -194,7 +194,7 @@ class RequestAccounting:
             fields = {"request_id": self.received.id.decode(), "principal": reservation.principal, "model": model}
             budget_log.info("response ended at its budget: %d tokens", reservation.token_limit, extra=fields)
         if lease is None and self.error_code == ModelNotFound.code:
-            reservation.cancel()  # an alias of nothing: its name is no model that has usage
+            reservation.cancel()  # an alias without a model: no usage has its name
         else:
             reservation.settle(usage, model=model, node=node)
         if usage is not None:

@@ -143,7 +143,7 @@ def _add(execute: Execute, record: RequestRecord) -> None:
 
 def _forget(execute: Execute, matches: Matches, request_id: str | None, limits: LogLimits) -> int:
     found = _read(execute, 0, _NEVER_S, _MANY, matches, {"request_id": request_id}, replace(limits, searched=_MANY))
-    # Clients choose ids, so that requests of others may have the same.
+    # Clients choose ids, so requests of other clients may have the same.
     rows = {(record.id.decode(), record.key_id or "", _ended_ms(record)) for record in found}
     return sum(len(execute(_FORGET, row)) for row in rows)
 
@@ -165,8 +165,8 @@ def _read(
     values = {column: value for column, value in wanted.items() if value is not None}
     statement = _READ.format(where="".join(f" AND {column} = ?" for column in values))
     found: list[RequestRecord] = []
-    # A page begins where the last one ended, at a time, so that the database does not read again what it has returned.
-    # Several requests may end in one millisecond: only those are skipped by their number.
+    # A page begins at the time where the last one ended, so the database does not read returned rows again. Several
+    # requests may end in one millisecond: only those are skipped by their number.
     last_ms, num_at_last, num_read = int(until * 1000) - 1, 0, 0
     while len(found) < limit:
         if num_read >= limits.searched:

@@ -42,9 +42,9 @@ class OpaqueInference:
                 raise ShuttingDown("This gateway is shutting down; try again in a moment.", retry_after_s=5.0)
             key = services.admission.authenticate(request)
             if route.is_upstream and key is not None:
-                check_operator(key)  # a server may show what others have sent, and change itself
+                check_operator(key)  # a server may show data of other clients, and change itself
             if key is None or not _sends_key(request):
-                # Browsers ask nobody before they send a form or follow a link, also with the session of the page.
+                # Browsers send forms and follow links without a preflight request, also with the session of the page.
                 origin, host = request.text(b"origin"), request.text(b"host")
                 self.cross_site.check_origin(origin, host, request.text(b"sec-fetch-site"))
         except CortexError as error:

@@ -35,7 +35,7 @@ class DrawGraphs:
     """Belongs to the engine thread."""
 
     def __init__(self, sampler: Sampler, last_tokens: Tensor) -> None:
-        """`last_tokens`: of the rows, the last of which is the padding row; each draw replaces them."""
+        """`last_tokens`: of the rows, the last being the padding row; each draw replaces them."""
         self._sampler = sampler
         self._last_tokens = last_tokens
         self._captures = {kind: CudaCapture() for kind in KINDS}

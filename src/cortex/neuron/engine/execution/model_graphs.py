@@ -57,7 +57,7 @@ class ModelGraphs:
         checks_drafts: bool = False,
         graph_tokens: int | None = None,
     ) -> None:
-        """`page_tables` and `last_tokens`: of the rows, the last of which is the padding row. `block_tokens`: of a
+        """`page_tables` and `last_tokens`: of the rows, the last being the padding row. `block_tokens`: of a
         batch-invariant step. `checks_drafts`: whether steps check draft tokens. `graph_tokens`: the most tokens of a
         captured prompt step, the same on all ranks; None for the best number on this device."""
         self.steps: StepGraphs | None = None
@@ -124,6 +124,6 @@ class ModelGraphs:
 
     @property
     def lacking_first(self) -> list[SizedGraphs]:
-        """The graphs for a short prompt and its response of which none is captured yet."""
+        """Those graphs for a short prompt and its response that have no captured size yet."""
         first = (self.steps, self.prompts)
         return [each for each in first if each is not None and not each.max_rows and each.smallest_missing is not None]

@@ -49,8 +49,8 @@ def num_tiles(size: int) -> int:
 
 
 def prompt_sizes(max_tokens: int, max_captured: int) -> tuple[int, ...]:
-    """The sizes of the graphs of a model whose steps have up to `max_tokens`, of which `max_captured` can be captured.
-    Pure."""
+    """The sizes of the graphs of a model whose steps have up to `max_tokens`; graphs up to `max_captured` can be
+    captured. Pure."""
     smaller = [size for size in PROMPT_SIZES if size < max_tokens]
     return tuple(size for size in PROMPT_SIZES[: len(smaller) + 1] if size <= max_captured)
 
@@ -83,7 +83,7 @@ def empty_input(size: int, num_groups: int, padding_row: int, num_streams: int =
 def arrange(
     memory: NDArray[np.int64], size: int, inputs: StepInputs, num_streams: int = 0, num_singles: int = 0
 ) -> None:
-    """Writes the rows of a step, of which the first `num_singles` are streams, into what `empty_input` returned."""
+    """Writes the rows of a step, the first `num_singles` of them streams, into what `empty_input` returned."""
     width, num_by_token, all_rows = num_streams + size, 3 + len(inputs.slots), num_streams + _NUM_ROWS
     by_token, by_row = memory[: num_by_token * width].reshape(num_by_token, width), memory[num_by_token * width :]
     count, num_prompts = len(inputs.tokens) - num_singles, len(inputs.rows) - num_singles

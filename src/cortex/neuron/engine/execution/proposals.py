@@ -170,8 +170,8 @@ class Proposals:
 
 
 class _Graphs(SizedGraphs):
-    """Graphs of one pass of a proposer: its inputs are integers, [count, rows], the first of which is the row in the
-    page table, and what is carried, [rows, size]."""
+    """Graphs of one pass of a proposer: its inputs are integers, [count, rows], the first being the row in the page
+    table, and what is carried, [rows, size]."""
 
     def __init__(
         self,

@@ -411,7 +411,7 @@ def purge(root: Path, chosen: ChosenBlocks, unused_for_s: float | None = None) -
             except OSError:
                 continue
             except DamagedFile:
-                pass  # whose it was is not known any more
+                pass  # its owner is no longer known
         remove(each.path)
         number, num_bytes = number + 1, num_bytes + each.num_bytes
     return number, num_bytes

@@ -110,7 +110,7 @@ class BlockCopies:
                 try:
                     self._through_buffer(blocks, index, [rows for _, rows in runs], is_outward=is_outward)
                 except torch.OutOfMemoryError:
-                    self._stream.synchronize()  # what was launched of it still writes
+                    self._stream.synchronize()  # its launched copies still write
                     raise
                 event = torch.cuda.Event()
                 event.record(self._stream)

@@ -252,7 +252,7 @@ class HostTier:
         nearer = max(cached, count)
         if further <= nearer:
             return 0, 0
-        # Copies from host memory are short, and little of what windows and states need is at the front.
+        # Copies from host memory are short, and windows and states need few blocks at the front.
         divides = count <= cached and self._checkpoints is None and not self._pages.has_windows
         front = self._front(disk, digests[:further], nearer, divides=divides)
         if front is None:
@@ -540,7 +540,7 @@ class HostTier:
         """The contents of these blocks cannot be trusted."""
         digests = list(digests)
         if self._others is not None:
-            self._others.forget(digests)  # they may have what was dropped here
+            self._others.forget(digests)  # they may have the blocks that were dropped here
         if self._disk is not None:
             for kind in self._kinds:
                 self._disk.distrust(kind, digests)

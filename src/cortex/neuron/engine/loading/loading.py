@@ -159,7 +159,7 @@ def load_model(
         checkpoint, whole = open_model(Path(spec.path))
         if spec.speculation == "mtp":
             whole = whole.with_head(checkpoint.tensors)
-        if group is not None and spec.stage is None:  # a stage reads whole tensors, those of its layers
+        if group is not None and spec.stage is None:  # a stage reads the whole tensors of its layers
             checkpoint = ShardedCheckpoint(checkpoint, whole.tensor_slices(group.shard))
     except (Unsupported, UnsupportedModel) as error:
         raise UnsupportedError(str(error)) from error

@@ -261,7 +261,7 @@ def plan_with_graphs(
     """The plan of a model that captures steps of prompts up to `graph_tokens`, or none where they take too much of its
     context: graphs make it faster, and it needs none. `limit_bytes`: the most that its parts may take, without the
     graphs. `wanted_tokens`: graphs make the context no shorter than this and, if it is shorter anyway, hardly so."""
-    # All compute in the memory of the largest, of which about half is in use at once.
+    # All compute in the memory of the largest one, and about half of it is in use at once.
     graph_bytes = 2 * graph_tokens * sizes.token_room if device_kind == "cuda" else 0
     plain, captured = (
         plan_memory(
@@ -285,7 +285,7 @@ def plan_memory(sizes: ModelSizes, have_bytes: int, *, max_rows: int, device_kin
     plan = _plan(sizes, have_bytes - sizes.table_bytes, max_rows, device_kind)
     if plan.fits and plan.context_tokens == sizes.context_tokens:
         return plan
-    # The context is shorter than asked for, and so are its tables: no longer than without any.
+    # The context is shorter than requested, and so are its tables: no longer than without any.
     most_tokens = max(0, _plan(sizes, have_bytes, max_rows, device_kind).context_tokens)
     return _plan(sizes, have_bytes - sizes.tables_of(most_tokens), max_rows, device_kind)
 

@@ -188,8 +188,8 @@ def _inner(sources: Sequence[int | None]) -> frozenset[int]:
 def _fill(
     costs: Sequence[int], first_bytes: int, capacities: Sequence[int], inner: Collection[int] = ()
 ) -> tuple[range, ...] | None:
-    """Any division in which every device has room for its layers, of which it has at least one; None if there is
-    none. No stage begins with one of the layers `inner`."""
+    """Any division in which every device has room for its layers, at least one; None if none exists. No stage begins
+    with one of the layers `inner`."""
     totals = [0, *accumulate(costs)]
     starts: list[int] = [0]
     """Where the next stage can begin, in order."""

@@ -309,7 +309,7 @@ def _wait_for(store: Any, keys: list[str], poll: Callable[[], None]) -> None:
 
 
 def _connect(spec: RankSpec, store: Any, poll: Callable[[], None], name: str = "group") -> Any:
-    """`name`: of this connection, of which the ranks may have several in turn."""
+    """`name`: of this connection, because the ranks may have several in turn."""
     if spec.backend == "nccl":
         private = _library.PrefixStore(name, store)
         options = _library.ProcessGroupNCCL.Options()

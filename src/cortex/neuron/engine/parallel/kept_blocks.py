@@ -40,8 +40,8 @@ class LeadingBlocks:
         self._is_settled = True
 
     def keep(self, blocks: NamedBlocks, *, may_wait: bool) -> None:
-        """Each rank copies its part of these blocks to host memory, as far as it has room. `may_wait`: the model has
-        no work, so it may take time to get more room."""
+        """Each rank copies its part of these blocks to host memory while it has room. `may_wait`: the model has no
+        work, so it may take time to get more room."""
         self._ensure_named()
         self._is_settled = False
         self._announce("save" if may_wait else "keep", (blocks,))

@@ -42,9 +42,9 @@ class Sockets:
         name: str = "rank",
     ) -> Sockets:
         """`directory`: private to the ranks of this load. `wait_for_all`: returns when every rank has called it. `poll`
-        is called while it waits; what it raises ends the wait. `deadline_s`: of the monotonic clock. `name`: of
-        this connection, of which the ranks may have several in turn. Raises OSError, or
-        what `wait_for_all` does; nothing is connected then."""
+        is called while it waits; what it raises ends the wait. `deadline_s`: of the monotonic clock. `name`: of this
+        connection, because the ranks may have several in turn. Raises OSError, or what `wait_for_all` does; then
+        nothing is connected."""
         connections: dict[int, socket.socket] = {}
         try:
             with listening(directory, f"{name}-{shard.rank}", shard.size) as listener:

@@ -116,7 +116,7 @@ class FollowingRunner(Runner):
         self._run(plan, draws, None).wait()
 
     def _capture_next(self) -> bool:
-        return False  # together with the leader, when it says so
+        return False  # together with the leader, at its command
 
     def _vectors(self, pictures: PictureInputs) -> Tensor:
         """Receives the picture vectors from the leader."""

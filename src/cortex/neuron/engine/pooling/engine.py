@@ -178,7 +178,7 @@ class _Request:
     texts: PooledTexts
     offsets: NDArray[np.int64]
     vectors: NDArray[np.float32]
-    """[texts, width], as far as they are computed."""
+    """[texts, width]; rows are filled as they are computed."""
     num_left: int
 
     def tokens(self, index: int) -> NDArray[np.uint32]:

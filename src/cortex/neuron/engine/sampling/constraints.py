@@ -27,7 +27,7 @@ class Constraint:
         self.state = state
         self.allowed = allowed
         self.accepted: bool | None = None
-        """Whether the grammar allowed the token that is asked about next, if it has been matched already."""
+        """Whether the grammar allowed the token of the next check, if it was matched already."""
         self.failure: str | None = None
         """Why the grammar cannot be matched any further; ignore tokens drawn afterwards."""
         self.is_contradiction = False
@@ -89,7 +89,7 @@ class Constraint:
 
     @staticmethod
     def accept_all(drawn: Sequence[tuple[Constraint, int]]) -> None:
-        """Matches a token of each of several sequences at once, which `is_complete_after` is asked about next."""
+        """Matches a token of each of several sequences at once, before `is_complete_after` is called for them."""
         matched = [(each, token) for each, token in drawn if each.failure is None and each.allowed is None]
         if len(matched) > 1:  # for one, to wake the library's threads takes longer
             accepted = MatchState.accept_all([(each.state, token) for each, token in matched])

@@ -228,7 +228,7 @@ class Sampler:
         return KINDS[2 if flags & ADJUSTING else 1 if flags & (_CUT | _MIN_P) else 0]
 
     def draw(self, logits: Tensor, draws: Draws, rows: NDArray[np.int64]) -> Drawn:
-        """logits: [any, vocab], of which `draws` names those of each draw. `rows`: those of `draws`, on the host."""
+        """logits: [any, vocab]; `draws` names the row of each draw. `rows`: those of `draws`, on the host."""
         flags = int(np.bitwise_or.reduce(self._flags[rows]))
         if flags == 0 and not draws.is_masked:
             return Drawn(*argmax(logits.index_select(0, draws.index)))

@@ -40,9 +40,9 @@ class OffloadedPages(Protocol):
         last: int,
         usable: Callable[[HasPage, HasState], int],
     ) -> int | None:
-        """Starts to copy the prefix of a request to the device, as far as it can continue after it. `cached`: its pages
-        on the device; `last`: its last position, which is always computed; `usable`: the page counts after which it
-        could continue. Returns None if it does not wait. Otherwise it waits until they have arrived (`is_fetching`),
+        """Starts to copy the prefix of a request to the device, up to a point where it can continue. `cached`: its
+        pages on the device; `last`: its last position, which is always computed; `usable`: the page counts after which
+        it could continue. Returns None if it does not wait. Otherwise it waits until they have arrived (`is_fetching`),
         and meanwhile computes its pages up to the returned number, if that exceeds `cached`."""
         ...
 
@@ -190,7 +190,7 @@ class SequenceAdmission:
     def cached_pages(self, sequence: Sequence, draft: StepDraft) -> int | None:
         """The number of computed pages of its prefix; None if the sequence must wait for the next step."""
         if sequence.planned:
-            return None  # preempted while a step was in flight: what it drew is not known yet
+            return None  # preempted while a step was in flight: its drawn tokens are not known yet
         digests = sequence.digests_of_full_pages(self._pages.page_tokens)  # also names saved states
         sequence.name_tail(self._pages.page_tokens)
         if sequence.scores_prompt:

@@ -93,7 +93,7 @@ def fair_shares(budget: int, needed: Mapping[Sharer, int]) -> dict[Sharer, int]:
     for position, (sharer, tokens) in enumerate(sorted(served.items(), key=lambda entry: entry[1])):
         shares[sharer] = min(tokens, budget // (len(served) - position))
         budget -= shares[sharer]
-    for sharer, tokens in needed.items():  # what division left over, and what the first ones did not need
+    for sharer, tokens in needed.items():  # the remainder of the division, and the unused parts of the first ones
         added = min(budget, tokens - shares.get(sharer, 0))
         shares[sharer] = shares.get(sharer, 0) + added
         budget -= added

@@ -345,7 +345,7 @@ class Scheduler:
         if not sequences:
             return bool(waiting)
         streams = self._shape(draft)
-        # What is fetched goes to the device between steps: they are as short as if another prompt waited.
+        # Fetched blocks go to the device between steps, so steps are as short as if another prompt waited.
         num_prompts = len(sequences) + sum([each.leaves_row_at > 0 for each in sequences])
         budget = self.limits.prompt_budget(self.costs, streams, num_prompts) if idle_budget is None else idle_budget
         work = _COUNT if budget is None else self.costs.work
@@ -375,7 +375,7 @@ class Scheduler:
         return False
 
     def _prompts(self, sequences: Ordered[Sequence], draft: StepDraft, work: StepWork) -> list[Prompt]:
-        """The remaining needs of these prompts; of waiting ones, as far as known."""
+        """The remaining needs of these prompts; of waiting ones, those that are known."""
         prompts, num_looked_up = [], 0
         for sequence in sequences:
             start, remaining = sequence.scheduled, sequence.remaining
@@ -465,7 +465,7 @@ class Scheduler:
         if not self._make_room(sequence, end, draft):
             if sequence.row == NO_ROW:
                 return 0
-            # The oldest: those that it would preempt have their rows already, so that it takes what is free.
+            # The oldest: those that it would preempt have their rows already, so it takes only free pages.
             end = self.pages.reach(sequence.pages, end, takes_pages=False)
             if end <= start or sequence.pictures.cut(start, end) != end or not self._make_room(sequence, end, draft):
                 return 0

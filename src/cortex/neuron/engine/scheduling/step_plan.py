@@ -52,8 +52,8 @@ class RowOutputs:
     """The outputs of a row. A chunk in the middle of a prompt has none: it only fills pages."""
 
     draws: int = 0
-    """The number of last positions after each of which a token is drawn. If there are several, all but the first
-    contain draft tokens; the tokens drawn up to the first wrong draft are accepted."""
+    """The number of last positions whose next tokens are drawn. If there are several, all but the first contain draft
+    tokens; the tokens drawn up to the first wrong draft are accepted."""
     scores: PromptScoring | None = None
 
 

@@ -107,7 +107,7 @@ class Speculation:
             if drafting is None or drafting.drafter.proposal_kind is None:
                 continue
             if row.drafted and drafting.kind != self._proposals:
-                follows_text = True  # what it is expected to go on doing
+                follows_text = True  # and will probably continue so
             else:
                 odds.append(drafting.drafter.proposal_chances)
         count = self.rule.num_proposals(odds, len(decoding)) if odds and len(decoding) <= MAX_ROWS else 0

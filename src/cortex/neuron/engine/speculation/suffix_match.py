@@ -129,7 +129,7 @@ class SuffixMatch:
             if self.length or not self._left:
                 self._left = self.place
             self.length = 0
-        # A prediction of which one token was replaced continues after it.
+        # A prediction with one replaced token continues after it.
         self.place = self.place + 1 if self.place is not None and (held or self._is_prediction) else None
         if self.length < _ORDERS[0]:
             self._search()

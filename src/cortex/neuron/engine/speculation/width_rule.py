@@ -41,7 +41,7 @@ class MeasuredTimes:
         """Returns by how much steps of this kind became slower, which the first few cannot tell."""
         known = self._times.get(kind, seconds)
         count = self._counts[kind] = self._counts.get(kind, 0) + 1
-        # A pause of the machine says little about the next step.
+        # A pause of the machine does not predict the next step.
         if count <= _TRIES:
             self._times[kind] = min(known, seconds)
             return 0.0

@@ -41,8 +41,8 @@ def advance_rows(
 
 
 def pieces(batch: Batch, *states: Tensor) -> Iterator[PrefillRow]:
-    """The prefill rows as references compute them: each up to its cut, and from there on. Before it goes on, the caller
-    has advanced `states` ([slots, …]) by the piece that it got; then the states at the cut are saved."""
+    """The prefill rows as references compute them: each up to its cut, and from there on. Before it continues, the
+    caller has advanced `states` ([slots, …]) by the piece that it got; then the states at the cut are saved."""
     for row in batch.prefills:
         if row.cut:
             yield PrefillRow(row.row, row.start, row.cut, row.offset)

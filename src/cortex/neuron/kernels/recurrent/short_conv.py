@@ -84,7 +84,7 @@ def short_conv_step(projected: Tensor, weight: Tensor, batch: Batch, recent: Ten
 
 
 def short_conv_few_tokens(projected: Tensor, weight: Tensor, batch: Batch, recent: Tensor, out: Tensor) -> None:
-    """Decode rows several of which may be of one sequence: see `few_tokens`. Each is computed by itself."""
+    """Decode rows; several may be of one sequence: see `few_tokens`. Each is computed by itself."""
     before, after, x = projected.chunk(3, dim=-1)
     x = before * x
     tokens, (taps, channels) = len(x), weight.shape

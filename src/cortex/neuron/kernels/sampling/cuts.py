@@ -332,7 +332,7 @@ def _cut_kernel(
         lowest = -(tl.full((), 1, tl.int64) << (num_bits - 1))
         low = (tl.load(limits + draw * 2).to(tl.int64) << TOKEN_BITS) - lowest
         high = ((tl.load(limits + draw * 2 + 1).to(tl.int64) + 1) << TOKEN_BITS) - 1 - lowest
-        # The list, as far as there is room for it, stays in registers.
+        # The part of the list that fits stays in registers.
         entry = tl.arange(0, MAX_LISTED)
         is_entry = entry < num_listed
         entries = tl.load(listed + draw * MAX_LISTED + entry, mask=is_entry, other=0)

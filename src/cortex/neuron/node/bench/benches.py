@@ -107,7 +107,7 @@ class Benches:
         return self._benches[model_id].status()
 
     async def cancel(self, model_id: str) -> BenchStatus:
-        """Returns when the measurement has ended; the model gets ready again. Raises ModelNotFound: there is none."""
+        """Returns when the measurement has ended; the model gets ready again. Raises ModelNotFound if there is none."""
         self.status(model_id)
         bench = self._benches[model_id]
         if bench.state == "running":
@@ -117,7 +117,7 @@ class Benches:
         return bench.status()
 
     async def give_way(self, model_id: str) -> None:
-        """Ends the measurement of a model that is to be unloaded, if there is one: it would load the model again."""
+        """Ends the measurement, if any, of a model that is to be unloaded, because it would load the model again."""
         bench = self._benches.get(model_id)
         if bench is not None and bench.state == "running":
             bench.error = UnloadedWhileLoading(f"{model_id} was unloaded while it was measured")

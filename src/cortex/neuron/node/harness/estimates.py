@@ -90,7 +90,7 @@ class Estimates(Protocol):
 
     @property
     def loads_in_worker(self) -> bool:
-        """Whether models are loaded in the workers of their devices, of which each runs one load at a time."""
+        """Whether models are loaded in the workers of their devices; each worker runs one load at a time."""
 
     def reserve(self, device: Device) -> MemoryReserve:
         """The memory of the device that a load leaves free. See `NodeLimits`."""
@@ -121,8 +121,8 @@ class Estimates(Protocol):
         capacities: Sequence[int],
         ceilings: Sequence[int | None],
     ) -> tuple[StageSpec, ...] | None:
-        """The layers for each of several devices like `device`, of which each can give one of `capacities`; None if
-        they cannot hold the model, or it cannot be divided."""
+        """The layers for each of several devices like `device`, one for each of `capacities`; None if they cannot hold
+        the model, or it cannot be divided."""
 
     def empty_stages(self, model: KnownModel, metadata: Any, devices: Sequence[Device]) -> tuple[StageSpec, ...] | None:
         """The layers of each device while all of them are empty."""

@@ -278,8 +278,8 @@ class Forecast(NodeLimits):
         capacities: Sequence[int],
         ceilings: Sequence[int | None],
     ) -> tuple[StageSpec, ...] | None:
-        """The layers for each of several devices like `device`, of which each can give one of `capacities`; None if
-        they cannot hold the model. `ceilings`: the operator's, for each of them."""
+        """The layers for each of several devices like `device`, one for each of `capacities`; None if they cannot hold
+        the model. `ceilings`: the operator's, for each of them."""
         storage, draft = self._storage(model, metadata, device), self._draft_sizes(model, metadata, device)
         architecture, buffers = self._divided(model, metadata, device)
         plans = divide_model(

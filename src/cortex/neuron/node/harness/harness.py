@@ -33,7 +33,7 @@ class Upstream(Protocol):
         """Fields removed from every request."""
 
     def log(self, after: int) -> ModelLog:
-        """The lines that its servers wrote after the first `after` ones, as far as they are kept."""
+        """The kept lines that its servers wrote after the first `after` ones."""
 
     def pool(self) -> Pool:
         """Connections for requests that have a slot (`Node.generate`). Raises Recovering if the server has just

@@ -204,7 +204,7 @@ def inspect(path: Path, quant: str | None = None, *, name: str | None = None, nu
     try:
         sample = content_sample(checkpoint)
         if num_ranks > 1:
-            last = Shard(num_ranks - 1, num_ranks)  # what cannot be divided evenly is larger there
+            last = Shard(num_ranks - 1, num_ranks)  # parts that cannot be divided evenly are larger there
             whole, architecture = architecture, architecture.sharded(last)
             checkpoint = ShardedCheckpoint(checkpoint, whole.tensor_slices(last))
         return replace(_read_metadata(path, architecture, checkpoint, name, quant), sample=sample)

@@ -82,8 +82,8 @@ class DeviceAllocator:
             yield DeviceAllocation(chosen, partial(self._for_reload, model, metadata), reservation)
 
     async def split(self, model: KnownModel, metadata: FileMetadata, host_bytes: int) -> HostSplit | str:
-        """The weights that a load may put into host memory, of which `host_bytes` are free, next to the loads in
-        progress; or why that is impossible."""
+        """The weights that a load may put into the `host_bytes` of free host memory, next to the loads in progress; or
+        why that is impossible."""
         readings = self._extras.without(await self._read())
         return self._choice(model, metadata, self._devices, readings, counts_loads=True).split(host_bytes)
 
@@ -193,7 +193,7 @@ class DeviceAllocator:
             left_bytes = None if left_bytes is None else max(0, left_bytes - held_bytes)
             usable_bytes = usable_now(others.get(device.index), self._limits.reserve(device), left_bytes)
             has_room &= usable_bytes >= reservation.outstanding_bytes(device.index)
-        # Two loads at once would both count on what is free.
+        # Two loads at once would both count on the same free memory.
         await self._extras.give_back(sharing, self._drain_s, only_loading=has_room)
 
     async def for_extra(

@@ -131,7 +131,7 @@ class DeviceChoice:
         limit_bytes = None if model.memory_bytes is None else model.memory_bytes // self.metadata.num_ranks
         have_bytes, device = smallest(have_bytes, limit_bytes) or 0, self.devices[0]
         lacking_bytes = max(1, self._need_bytes() - have_bytes)
-        # What is free changes a little until the load begins.
+        # Free memory changes a little until the load begins.
         least = self.forecast.split(model, self.metadata, device, lacking_bytes + lacking_bytes // _SLACK)
         if isinstance(least, str) or least.host_bytes > host_bytes:
             return least
@@ -177,7 +177,7 @@ class DeviceChoice:
         if model.pipeline_parallel > most_stages:
             advice = "use tensor_parallel, or one device" if most_stages == 1 else f"at most {most_stages} are possible"
             raise ModelUnsupported(
-                f"{model.id} has {num_layers} layers, of which some share keys and values or pictures and must be on "
+                f"{model.id} has {num_layers} layers, and some share keys and values or pictures and must be on "
                 f"one device: pipeline_parallel = {model.pipeline_parallel} is too many; {advice}"
             )
         need_bytes = self.forecast.smallest_bytes(model, self.metadata, self.devices[0])

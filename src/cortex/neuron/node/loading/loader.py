@@ -205,8 +205,8 @@ class ModelLoader:
             return await self._load_on_devices(replace(model, host_split=split), metadata, callbacks)
 
     def with_context(self, model: KnownModel, metadata: FileMetadata, tokens: int | None = None) -> KnownModel | None:
-        """The model as a load that gets at least `tokens` or, by default, the requested or wanted context, as far as
-        empty devices hold it. None if its contexts are unknown here."""
+        """The model as a load that gets at least `tokens` or, by default, the requested or wanted context, at most what
+        empty devices hold. None if its contexts are unknown here."""
         contexts = self.estimate(model, metadata).footprint.contexts
         if contexts is None:
             return None
@@ -239,7 +239,7 @@ class ModelLoader:
         is none, or if the load was cancelled because the model is unloaded or another load needs the memory. Raises
         LoadRejected or WorkerLost."""
         metadata = self.inspections[model.id].metadata
-        # A gateway names the devices of the load that it asked for; the operator's choice holds for all replicas.
+        # A gateway names the devices of its own load; the operator's choice holds for all replicas.
         devices = self._library.find(model.id).devices
         model = replace(model, replicas=1, devices=devices, min_context_tokens=None)
         if (room := await self._room.for_extra(model, metadata, replicas.taken_devices)) is None:
@@ -333,7 +333,7 @@ class ModelLoader:
         """Reads the model's headers and chat template, once until its files change. Raises LoadFailed."""
         known, stamps = self.inspections.get(model.id), await self._stamps(model, path)
         wanted = (path, model.quant, model.tensor_parallel, model.speculation, model.chat_template, stamps)
-        if known is not None and self._library.draft_of(model) is None:  # a draft model's files may have come since
+        if known is not None and self._library.draft_of(model) is None:  # a draft model's files may have arrived since
             files = self._inspected_files.get(model.id)
             options = (known.requested_quant, known.metadata.num_ranks, known.speculation, known.chat_template)
             if wanted == (known.metadata.path, *options, files):
@@ -407,7 +407,7 @@ class ModelLoader:
         else:
             self.damaged.pop(model.id, None)
             self._damaged_files.pop(model.id, None)
-            if model.id not in self.inspections:  # else a load has inspected the form that it was asked for
+            if model.id not in self.inspections:  # else a load has inspected the requested form
                 self.inspections[model.id], self._inspected_files[model.id] = inspection, stamps
 
     async def _may_be_usable(self, model_id: str) -> bool:

@@ -78,7 +78,7 @@ class LoadsInProgress:
     def _outstanding_bytes(self, index: int, loads: Sequence[Reservation]) -> int:
         if not self._num_host_shares:
             return sum(each.outstanding_bytes(index) for each in loads)
-        # A CPU device has a share of what is free on the host, and loses as large a share of what any load takes.
+        # A CPU device has a share of the host's free memory, and loses the same share of what any load takes.
         whole = sum(each.outstanding_bytes(own) for each in loads for own in each.device_bytes)
         return whole // self._num_host_shares
 

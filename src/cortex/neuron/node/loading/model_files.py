@@ -340,7 +340,7 @@ class ModelFiles:
             is_another = model.harness != self._library.find(model.id).harness  # a load with that one reads it again
             await (self._loader.read if is_in_memory or is_another else self._loader.inspect)(model, path)
         except asyncio.CancelledError:
-            return "cancelled", "the download was cancelled; what it has is kept", None
+            return "cancelled", "the download was cancelled; a later one continues it", None
         except CortexError as error:
             log.warning("%s", error.message)
             return "failed", error.message, error.code

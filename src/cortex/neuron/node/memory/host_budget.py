@@ -79,8 +79,8 @@ class HostLimits:
     sleep_mb: int | None = None
 
     def budget_bytes(self, host: HostMemory, held_bytes: int) -> int:
-        """Bytes of host memory that models may use, of which they hold `held_bytes` already. The host must not swap,
-        and if a GPU copies, at most `LOCKED_SHARE` may be page-locked."""
+        """Bytes of host memory that models may use, including the `held_bytes` that they hold already. The host must
+        not swap, and if a GPU copies, at most `LOCKED_SHARE` may be page-locked."""
         most_bytes = max(0, host.free_bytes + held_bytes - host.reserve_bytes)
         most_bytes = min(most_bytes, self.locked_bytes(host)) if self.has_gpu else most_bytes
         return most_bytes if self.host_mb is None else min(self.host_mb << 20, most_bytes)

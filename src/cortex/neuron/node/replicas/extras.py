@@ -74,7 +74,7 @@ class ExtraReplicas:
 
     def _bytes_of(self, extra: _Extra, readings: Mapping[int, DeviceReading]) -> int:
         reading = readings.get(extra.device)
-        # A CPU device has a share of what is free on the host, so it loses as large a share of what a load takes.
+        # A CPU device has a share of the host's free memory, so it loses the same share of what a load takes.
         scale = self._num_host_shares if extra.is_loading and self._num_host_shares else 1
         return scale * extra.num_bytes(reading.free_bytes if reading is not None else extra.free_bytes)
 

@@ -22,8 +22,8 @@ _REST_AFTER_S = 60.0
 
 
 class Texts:
-    """Belongs to the daemon's loop. What is asked for a request raises a CortexError, such as ModelNotFound or
-    LoadFailed; cancelling a call ends its work."""
+    """Belongs to the daemon's loop. Calls for a request raise a CortexError, such as ModelNotFound or LoadFailed;
+    cancelling a call ends its work."""
 
     def __init__(
         self,

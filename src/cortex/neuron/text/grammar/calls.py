@@ -1,5 +1,5 @@
 """Tool calls as grammar rules, in each model's own syntax, so that a forced call is exactly what the parser reads; and
-the messages of a harmony response, of which its calls are some."""
+the messages of a harmony response, which include its calls."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def add_calls(grammar: LarkGrammar, syntax: ToolSyntax, tools: Sequence[Tool], *
 def add_free_response(
     grammar: LarkGrammar, syntax: ToolSyntax, frame: CallFrame, tools: Sequence[Tool], *, parallel: bool
 ) -> str:
-    """Adds rules for any text, in which what follows the marker is a call of one of `tools`; returns the rule's name.
+    """Adds rules for any text in which a call of one of `tools` follows each marker; returns the rule's name.
 
     `frame`: that of the syntax. Unless `parallel`, the response ends with its first call.
     """
@@ -45,7 +45,7 @@ def _add_call(grammar: LarkGrammar, syntax: ToolSyntax, tool: Tool) -> str:
 
 
 def _closed(grammar: LarkGrammar, frame: CallFrame, body: str) -> str:
-    """What follows the opening."""
+    """The rest after the opening."""
     before, after = ([literal(layout)] if layout else [] for layout in (frame.before, frame.after))
     closing = [grammar.marker(frame.closing)] if frame.closing else []
     return " ".join([*before, body, *after, *closing])
@@ -67,7 +67,7 @@ def _body(grammar: LarkGrammar, syntax: ToolSyntax, tool: Tool) -> str:
 
 
 def _named_head(grammar: LarkGrammar, form: NamedForm, tool: Tool) -> list[str]:
-    """What precedes the arguments."""
+    """The part before the arguments."""
     parts = (*form.before, tool.name, *form.between)
     return [grammar.marker(part) if part in form.separators else literal(part) for part in parts]
 

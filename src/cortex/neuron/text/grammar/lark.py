@@ -62,7 +62,7 @@ class LarkGrammar:
 
     def json(self, schema: Mapping[str, Any], *, lenient: bool = False) -> str:
         """JSON of this schema without the parts that no grammar can express; `lenient` also ignores invalid ones. An
-        object has no properties beyond those that its schema lists, unless it says so."""
+        object has no properties beyond those that its schema lists, unless the schema allows others."""
         schema = _closed(relaxed(schema).schema)
         options = {"whitespace_pattern": _WHITE_SPACE, "lenient": lenient, "coerce_one_of": True}
         stated = schema.get("x-guidance")
@@ -86,7 +86,7 @@ class LarkGrammar:
 
 
 _OPEN: Final = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties", "minProperties"})
-"""Keywords that say something about further properties of an object."""
+"""Keywords about further properties of an object."""
 _JOINT: Final = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
 """Keywords whose subschemas apply to the same value as the schema that contains them."""
 _NAMED: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
@@ -96,8 +96,8 @@ _DATA: Final = frozenset({"const", "default", "enum", "examples", "required", "x
 
 
 def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`schema` with `additionalProperties: false` for objects that list their properties and say nothing about others.
-    Models would write further ones until they run out of tokens; other servers close objects, too."""
+    """`schema` with `additionalProperties: false` for objects that list their properties and do not mention others.
+    Otherwise models write further ones until they run out of tokens; other servers close objects, too."""
     try:
         # Closed, each of the parts that describe one object would forbid the properties of the others.
         return schema if _has_joint_parts(schema) else _with_closed_objects(schema)

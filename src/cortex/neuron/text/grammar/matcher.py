@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 _MAX_KEPT = 32
 _MAX_KEPT_CHARACTERS = 2 << 20
-"""The length of all kept grammars: two of the largest accepted ones. Compiled, a character takes about 45 bytes."""
+"""Limit for the length of all kept grammars: two of the largest accepted ones. A compiled character takes about 45
+bytes."""
 SLICES: Final = (
     r"[\x20\x0A\x0D\x09]+",
     r"[a-z ]{1,30}",
@@ -36,12 +37,12 @@ SLICES: Final = (
     r"""[^"\\\x00-\x1F\x7F]{1,30}""",
     r"""[^"\\\x00-\x1F\x7F]+""",
 )
-"""Classes of tokens that a state may allow all of, so that it looks at none of them. The library's own ones are for
-strings in JSON; with those of words, a mask of a regular expression takes a tenth of the time. Masks are the same."""
+"""Classes of tokens that a state may allow as a whole, without a look at each token. The library's own classes are for
+strings in JSON; with classes of words, a mask of a regular expression takes a tenth of the time. Masks are the same."""
 _APART: Final = "\ufdd0"
 """A noncharacter: no vocabulary has a token of it."""
 _MAX_TOKEN_BYTES: Final = 1024
-"""The longest token that the grammar library takes. A longer one is not allowed where a grammar is."""
+"""The longest token that the grammar library accepts. A grammar never allows a longer one."""
 
 
 class Matcher:
@@ -188,7 +189,7 @@ class MatchState:
 
     @staticmethod
     def accept_all(tokens: Sequence[tuple[MatchState, int]]) -> list[bool]:
-        """As `accept`, of several states at once, in threads of the library. False: the mask did not allow a token."""
+        """As `accept`, for several states at once, in threads of the library. False: the mask did not allow a token."""
         return list(_executor().consume_token_par([(state.matcher, token) for state, token in tokens]))
 
     def check_accepted(self, token: int, is_accepted: bool) -> None:
@@ -198,14 +199,14 @@ class MatchState:
 
 @cache
 def _executor() -> llguidance.LLExecutor:
-    """The threads that compute masks, of this process."""
+    """The threads of this process that compute masks."""
     import llguidance
 
     return llguidance.LLExecutor()
 
 
 class _Tokens:
-    """What the grammar library reads of a vocabulary: the bytes of each id, and how text is tokenised."""
+    """The vocabulary for the grammar library: the bytes of each id, and how text is tokenised."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -258,7 +259,7 @@ class _Tokens:
 
 
 def _ends(tokenizer: LibraryTokenizer) -> list[int]:
-    """The end tokens that the vocabulary has: a config may name others, too."""
+    """The end tokens in the vocabulary: a config may also name others."""
     return [end for end in tokenizer.eos_ids if 0 <= end < tokenizer.vocab_size]
 
 

@@ -183,7 +183,8 @@ def _lark(text: str, param: str) -> str:
 
 
 def _check(grammar: LarkGrammar, start: str, param: str, trial: GrammarTrial, rules: PromptRules) -> None:
-    """Raises InvalidValue unless output from `start` on can be followed. What precedes it is not the client's."""
+    """Raises InvalidValue unless the grammar can be followed from `start` on. The part before it is not the
+    client's."""
     try:
         built = grammar.build(start)
     except RecursionError as error:

@@ -1,4 +1,5 @@
-"""Compiles a grammar on trial, before a request reaches the engine: what cannot be followed is the client's error.
+"""Compiles a grammar on trial, before a request reaches the engine: a grammar that cannot be followed is the client's
+error.
 
 The trial has the model's whole tokens and beyond them only bytes, so it takes a fraction of the real vocabulary's time
 and memory and finds the same faults: in the syntax, in the size, and output that could not even begin.
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     import llguidance
 
 _STACK_BYTES: Final = 4 << 20
-"""Half of what the engine's threads have. The library recurses along references without a limit: what would overflow
-the stack there must overflow it here, where it ends a worker that does nothing else."""
+"""Half the stack of the engine's threads. The library recurses along references without a limit: a grammar that would
+overflow the stack there must overflow it here, where it ends a worker that does nothing else."""
 _PLACE: Final = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
 
 
@@ -67,8 +68,7 @@ class GrammarTrial:
 
 
 class _TrialVocabulary:
-    """What the library reads of a vocabulary: the whole tokens at their ids, and a token per byte after the model's
-    last id."""
+    """The vocabulary for the library: the whole tokens at their ids, and a token per byte after the model's last id."""
 
     bos_token_id = None
 

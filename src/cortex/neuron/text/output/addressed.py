@@ -1,8 +1,8 @@
 """Separates the messages of a model that addresses each one, as Muse Glimmer does.
 
 ` to=self<|message|>…<|eom|><|start|>assistant to=user<|message|>…`: a message to itself is reasoning; those to the user
-and to tools are the response, in which calls are found as in any other. Headers are never text. A response without a
-header is taken as it is.
+and to tools are the response, with calls as in any other. Headers are never text. A response without a header is taken
+as it is.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class AddressedSplitter:
         return [] if is_header or not held else [OutputPiece(self.is_thinking, held)]
 
     def _open(self) -> bool:
-        """Reads a header, or decides that there is none; false if that is not certain yet."""
+        """Reads a header, or decides that there is none; false while that is uncertain."""
         header, marker, rest = self._held.partition(MESSAGE)
         if marker and _may_be_header(header):
             self._part = _Part.REASONING if _TO_ITSELF.search(header) else _Part.RESPONSE

@@ -5,8 +5,8 @@
 
 The channel `analysis` is reasoning, `commentary` and `final` are text. A message to a function is a call of it; the
 recipient is in the role or in the channel. Messages to tools that the model was trained with and the client does not
-have (`python`, `browser.search`) are not calls but part of the reasoning. What models leave out or write twice is
-tolerated, and no marker is ever text.
+have (`python`, `browser.search`) are not calls but part of the reasoning. Missing and repeated parts are tolerated, and
+no marker is ever text.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CALL: Final = "<|call|>"
 RETURN: Final = "<|return|>"
 MARKERS: Final = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
 FUNCTIONS: Final = "functions."
-"""What the names of a client's tools begin with."""
+"""Prefix of the names of a client's tools."""
 REASONING_END: Final = f"{END}{START}assistant"
 
 _MARKER: Final = re.compile("|".join(map(re.escape, MARKERS)))
@@ -45,7 +45,7 @@ _BEGUN: Final = re.compile(rf"\s*[\w.-]*(?:\s+{_BEGUN_RECIPIENT})?")
 _BEGUN_LINES: Final = re.compile(
     r"(?:\s*<\|(?:channel|constrain)\|>\s*[\w.-]*|\s+(?:to=[^\s<]*|to?|j(?:s(?:on?)?)?|c(?:o(?:de?)?)?))*\s*"
 )
-"""A header of several lines from its first marker on, as far as it is written: only what belongs into one."""
+"""A header of several lines from its first marker on, maybe incomplete: only what belongs in one."""
 
 
 class _Part(Enum):
@@ -64,12 +64,12 @@ class HarmonyParser:
     def __init__(
         self, tool_names: Iterable[str] | None, new_id: Callable[[], str], index: int, opened: str = "assistant"
     ) -> None:
-        """`tool_names`: None if calls are not looked for. `opened`: what the prompt has after its last `<|start|>`."""
+        """`tool_names`: None to ignore calls. `opened`: the text of the prompt after its last `<|start|>`."""
         self._tool_names = None if tool_names is None else frozenset(tool_names)
         self._new_id = new_id
         self._index = index
         self._held = ""
-        """The beginning of a marker, perhaps."""
+        """Text that may begin a marker."""
         self._part = _Part.HEADER
         self._header = ""
         self._has_role = False
@@ -77,7 +77,7 @@ class HarmonyParser:
         self._space = ""
         """White space that is layout if the message ends."""
         self._begun: set[_Part] = set()
-        """The parts that have text: another message of a part is set apart from what it has."""
+        """The parts that have text: another message of a part is separated from it."""
         self._is_apart = False
         self._name = ""
         self._arguments: ObjectScanner | None = None
@@ -210,7 +210,7 @@ class HarmonyParser:
         return not has_lines or _BEGUN_LINES.fullmatch(self._header, len(before)) is not None
 
     def _give_up_header(self) -> None:
-        """What is not a header is the text of a message without one, or that of its channel."""
+        """Text that is not a header belongs to a message without one, or to its channel."""
         channel = _CHANNEL_NAME.search(self._header)
         text = self._header[channel.end() :] if channel is not None else self._header
         if channel is None and not self._has_role:

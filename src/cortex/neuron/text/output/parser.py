@@ -1,4 +1,4 @@
-"""From a response's text to events as it streams: reasoning, text and tool calls."""
+"""Turns the text of a response into events as it streams: reasoning, text and tool calls."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class ResponseTags:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """The text of the response that is certain."""
+        """The text that certainly belongs to the response."""
         self._held += text
         match self._state:
             case _TagState.BEGINNING:
@@ -152,7 +152,7 @@ class ReasoningSplitter:
         return [OutputPiece(self.is_thinking, held)] if held else []
 
     def _step(self, pieces: list[OutputPiece]) -> bool:
-        """Emits what is certain of the held text; true if the state changed and there may be more."""
+        """Emits the certain part of the held text; true if the state changed and there may be more."""
         match self._state:
             case _State.BEGINNING:
                 return self._begin(_State.OPENED, otherwise=_State.RESPONDING, layout=None)

@@ -22,7 +22,7 @@ CHATML: Final = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-"""The template of models that have none."""
+"""The template for models without one."""
 
 _READS_CALLS: Final = re.compile(r"(?<![<|｜\w])tool_calls(?![\w>|])")
 """The field, not a marker of that name."""
@@ -32,11 +32,11 @@ class ChatTemplate:
     """One template, compiled on first use. Immutable and safe to share between threads.
 
     Jinja computes the constants of a template while it compiles and even analyses it, for as long as that takes. The
-    daemon therefore does neither: it gets what it has to know from processes with limits.
+    daemon therefore does neither: it gets these facts from processes with limits.
     """
 
     def __init__(self, source: str, *, takes_tools: bool | None = None) -> None:
-        """`takes_tools`: as another process has found it."""
+        """`takes_tools`: as another process determined it."""
         self.source = source
         self._takes_tools = takes_tools
 
@@ -60,7 +60,7 @@ class ChatTemplate:
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """The variables that it reads; empty for a template that does not parse."""
+        """The variables that the template reads; empty if it does not parse."""
         from cortex.neuron.text.template.jinja_environment import variables_of
 
         return variables_of(self.source)

@@ -2,7 +2,7 @@
 
 Nothing is dropped. If templates differ about a form, the template itself decides: nearly all iterate over arguments as
 an object, with empty content; a few insert arguments as text, show the calls of a turn only if its content is none, or
-accept only ids of nine letters and digits. A template's source does not say so reliably, so it is probed.
+accept only ids of nine letters and digits. The source of a template does not show this reliably, so it is probed.
 
 A template without a place for tools gets them described in the system message, with a call in the model's own syntax if
 its template has one, and otherwise in the form that Hermes models were trained on, which most models follow when they
@@ -49,13 +49,13 @@ def is_harmony(template: ChatTemplate) -> bool:
 
 
 def known_effort(effort: str | None, *, is_off: bool) -> dict[str, str]:
-    """The variable for the effort that is nearest to what the client asks for; none if it asks for nothing."""
+    """The variable for the effort nearest to the requested one; none without a request."""
     wanted = "none" if is_off else effort
     return {} if wanted is None else {"reasoning_effort": _EFFORTS.get(wanted, wanted)}
 
 
 def described_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The template joins descriptions, and defaults of a choice, to other text."""
+    """Tools whose descriptions, and defaults of a choice, are strings: templates concatenate them."""
     return [{**tool, "function": _described(tool["function"])} for tool in tools]
 
 

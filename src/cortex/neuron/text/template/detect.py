@@ -1,9 +1,9 @@
 """Detects the syntax of a model's output from its chat template.
 
 A template writes the tool calls and reasoning of earlier turns in the model's own syntax, so it contains the markers of
-one (`families/registry.py`, listed in docs/models.md). A template with a place for tools and no markers is that of a
-model with tokens for one, of Llama's JSON if it spells `"name"` and `"parameters"`, or else of plain JSON. A template
-without a place for tools gets Hermes JSON, as `template/conversation.py` describes it to the model.
+one (`families/registry.py`, listed in docs/models.md). A template with a place for tools and no markers means the
+syntax whose markers are tokens of the model, Llama's JSON if it spells `"name"` and `"parameters"`, or else plain JSON.
+A template without a place for tools gets Hermes JSON, as `template/conversation.py` describes it to the model.
 
 A model whose template contains one of the pairs in `REASONING_MARKERS` writes its reasoning between them.
 With one of `RESPONSE_TAGS`, its response may be between tags as well.
@@ -30,12 +30,12 @@ MARKERS: Final = sorted(
     ((group, syntax) for syntax in SYNTAXES.values() for group in syntax.markers),
     key=lambda row: (row[1].precedence, -len(row[0])),
 )
-"""What a template contains, and the syntax that this means: the first row that applies decides."""
+"""Parts of templates and the syntaxes that they indicate; the first match decides."""
 
 
 def tool_syntax(template: ChatTemplate, has_token: Callable[[str], bool] = lambda _: False) -> ToolSyntax:
-    """`has_token`: whether a text is one token of the model. It decides where the template has a place for tools and
-    shows no calls."""
+    """`has_token`: whether a text is one token of the model. It decides if the template has a place for tools and shows
+    no calls."""
     if not template.takes_tools and not template.shows_calls:
         return HERMES_JSON
     if (syntax := _marked(template.mentions)) is not None:

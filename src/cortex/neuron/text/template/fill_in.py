@@ -24,7 +24,7 @@ _PROJECT, _FILE = "myproject", "filename"
 
 
 def markers(tokenizer: Tokenizer) -> tuple[str, str, str] | None:
-    """Those that the vocabulary has; None for a model that was not trained to fill in."""
+    """The markers in the vocabulary; None for a model that was not trained to fill in."""
     return next((three for three in _MARKERS if all(tokenizer.whole_id(each) is not None for each in three)), None)
 
 
@@ -36,8 +36,8 @@ def has_markers(is_token: Callable[[str], bool]) -> bool:
 def fill_in_prompt(
     prefix: str, suffix: str, tokenizer: Tokenizer, middle: str = "", files: Sequence[tuple[str, str]] = ()
 ) -> str:
-    """`middle`: the beginning of what is filled in. `files`: names and texts of others, which come first; where the
-    vocabulary has tokens for repositories, as models were trained with them.
+    """`middle`: the beginning of the text to fill in. `files`: names and texts of other files, which come first, with
+    the tokens for repositories if the vocabulary has them.
 
     Raises UnsupportedModality for a model without the tokens.
     """

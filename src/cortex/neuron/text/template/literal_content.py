@@ -1,9 +1,10 @@
-"""Keeps text of clients literal: `<|im_start|>` in a message is these characters, not the control token.
+"""Keeps text of clients literal: `<|im_start|>` in a message stays these characters and does not become the control
+token.
 
 A template mixes its own text, whose control tokens are meant, with text of clients, which it may cut and join. So a
 second rendering follows the text of clients: in it, each of their characters that a control token could begin with is
 followed by a mark. A control token of the prompt that begins at a marked character is literal. Words that the template
-itself looks for, such as `</think>`, have no mark, so that it takes the same branches. The prompt is that of the first
+itself looks for, such as `</think>`, get no mark, so it takes the same branches. The prompt is that of the first
 rendering; text without control tokens is never changed.
 """
 
@@ -109,8 +110,8 @@ class LiteralContent:
 
 @lru_cache(maxsize=16)
 def _marked_controls(controls: frozenset[str], mark: str) -> re.Pattern[str]:
-    """Finds control tokens whose first character is marked; others of their characters may be. Found with a look-ahead,
-    because one may begin inside another."""
+    """Finds control tokens whose first character is marked; their other characters may be marked too. Uses a
+    look-ahead, because one may begin inside another."""
     rests: dict[str, list[str]] = {}
     for control in sorted(controls):
         rests.setdefault(control[0], []).append(f"{mark}?".join(map(re.escape, control[1:])))

@@ -1,7 +1,7 @@
 """Pictures in conversations: the parts that templates get for them, and the tokens that take their place.
 
-A template writes one placeholder for a picture. After it is tokenised, as many tokens stand there as the picture has
-positions. Text of clients never becomes a placeholder: it is literal (`literal_content.py`).
+A template writes one placeholder for a picture. Tokenised, it becomes as many tokens as the picture has positions. Text
+of clients never becomes a placeholder: it is literal (`literal_content.py`).
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def content_of(parts: Iterable[Text | PicturePart]) -> list[dict[str, Any]]:
 
 
 def with_shown_pictures(turns: list[Turn], template: ChatTemplate, text: PictureText) -> list[Turn]:
-    """The turns with pictures where the template shows them: those of tools' results otherwise go to a turn of the user
-    after the results."""
+    """The turns with pictures where the template shows them. If it shows none in tool results, these move to a user
+    turn after the results."""
     has_pictures = any(turn["role"] == "tool" and isinstance(turn["content"], list) for turn in turns)
     if not has_pictures or (template.takes_tools and _shows_results(template, text.placeholder)):
         return turns
@@ -97,7 +97,7 @@ def numbers_in(turns: Iterable[Turn]) -> list[int]:
 
 
 def placeholders(text: str, picture: PictureText, literal_at: Sequence[int], count: int) -> list[int]:
-    """Where the template wrote a placeholder. Raises TemplateRenderFailed unless these are `count`."""
+    """Where the template wrote placeholders. Raises TemplateRenderFailed unless there are `count` of them."""
     literal, found, start = frozenset(literal_at), [], text.find(picture.placeholder)
     while start >= 0:
         if start not in literal:
@@ -125,7 +125,7 @@ class Surrounded:
         self.text = "".join(pieces)
 
     def moved(self, position: int) -> int:
-        """Where a character of the original text is now."""
+        """The new place of a character of the original text."""
         return position + self._added * bisect_left(self._at, position)
 
 
@@ -160,7 +160,7 @@ def expanded(
 
 
 def moved_token(position: int, places: Iterable[PicturePlace]) -> int:
-    """Where a position before the pictures were written out is after it."""
+    """The place of a position after the pictures are written out."""
     for place in places:
         if place.at >= position:
             break

@@ -1,4 +1,4 @@
-"""From a request to the tokens of its prompt."""
+"""Turns a request into the tokens of its prompt."""
 
 from __future__ import annotations
 

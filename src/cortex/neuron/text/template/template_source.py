@@ -58,7 +58,7 @@ _PARTS: Final = {
     "call": '"[TOOL_CALLS]" + call.function.name + "[ARGS]" + call.function.arguments|tojson',
     "result": "written(message.content)",
 }
-"""Expressions of the template, of which versions change some."""
+"""Expressions of the template; versions replace some of them."""
 _WITH_IDS: Final = {
     "call": '"[TOOL_CALLS]" + call.function.name + "[CALL_ID]" + checked(call.id) + "[ARGS]"'
     " + call.function.arguments|tojson",

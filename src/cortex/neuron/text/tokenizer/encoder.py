@@ -28,7 +28,7 @@ class TextsToEncode:
 
     texts: tuple[str, ...]
     queries: tuple[str, ...] = ()
-    """One for each text; empty: the texts are no pairs."""
+    """One for each text; empty: the texts are not pairs."""
     max_tokens: int | None = None
     """Longer texts are cut off; of a pair, the longer part. None: nothing is cut off."""
     from_left: bool = False
@@ -43,7 +43,7 @@ class TextsToEncode:
 class EncodedTexts:
     ids: Sequence[Sequence[int]]
     first_segments: Sequence[int] = ()
-    """For pairs: the tokens of the first segment, 0 if the tokenizer makes no difference between the two."""
+    """For pairs: the tokens of the first segment; 0 if the tokenizer does not distinguish the two."""
 
 
 class TextEncoder(Protocol):
@@ -64,8 +64,7 @@ class TextEncoder(Protocol):
 
     def encode_segmented(self, text: str, literal_at: Sequence[int] = (), tenant: bytes = b"") -> Segmented:
         """Like `encode`, with the positions of cuts around whole tokens; parts of a long text that the same tenant sent
-        before cost little. At the characters `literal_at`, ascending, no whole token begins: the text there is only
-        text."""
+        before cost little. At the characters `literal_at`, ascending, no whole token begins."""
 
 
 class NoEncoder:

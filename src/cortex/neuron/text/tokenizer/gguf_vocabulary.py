@@ -119,7 +119,7 @@ def end_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     found = [metadata.get(f"tokenizer.ggml.{key}") for key in _END_IDS]
     unnamed = {*_TURN_ENDS, *_END_TOKENS.get(str(metadata.get("tokenizer.ggml.model")), ())}
     tokens = metadata.get("tokenizer.ggml.tokens") or ()
-    if "<|return|>" in tokens:  # in harmony a message ends so, and the turn goes on
+    if "<|return|>" in tokens:  # in harmony this ends a message, and the turn continues
         unnamed -= {"<|end|>"}
     kinds = metadata.get("tokenizer.ggml.token_type") or ()
     whole = {i for i, kind in enumerate(kinds) if kind in (TokenType.CONTROL, TokenType.USER_DEFINED)}
@@ -198,7 +198,7 @@ def _wordpiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokenizer:
 
 
 def _unigram(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokenizer:
-    """The SentencePiece of XLM-RoBERTa: pieces with scores, of which the most likely sequence counts."""
+    """The SentencePiece of XLM-RoBERTa: pieces with scores; the most likely sequence wins."""
     names, scores = named_tokens(metadata), metadata.get("tokenizer.ggml.scores")
     begin, end = names.get("bos_token"), names.get("eos_token")
     unknown = metadata.get("tokenizer.ggml.unknown_token_id")
@@ -247,7 +247,7 @@ def _checked_pairs(merges: Iterable[tuple[str, ...]]) -> list[tuple[str, str]]:
 
 
 def merges_from_scores(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """SentencePiece merges the neighbours whose joint piece has the best score: the order of these ranked pairs.
+    """The merges in the order of SentencePiece, which joins the neighbours whose joint piece has the best score.
 
     Raises ValueError for a token that is too long.
     """
@@ -277,8 +277,8 @@ def _whole_tokens(tokens: Sequence[str], metadata: Mapping[str, Any]) -> dict[in
 def add_whole_tokens(tokenizer: Tokenizer, tokens: Mapping[int, AddedToken]) -> None:
     """Adds tokens at which text is split before anything else, under these ids.
 
-    The library gives a token the id of the one in the vocabulary that is spelled so. While they are added, the
-    vocabulary is therefore only themselves, and one that is spelled like another keeps an id of its own.
+    The library gives a token the id of the entry of the vocabulary with its spelling. While they are added, the
+    vocabulary therefore contains only them, and each of two tokens with the same spelling keeps its id.
     """
     model = tokenizer.model
     ids: dict[str, int] = {}

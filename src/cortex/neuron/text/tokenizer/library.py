@@ -195,7 +195,7 @@ class LibraryTokenizer:
 
     def encode_texts(self, texts: TextsToEncode) -> EncodedTexts:
         """The tokens of documents, or of pairs of a query and a document, as the model was trained with them."""
-        in_pieces: dict[int, Encoding] = {}  # only what needs it: a batch is faster
+        in_pieces: dict[int, Encoding] = {}  # only the texts that need it: a batch is faster
         for index, (text, spans) in enumerate(zip(texts.texts, texts.literal, strict=True) if texts.literal else ()):
             if literal_at := self._literal_at(text, spans):
                 in_pieces[index] = self._encode_literal(text, literal_at)
@@ -228,8 +228,8 @@ class LibraryTokenizer:
 
     @cached_property
     def _controls(self) -> tuple[re.Pattern[str], int]:
-        """Finds where control tokens begin, and the length of the longest. With a look-ahead, because one may begin
-        inside another."""
+        """A pattern that finds where control tokens begin, and the length of the longest. It looks ahead, because one
+        may begin inside another."""
         texts = sorted(self.vocabulary.control_texts)
         # Without control tokens, nothing is found.
         return re.compile(f"(?={'|'.join(map(re.escape, texts)) or '(?!)'})"), max(map(len, texts), default=1)
@@ -401,7 +401,7 @@ def _eos_ids(path: Path, backend: Backend, named: Mapping[str, str]) -> tuple[in
 
 
 def _with_harmony_ends(backend: Backend, ids: Iterable[Any]) -> tuple[int, ...]:
-    """In harmony a response ends after its answer or a call, and not after each message, whatever a file says."""
+    """Ends a harmony response after its answer or a call, not after each message, regardless of the file."""
     ends = [backend.token_to_id(text) for text in ("<|return|>", "<|call|>")]
     if None not in (*ends, backend.token_to_id("<|channel|>")):
         ids = [i for i in (*ids, *ends) if i != backend.token_to_id("<|end|>")]

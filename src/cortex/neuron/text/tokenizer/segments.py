@@ -1,10 +1,10 @@
 """Tokenises long prompts without repeating the work of earlier turns.
 
 An agent sends its whole conversation again with each turn. Text is always split at whole tokens such as `<|im_end|>`,
-so a segment between two of them has the same ids everywhere, and is cached, for each tenant on its own: how long a text
-takes must not say that somebody else has sent it. SentencePiece treats the beginning of a
-text differently: a segment after a token is encoded after it there. The tokens of a prompt up to such a cut do not
-depend on the text after it.
+so a segment between two of them has the same ids everywhere, and is cached. Each tenant has a cache of its own: the
+time that a text takes must not reveal that another tenant sent it. SentencePiece treats the beginning of a text
+differently: its segments are encoded after the token before them. The tokens of a prompt up to such a cut do not depend
+on the text after it.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _MAX_CACHED_CHARACTERS: Final = 8 << 20
 _MIN_CACHED_CHARACTERS: Final = 256
 """Shorter segments are tokenised faster than they are looked up."""
 _CHARACTERS_PER_LITERAL: Final = 8
-"""What the position of a literal character counts as in the limit of cached characters."""
+"""Cost of the position of a literal character, in characters of the cache limit."""
 _MAX_WHOLE_TOKENS: Final = 16_384
 """Gemma has 6,400. With more, the pattern takes long to build."""
 _WINDOW_CHARACTERS: Final = 1 << 16
-"""Searched at once: a search blocks all other threads."""
+"""Characters per search: a search blocks all other threads."""
 
 
 _BREAK: Final = "\ufdd0"
 """A noncharacter: no vocabulary has a token of it."""
 _SPACES: Final = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
-"""What the library takes for white space."""
+"""The characters that the library treats as white space."""
 
 
 class SegmentEncoder:
@@ -133,7 +133,7 @@ class SegmentEncoder:
                 position = found.end()
 
     def _encode_whole(self, text: str, literal_at: Sequence[int]) -> Segmented:
-        """As one text, because the ids of a part depend on the whole."""
+        """Encodes the text in one piece, because the ids of a part depend on the whole."""
         whole = set(self._ids_by_whole.values())
         ids: list[int] = []
         cuts: list[tuple[int, int]] = []

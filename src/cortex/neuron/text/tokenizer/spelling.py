@@ -14,7 +14,7 @@ from typing import Any, Final
 from tokenizers import Regex, decoders
 
 Step = Callable[[str], str | bytes]
-"""What one part of a decoder does to a token after others. Bytes are the result; text is passed on."""
+"""The effect of one part of a decoder on a token after others. Bytes are the result; text is passed on."""
 
 _BEFORE: Final = "a"
 """A token before the decoded one. No decoder changes it."""
@@ -40,7 +40,7 @@ def is_utf8(spelled: bytes) -> bool:
 
 
 def steps_of(decoder: Mapping[str, Any]) -> tuple[Step, ...]:
-    """The steps of a decoder as described in `tokenizer.json`; an empty description stands for none."""
+    """The steps of a decoder as described in `tokenizer.json`; an empty description means none."""
     if not decoder:
         return (lambda token: f" {token}",)  # the library puts a space between tokens
     steps: list[Step] = []

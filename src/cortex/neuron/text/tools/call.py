@@ -51,8 +51,8 @@ class CallReader(Protocol):
         """Call it until it returns a rest. Raises NotACall as soon as that is certain, and never after a name."""
 
     def finish(self) -> CallProgress:
-        """After the last text. Without a rest, the call was cut off: what was read of it is markup, not text. Raises
-        NotACall like `feed`."""
+        """Call it after the last text. Without a rest, the call was cut off: the part that was read is markup, not
+        text. Raises NotACall like `feed`."""
 
 
 class CallSyntax(Protocol):
@@ -69,7 +69,7 @@ class CallSyntax(Protocol):
     markers: tuple[str, ...]
     """Every marker that the syntax reads and that may be a token of its own."""
     never_text: tuple[str, ...]
-    """Control tokens among the markers: where they are no part of a call, they are dropped."""
+    """Control tokens among the markers: outside of calls they are dropped."""
 
     def reader(self, opening: str) -> CallReader: ...
 
@@ -84,7 +84,7 @@ def tool_name(text: str) -> str:
 
 
 def json_text(value: Any) -> str:
-    """The JSON text of a value. Half of a surrogate pair, which no encoding has, stays an escape."""
+    """The JSON text of a value. Half of a surrogate pair, which cannot be encoded, stays an escape."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return text if text == well_formed(text) else json.dumps(value)
 

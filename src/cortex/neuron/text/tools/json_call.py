@@ -28,7 +28,7 @@ class Scanned(NamedTuple):
     """The part of an object in a piece of text."""
 
     text: str
-    """The text of the object. Raw line breaks in strings, which models do write, are escaped."""
+    """The text of the object. Raw line breaks that models write in strings are escaped."""
     end: int | None
     """Number of characters of the piece that belong to the object; None while the object continues."""
 
@@ -181,7 +181,7 @@ class JSONCallReader:
             raise NotACall
 
     def _check_first_key(self) -> None:
-        """Responses that are JSON themselves should stream: gives up at the first key that no call has."""
+        """Responses that are JSON themselves should stream: gives up at the first key that calls do not have."""
         if found := _FIRST_KEY.match(self._head):
             if found.group(1) not in _CALL_KEYS:
                 raise NotACall

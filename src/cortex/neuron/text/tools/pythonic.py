@@ -123,7 +123,7 @@ class _CallEnd:
 
     @property
     def written(self) -> str:
-        """The arguments in their brackets. Line breaks in strings of one line, which models do write, are escaped."""
+        """The arguments in their brackets. Line breaks that models write in strings of one line are escaped."""
         return "".join(self._kept)
 
     def find(self, text: str) -> int | None:

@@ -28,7 +28,7 @@ class CallScanner:
         self._index = index
         self._call_openings = frozenset((*syntax.openings, *syntax.bare_openings, *syntax.next_openings))
         self._markers = tuple(dict.fromkeys((*syntax.openings, *syntax.never_text)))
-        """What is looked for anywhere in the text."""
+        """The openings to find anywhere in the text."""
         self._first_characters = frozenset(marker[0] for marker in self._markers)
         self._num_calls = 0
         self._held = ""
@@ -51,8 +51,8 @@ class CallScanner:
         return events
 
     def finish(self, *, is_cut: bool = False) -> list[CallEvent]:
-        """The events of held-back text, after the last push. `is_cut`: the model was not done, so that the beginning of
-        an opening is markup."""
+        """The events of held-back text, after the last push. `is_cut`: the model was not done, so the beginning of an
+        opening is markup."""
         events: list[CallEvent] = []
         if (reader := self._reader) is not None:
             try:
@@ -121,7 +121,7 @@ class CallScanner:
 
     @property
     def _shown_opening(self) -> str:
-        """The opening of what is not a call, as text."""
+        """An opening without a call, as text."""
         return self._shown(self._opening)
 
     def _shown(self, text: str) -> str:

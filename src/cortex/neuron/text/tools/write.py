@@ -20,7 +20,7 @@ class Written(NamedTuple):
 
 
 class SpelledText(str):
-    """Text of which parts are markup: control tokens in those are control tokens."""
+    """Text with markup in it. Only the control tokens in the markup are meant as such."""
 
     pieces: tuple[Written, ...]
 

@@ -320,7 +320,7 @@ def separated_stacks(
 
 
 def _has_columns(match: re.Match[str], stored: Mapping[str, StoredTensor], hidden: Any) -> bool:
-    """Whether a stack has each matrix by columns. The shape of `down_proj` says so; one of `gate_up_proj` may be
+    """Whether a stack has each matrix by columns. The shape of `down_proj` shows it; one of `gate_up_proj` may be
     square."""
     down = stored.get(f"{match[1]}.down_proj")
     if down is not None and len(down.shape) == 3:
@@ -346,7 +346,7 @@ def _columns(
 
 
 def _check_gate_up(path: Path, name: str, codes: StoredTensor, scale: StoredTensor, block_rows: int) -> None:
-    """Rejects blocks of which one has rows of gate and of up: neither part has a scale of its own for them."""
+    """Rejects blocks that mix rows of gate and of up: neither part has a scale of its own for them."""
     rows, inner = codes.shape[1], codes.shape[1] // 2
     num_blocks = -(-rows // block_rows)
     if num_blocks > 1 and inner % block_rows and len(scale.shape) == 3 and scale.shape[1] == num_blocks:

@@ -144,7 +144,7 @@ class DeviceHost:
     async def _await_memory(self, expected_bytes: int, freed: protocol.Unloaded | protocol.Slept) -> Reclaimed:
         """Raises WorkerLost."""
         supervisor, now_s = self._supervisor, asyncio.get_running_loop().time
-        # The driver of a GPU may free memory later. The allocators of a CPU have freed what they will.
+        # The driver of a GPU may free memory later. The allocators of a CPU free no more.
         deadline_s = now_s() + (supervisor.timeouts.reclaim_s if supervisor.device.kind == "cuda" else 0)
         memory = freed.after
         while True:

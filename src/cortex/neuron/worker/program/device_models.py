@@ -295,7 +295,7 @@ class DeviceModels(dict[int, DeviceModel]):
         for model in list(self.values()):
             model.cancel_all()
             while model.engine.has_work and model.step():
-                pass  # what running requests have computed is kept, too
+                pass  # the KV of requests that ran is kept, too
             self._save_pages(model)
         self._host_pages.settle(until_s)
 

@@ -30,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="cortex.neuron.worker.program.fork_server", description=__doc__)
     parser.add_argument("--engine", required=True, help="module:attribute of the engine's load function")
     options, control = attach_to_parent(parser)
-    gc.disable()  # little of what is imported is garbage, and its collection takes a seventh of the time
+    gc.disable()  # imports leave little garbage, and its collection takes a seventh of the time
     try:
         resolve_loader(options.engine)
     except Exception as error:  # noqa: BLE001 - each worker meets the same error and reports it to the daemon

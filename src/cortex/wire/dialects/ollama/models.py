@@ -34,7 +34,7 @@ ABSENT = ("push",)
 """Routes that have no meaning here."""
 BLOBS_PREFIX = "/api/blobs/"
 BLOBS = BLOBS_PREFIX + "sha256[:-](?P<digest>[0-9a-f]{64})"
-"""Route of the files of which models are made."""
+"""Route of the files that models are made from."""
 
 _MAX_BODY_BYTES = 64 * 1024
 _OPTION_NAMES = {
@@ -95,7 +95,7 @@ def is_for_ollama(host: str | None, user_agent: str | None) -> bool:
 
 
 def digest(name: str, quant: str | None) -> str:
-    """Identifies a model and its form. Ollama's is the hash of a manifest, of which there is none here."""
+    """Identifies a model and its form. Ollama's is the hash of a manifest; models have none here."""
     return hashlib.sha256(f"{name}\n{quant}".encode()).hexdigest()
 
 

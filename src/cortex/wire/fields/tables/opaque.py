@@ -1,4 +1,4 @@
-"""Fields of requests that only the server of their model understands, as far as they are read here."""
+"""Fields that are read here of requests that only the server of their model understands."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ class MemberLink:
     async def open(
         self, on_lost: Callable[[str], None], on_ending: Callable[[str], None], *, checks_ports: bool
     ) -> None:
-        """Connects to the other nodes, as far as possible before the server starts, and frees the server's port.
+        """Connects to the other nodes, where that is possible before the server starts, and frees the server's port.
         `on_lost` is called once, with the reason, when the group has ended; `on_ending` when another member will end as
         soon as this one, the leader, has no requests. `checks_ports`: the servers of the other members already listen.
         Raises LoadFailed if a node cannot be reached."""

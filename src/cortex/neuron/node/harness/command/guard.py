@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
 
 def _run(command: list[str], env: dict[str, str]) -> int:
     if _prctl is not None:
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what the server leaves behind becomes a child of this process
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of the server become children of this process
     child_ended, waker = os.pipe()
     os.set_blocking(waker, False)
     signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
@@ -82,7 +82,7 @@ def _run(command: list[str], env: dict[str, str]) -> int:
                     os.kill(process, signal.SIGKILL)
             # The children of those that ended are children of this process now.
             code = _reap(server.pid, wait=True) or code
-    except OSError:  # this system does not list them: the server's group is all that can be found
+    except OSError:  # this system does not list them: only the server's group can be found
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(server.pid, signal.SIGKILL)
         while code is None:

@@ -64,7 +64,7 @@ class ServerLog:
         """Adds output of the server; empty bytes mark its end."""
         with self._lock:
             if data:
-                self._append(data.replace(b"\r", b"\n"))  # progress bars return to the begin of their line
+                self._append(data.replace(b"\r", b"\n"))  # progress bars return to the start of their line
             elif self._blocks and not self._blocks[-1].endswith(b"\n"):
                 self._append(b"\n")
 

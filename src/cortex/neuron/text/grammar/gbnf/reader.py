@@ -3,7 +3,7 @@
 It accepts the notation of llama.cpp and what its relatives allow beyond it: line breaks anywhere (a rule ends where the
 next one begins), underscores in names, and an escape before any punctuation. Rules without recursion become terminals,
 which are matched as regular expressions: exactly, and fast with a large vocabulary. A grammar without any recursion is
-a single terminal. In other grammars the library ends a terminal only where it cannot go on, as lexers do.
+a single terminal. In other grammars the library ends a terminal only where it cannot continue, as lexers do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cortex.wire.errors import shorten
 
 LAST_CHARACTER: Final = 0x10FFFF
 SURROGATES: Final = range(0xD800, 0xE000)
-"""Code points that are no characters."""
+"""Code points that are not characters."""
 
 
 class GbnfError(Exception):
@@ -266,7 +266,7 @@ class _Reader:
         return items[0] if len(items) == 1 else Concatenation(tuple(items))
 
     def _item(self, depth: int) -> Node | None:
-        """None where none begins."""
+        """None if no item begins here."""
         item: Node
         match self._text[self._at : self._at + 1]:
             case '"':

@@ -168,20 +168,24 @@ class KVPages:
         """Holds what a sequence needs to continue after `count` pages, as in `hold`, with new pages for those that are
         not known, whose contents the caller provides. Without the pages before `first`, which the sequence computes.
         None, without any change, if too few pages are free."""
-        prefixes = [digests[max(first, group.first_needed(start)) : count] for group in self.groups]
+        prefixes = [digests[group.first_needed(start) : count] for group in self.groups]
         found = [list(map(group.pool.page_of, wanted)) for group, wanted in zip(self.groups, prefixes, strict=True)]
-        for group, places in zip(self.groups, found, strict=True):
+        computed = [max(0, first - group.first_needed(start)) for group in self.groups]
+        for group, places, skipped in zip(self.groups, found, computed, strict=True):
             known = [page for page in places if page is not None]
-            if len(places) - len(known) + group.pool.num_idle_among(known) > group.pool.num_free:
+            if places[skipped:].count(None) + group.pool.num_idle_among(known) > group.pool.num_free:
                 return None
         incoming = []
-        for index, (group, wanted, places) in enumerate(zip(self.groups, prefixes, found, strict=True)):
+        for index, (group, wanted, places, skipped) in enumerate(
+            zip(self.groups, prefixes, found, computed, strict=True)
+        ):
             group.pool.hold(page for page in places if page is not None)
-            lacking = [digest for digest, page in zip(wanted, places, strict=True) if page is None]
+            lacking = [digest for digest, page in zip(wanted[skipped:], places[skipped:], strict=True) if page is None]
             new = group.pool.allocate(len(lacking)) or []
             unused = iter(new)
-            pages = [next(unused) if page is None else page for page in places]
+            pages = [next(unused) if page is None else page for page in places[skipped:]]
             incoming.append(IncomingPages(index, pages, new, lacking))
+            group.pool.release([page for page in places[:skipped] if page is not None])  # they were not to be evicted
         return incoming
 
     def arrived(self, incoming: Sequence[IncomingPages]) -> None:

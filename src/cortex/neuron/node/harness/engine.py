@@ -137,7 +137,10 @@ class EngineHarness:
         places = source.host.device_indices, target.host.device_indices
         if source.host.resident is not None and all(len(each) == 1 for each in places):
             workers = [self._devices.supervisors[index] for (index,) in places]
-            await self._kv.share(source.host.resident.info, source.stats, request, *workers)
+            stats = max(
+                source.stats, target.stats, key=lambda each: each.prompt_token_s
+            )  # one may not have reported yet
+            await self._kv.share(source.host.resident.info, stats, request, *workers)
 
     def replica(self, model: KnownModel, metadata: ModelMetadata, chosen: ChosenDevices) -> ModelHost:
         return self._devices.host(chosen.indices, self.spec(model, metadata, chosen))

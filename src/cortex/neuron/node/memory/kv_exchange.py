@@ -192,7 +192,7 @@ class KvExchange:
         self, info: EngineInfo, stats: EngineStats, request: EngineRequest, source: BlockWorker, target: BlockWorker
     ) -> None:
         """Writes what one worker of this node has of the prompt to disk for another one, which computes it next, if
-        writing and reading is expected to be faster than computing. `stats`: of the source."""
+        writing and reading is expected to be faster than computing. `stats`: of either."""
         if not self._may_exchange(info, request) or len(request.prompt) < self._rules.min_tokens:
             return
         prompt = _Prompt.of("", info, stats, request)

@@ -2,7 +2,7 @@ import pytest
 
 from cortex.http.request import Request
 from cortex.http.routing import Route, Router, query
-from cortex.wire.errors import MethodNotAllowed, RouteNotFound
+from cortex.wire.errors import InvalidValue, MethodNotAllowed, RouteNotFound
 
 ROUTER = Router(
     [
@@ -48,3 +48,8 @@ def test_unknown_path_is_rejected() -> None:
 def test_empty_query_parameter_counts_as_absent() -> None:
     assert query(request("GET", "/", b"a=1&a=2&b="), "a") == "1"
     assert query(request("GET", "/", b"b="), "b") is None
+
+
+def test_query_parameter_with_nul_is_rejected() -> None:
+    with pytest.raises(InvalidValue, match="Invalid value for 'key': it contains a NUL character"):
+        query(request("GET", "/", b"since=1&key=a%00b"), "key")

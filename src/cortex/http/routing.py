@@ -8,7 +8,7 @@ from typing import Generic, NamedTuple, TypeVar
 from urllib.parse import parse_qsl, unquote
 
 from cortex.http.request import Request
-from cortex.wire.errors import MethodNotAllowed, RouteNotFound, shorten
+from cortex.wire.errors import InvalidValue, MethodNotAllowed, RouteNotFound, shorten
 
 Handler = TypeVar("Handler")
 Handler_co = TypeVar("Handler_co", covariant=True)
@@ -30,9 +30,13 @@ def path_of(request: Request) -> str:
 
 
 def query(request: Request, name: str) -> str | None:
-    """The first value of a query parameter; None when it is absent or empty."""
+    """The first value of a query parameter; None when it is absent or empty. Raises InvalidValue for one with NUL,
+    which no name has and not every database stores."""
     found = parse_qsl(request.query.decode("utf-8", "replace"))
-    return next((value for key, value in found if key == name), None)
+    value = next((value for key, value in found if key == name), None)
+    if value is not None and "\0" in value:
+        raise InvalidValue(f"Invalid value for '{name}': it contains a NUL character.", param=name)
+    return value
 
 
 def is_in_query(request: Request, name: str) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -61,17 +62,19 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def content_sample(checkpoint: Checkpoint) -> str:
-    """A digest of bytes from all over the weights: checkpoints that share a config differ in it. Reads little, because
-    a node does so with every model that it lists. Raises CheckpointError."""
-    names = sorted(name for name, info in checkpoint.tensors.items() if len(info.shape) > 1)
-    step = -(-len(names) // _SAMPLED_TENSORS) or 1
+    """A digest of bytes from matrices and vectors all over the weights: checkpoints that share a config differ in it.
+    Reads little, because a node does so with every model that it lists. Raises CheckpointError."""
+    matrices, vectors = list[str](), list[str]()
+    for name, info in sorted(checkpoint.tensors.items(), key=itemgetter(0)):
+        (matrices if len(info.shape) > 1 else vectors).append(name)
     sampled = hashlib.sha256()
-    for name in names[::step]:
-        stored = checkpoint.stored(name)
-        piece = bytearray(min(_SAMPLED_BYTES, stored.num_bytes))
-        # From the middle: embeddings begin with rows of tokens that are never trained.
-        stored.file.read_into(memoryview(piece), stored.offset + (stored.num_bytes - len(piece)) // 2)
-        sampled.update(name.encode() + b"\0" + piece)
+    for names in (matrices, vectors):
+        for name in names[:: -(-len(names) // _SAMPLED_TENSORS) or 1]:
+            stored = checkpoint.stored(name)
+            piece = bytearray(min(_SAMPLED_BYTES, stored.num_bytes))
+            # From the middle: embeddings begin with rows of tokens that are never trained.
+            stored.file.read_into(memoryview(piece), stored.offset + (stored.num_bytes - len(piece)) // 2)
+            sampled.update(name.encode() + b"\0" + piece)
     return sampled.hexdigest()
 
 

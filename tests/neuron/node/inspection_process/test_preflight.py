@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from faulty_models import CONFIG, write_model
+from safetensors.torch import load_file, save_file
 
 from cortex.neuron.engine.memory.plan import ModelSizes
 from cortex.neuron.engine.memory.reserve import MemoryReserve
@@ -149,6 +150,11 @@ def test_digest_is_that_of_the_content(tmp_path: Path) -> None:
     base, tuned, copied = (inspect(tmp_path / name).digest for name in ("base", "tuned", "copy"))
     assert base == copied == inspect(tmp_path / "base", num_ranks=2).digest
     assert base != tuned
+    weights = load_file(tmp_path / "copy" / "model.safetensors")
+    save_file(
+        weights | {"model.norm.weight": weights["model.norm.weight"] + 1}, tmp_path / "copy" / "model.safetensors"
+    )
+    assert base != inspect(tmp_path / "copy").digest
 
 
 def test_recurrent_layers_need_states_and_no_pages(tmp_path: Path) -> None:

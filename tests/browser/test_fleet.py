@@ -332,11 +332,16 @@ def test_change_of_one_node_redraws_one_card_of_fifty(page: Page, large_fleet: L
     }""")
     lively = large_fleet.lively
     lively.states["org/model-007"] = ModelState.READY
-    lively.loads["org/model-007"] = ModelLoad(running=3)
-    page.get_by_label("Node lively").get_by_text("3 in flight").wait_for()
-    redrawn = page.evaluate("[...window.redrawn]")
-    assert "Node lively" in redrawn
-    assert len(redrawn) < NUM_NODES // 2, "a poll that is missed redraws a card, too; not so many"
+    for num_running in range(3, 9):
+        page.evaluate("window.redrawn.clear()")
+        lively.loads["org/model-007"] = ModelLoad(running=num_running)
+        page.get_by_label("Node lively").get_by_text(f"{num_running} in flight").wait_for()
+        redrawn = page.evaluate("[...window.redrawn]")
+        assert "Node lively" in redrawn
+        if len(redrawn) < NUM_NODES // 2:
+            break  # else polls were missed, or the page was too slow for single changes: that redraws cards, too
+    else:
+        pytest.fail("every change of one node redraws most cards")
     page.get_by_label("Filter nodes and models").fill("lively")
     cards.nth(1).wait_for(state="detached")
 

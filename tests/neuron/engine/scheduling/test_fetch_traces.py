@@ -125,6 +125,10 @@ class Elsewhere:
         pages.arrived(fetch.pages)
 
 
+MOST_STEPS = 2000
+"""Until all requests have ended, also after a failure in the middle of a step."""
+
+
 class FetchTrace(Trace):
     def _begun(self) -> None:
         self.elsewhere = Elsewhere(self.scheduler, self.device, Random(0), self.incoming)
@@ -139,8 +143,12 @@ class FetchTrace(Trace):
         super()._step(drafted)
 
     def teardown(self) -> None:
-        while hasattr(self, "elsewhere") and (self.live or self.elsewhere.fetches):
+        for _ in range(MOST_STEPS):
+            if not hasattr(self, "elsewhere") or not (self.live or self.elsewhere.fetches):
+                break
             self.step()
+        else:
+            raise AssertionError(f"{len(self.live)} requests do not end")
         super().teardown()
 
 

@@ -345,7 +345,9 @@ class Trace(RuleBasedStateMachine):
         assert plan.num_tokens <= self.limits.step_tokens, "over the step's budget"
         prefill = sum(row.count for row in plan.rows if not row.decodes)
         num_decodes = plan.num_tokens - prefill
-        if num_decodes and prefill > 1:
+        levels = {sequence.row: sequence.level for sequence in self.scheduler.running}
+        is_awaited = any(levels[row.row] > IDLE for row in plan.rows)
+        if num_decodes and prefill > 1 and is_awaited:
             allowed_s = max(self.limits.step_s, num_decodes * TOKEN_S / STREAM_SHARE)
             assert plan.num_tokens * TOKEN_S <= allowed_s + 1e-9, "prefill holds up the running streams"
         assert [row.count > 1 for row in plan.rows] == sorted(row.count > 1 for row in plan.rows)

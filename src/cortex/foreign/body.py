@@ -1,7 +1,7 @@
-"""JSON bodies for foreign servers, written anew from what was read here.
+"""JSON bodies for foreign servers, encoded again from the fields parsed here.
 
 Servers read bodies differently: which of two equal names they take, and whether they ignore case. So a server gets only
-what this program has read and checked.
+fields that this program has parsed and checked.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import math
 import sys
 import time
 from base64 import b64decode
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -199,17 +199,27 @@ class ChatResponse:
         return f"{speed}, first token after {self.first_token_s:.2f} s"
 
 
+def conversation_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options of a conversation: its system prompt, the temperature and the length of responses."""
+    options = (
+        click.option("-s", "--system", help="System prompt."),
+        click.option(
+            "-t",
+            "--temperature",
+            type=click.FloatRange(0, 2),
+            help="Sampling temperature; 0 always picks the most likely token.",
+        ),
+        click.option("-n", "--max-tokens", type=click.IntRange(1), help="Maximum length of the response, in tokens."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
 @click.command(cls=Command)
 @click.argument("model", type=MODEL, required=False)
 @click.argument("prompt", required=False)
-@click.option("-s", "--system", help="System prompt.")
-@click.option(
-    "-t",
-    "--temperature",
-    type=click.FloatRange(0, 2),
-    help="Sampling temperature; 0 always picks the most likely token.",
-)
-@click.option("-n", "--max-tokens", type=click.IntRange(1), help="Maximum length of the response, in tokens.")
+@conversation_options
 @click.option(
     "-i",
     "--image",

@@ -6,7 +6,7 @@ import click
 
 from cortex.cli import fleet_view
 from cortex.cli.client import GatewayClient, GatewayRejected, gateway_options, model_path
-from cortex.cli.commands.chat import converse
+from cortex.cli.commands.chat import conversation_options, converse
 from cortex.cli.commands.files import start_pull
 from cortex.cli.failures import Command, CommandError
 from cortex.cli.model_name import MODEL
@@ -20,14 +20,7 @@ from cortex.wire.node.protocol import ModelState
 @click.argument("model", type=MODEL, metavar="MODEL[:QUANT]")
 @click.argument("prompt", required=False)
 @click.option("--node", help="Node to load it on. [default: the gateway chooses]")
-@click.option("-s", "--system", help="System prompt.")
-@click.option(
-    "-t",
-    "--temperature",
-    type=click.FloatRange(0, 2),
-    help="Sampling temperature; 0 always picks the most likely token.",
-)
-@click.option("-n", "--max-tokens", type=click.IntRange(1), help="Maximum length of the response, in tokens.")
+@conversation_options
 @gateway_options
 def run(
     model: str,

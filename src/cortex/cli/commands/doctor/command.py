@@ -30,7 +30,7 @@ def doctor(config: Path | None, gateway: GatewayClient, as_json: bool) -> int:
 
     Checks versions, libraries, configuration, databases, gateway, models, nodes, devices, ports, disk and cache. Exits
     with code 1 if it finds a problem. With --config, the gateway is expected at the address in that file, unless --url
-    names another. Also reads the variables file of the systemd unit beside it: cortex.env for cortex.toml.
+    is given. Also reads the environment file of the systemd unit in the same folder: cortex.env for cortex.toml.
     """
     environment = list(configuration_checks.environment(config))
     listens = configuration_checks.addresses(config)

@@ -27,10 +27,10 @@ class KeyDivision:
     """How programs divide the keys of the rows of a step, whose lengths only the device knows."""
 
     parts: int
-    """Of a row, at most."""
+    """Maximum number of programs for a row."""
     shares: int
-    """All keys are so many shares of one size. A row gets as many programs as it has shares, rounded, and at least one:
-    so rows of one length are divided evenly, and no program has more than one and a half shares."""
+    """The number of equal shares into which all keys are divided. A row gets one program per share, rounded, and at
+    least one, so rows of equal length are divided evenly and no program has more than one and a half shares."""
     programs: int
     """Enough for rows of any lengths."""
     tile: int

@@ -156,7 +156,7 @@ def _parts_kernel(
 ):
     """For each program: the row, its row in the page table, its first key and the end of its keys, its part and the
     number of the row's parts, which is zero for a program without keys. Long rows come first: others fit behind them.
-    left: so many of the newest keys of a row are in no part."""
+    left: the number of newest keys of a row that belong to no part."""
     keys = tl.zeros((ROWS_BLOCK,), tl.int64)
     for start in range(0, num_rows, ROWS_BLOCK):
         row = start + tl.arange(0, ROWS_BLOCK)

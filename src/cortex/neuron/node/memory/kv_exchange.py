@@ -117,7 +117,7 @@ class KvExchange:
         self._rates: dict[str, CopyRate] = {}
         """By the address of the other node."""
         self._write_rate = CopyRate(assumed=DISK_BYTES_PER_S)
-        """Of blocks for another device of this node."""
+        """The rate of writing blocks for another device of this node."""
         self._avoided_until_s: dict[str, float] = {}
         self._turns = asyncio.Semaphore(MAX_FETCHES)
         self._threads = ThreadPoolExecutor(MAX_FETCHES, "kv-fetch")

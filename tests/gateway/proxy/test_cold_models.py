@@ -11,6 +11,7 @@ from aiohttp import web
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.fleet.rules import EvictionRules
+from cortex.gateway.ledger.keys import generate
 from cortex.wire.node.protocol import ModelState
 
 from ...ports import free_port
@@ -94,6 +95,16 @@ async def test_unknown_model_can_be_asked_for_again_while_a_node_is_starting(
         assert (response.status, error["code"], "retry-after" in response.headers) == (503, "overloaded", True)
         assert "away may have it" in error["message"]
     assert (await client.chat("a"))[0] == 200
+
+
+async def test_client_with_a_key_does_not_learn_which_node_is_starting(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    user, away = generate("user"), FakeNeuron("away", port=free_port())
+    client = await start_gateway(await neurons("beast", sizes={"a": GB}), away, keys=(user.section,))
+    body = {"model": "b", "messages": []}
+    status, response = await client.post("/v1/chat/completions", body, authorization=f"Bearer {user.text}")
+    assert (status, response["error"]["code"], "away" in response["error"]["message"]) == (503, "overloaded", False)
 
 
 async def test_model_that_fits_nowhere_is_507_with_need_and_have(

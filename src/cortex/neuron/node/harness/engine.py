@@ -137,9 +137,8 @@ class EngineHarness:
         places = source.host.device_indices, target.host.device_indices
         if source.host.resident is not None and all(len(each) == 1 for each in places):
             workers = [self._devices.supervisors[index] for (index,) in places]
-            stats = max(
-                source.stats, target.stats, key=lambda each: each.prompt_token_s
-            )  # one may not have reported yet
+            # One of them may not have reported its speed yet.
+            stats = max(source.stats, target.stats, key=lambda each: each.prompt_token_s)
             await self._kv.share(source.host.resident.info, stats, request, *workers)
 
     def replica(self, model: KnownModel, metadata: ModelMetadata, chosen: ChosenDevices) -> ModelHost:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cortex.neuron.engine.engine import Engine
-from cortex.neuron.engine.errors import RequestError, StepBlamed
+from cortex.neuron.engine.errors import FaultyRequest, RequestError
 from cortex.neuron.engine.execution.runner import Runner
 from cortex.neuron.engine.request import EngineRequest, SamplingParams, StepOutput
 from cortex.neuron.engine.sampling.sampler import Sampler
@@ -152,7 +152,7 @@ def run_with_worker(engine: Engine, requests: list[EngineRequest]) -> tuple[dict
         outputs = []
         try:
             outputs = engine.step()
-        except StepBlamed as error:
+        except FaultyRequest as error:
             blamed.append(error.request_id)
             engine.cancel(error.request_id)
         except OverflowError:

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cortex.neuron.engine.engine import Engine
-from cortex.neuron.engine.errors import RequestError, StepBlamed
+from cortex.neuron.engine.errors import FaultyRequest, RequestError
 from cortex.neuron.engine.loading.loading import load_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.engine.sampling.constraints import Constraint, Constraints
@@ -270,7 +270,7 @@ def test_error_in_the_callback_of_a_mask_is_blamed_on_its_request(
     while engine.has_work:
         try:
             outputs = engine.step()
-        except StepBlamed as error:
+        except FaultyRequest as error:
             blamed.append(error.request_id)
             engine.cancel(error.request_id)
             continue

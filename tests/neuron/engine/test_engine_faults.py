@@ -16,7 +16,8 @@ from cortex.neuron.engine.request import EngineRequest, SamplingParams, StepOutp
 from cortex.neuron.engine.sampling.sampler import Sampler
 from cortex.neuron.kernels.sampling.rows import FREQUENCY, number
 
-from .tiny_engine import CONTEXT, PAGE, VOCAB, EngineMaker, ask, mixed_batch, run, some_tokens, tokens_of
+from ..engine_runs import tokens_of
+from .tiny_engine import CONTEXT, PAGE, VOCAB, EngineMaker, ask, mixed_batch, run, some_tokens
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ import pytest
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams, StageSpec
 
+from ...engine_runs import run, tokens_of
 from ...named_weights import named_weights
-from ...rank_threads import RankThreads, run, tokens_of
+from ...rank_threads import RankThreads
 from ...tiny_models import tiny_experts, tiny_sizes, write_checkpoint
 
 GENERAL: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "num_hidden_layers": 12}

@@ -22,7 +22,8 @@ from cortex.neuron.engine.parallel.ranks import load_engine
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec, SamplingParams
 
 from ....waiting import WAIT_S, wait_until
-from ...rank_threads import QueueLink, RankThreads, run, tokens_of
+from ...engine_runs import run, tokens_of
+from ...rank_threads import QueueLink, RankThreads
 from ...tiny_models import tiny_delta, tiny_sizes
 
 SIZES: dict[str, Any] = {

@@ -18,7 +18,8 @@ from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.models.registry import open_model
 from cortex.neuron.models.sizes import WeightStorage
 
-from ...rank_threads import RankThreads, run, tokens_of
+from ...engine_runs import run, tokens_of
+from ...rank_threads import RankThreads
 from ...tiny_models import tiny_delta, tiny_experts, tiny_sizes
 
 VOCAB = 97

@@ -1,11 +1,26 @@
-"""Runs requests on an engine until all of them are done."""
+"""Random weights of engines, and requests that run until all of them are done."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import torch
 
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.request import EngineRequest, SamplingParams, StepOutput
+from cortex.neuron.layers.parameters import Parameters
+
+
+def filled(seed: int) -> Callable[[Parameters], None]:
+    """Makes what fills a model with random weights."""
+
+    def fill(parameters: Parameters) -> None:
+        torch.manual_seed(seed)
+        for binding in parameters.bindings:
+            view = binding.destination
+            view.uniform_(0.1, 1.0) if view.dim() == 1 else view.normal_(0.0, 2 * view.shape[-1] ** -0.5)
+
+    return fill
 
 
 def run(engine: Engine, *requests: EngineRequest) -> dict[str, list[StepOutput]]:
@@ -29,3 +44,9 @@ def responses(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int 
     greedy = SamplingParams(temperature=0.0)
     requests = [EngineRequest(str(number), tuple(prompt), max_tokens, greedy) for number, prompt in enumerate(prompts)]
     return [tokens_of(outputs) for outputs in run(engine, *requests).values()]
+
+
+def response_to(engine: Engine, request: EngineRequest) -> tuple[list[int], int]:
+    """The tokens of a response, and how many of the prompt came from the cache."""
+    outputs = run(engine, request)[request.id]
+    return tokens_of(outputs), sum(output.cached_tokens or 0 for output in outputs)

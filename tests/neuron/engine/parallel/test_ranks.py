@@ -23,6 +23,7 @@ from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec, Samp
 
 from ....waiting import WAIT_S, wait_until
 from ...engine_runs import run, tokens_of
+from ...models.reference_models import randomised
 from ...rank_threads import QueueLink, RankThreads
 from ...tiny_models import tiny_delta, tiny_sizes
 
@@ -35,10 +36,8 @@ SIZES: dict[str, Any] = {
 
 def write_hybrid(folder: Path) -> Path:
     """A model with attention and recurrent layers."""
-    torch.manual_seed(0)
-    model = transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**SIZES))
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3 if parameter.dim() == 1 else 0.12)
+    config = transformers.Qwen3_5TextConfig(**SIZES)
+    model = randomised(lambda: transformers.Qwen3_5ForCausalLM(config), std=0.12, vector_std=0.3)
     model.save_pretrained(folder)
     return folder
 

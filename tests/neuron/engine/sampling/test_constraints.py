@@ -24,6 +24,8 @@ from cortex.neuron.kernels.sampling.rows import MASKED_BY, Draws, number
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.text.grammar.matcher import MatchState
 
+from ... import engine_runs
+from ...engine_runs import tokens_of
 from ...tiny_models import tiny_sizes
 
 END = 256
@@ -73,17 +75,13 @@ def new_engine(
 def run(
     engine: Engine, *requests: EngineRequest, errors: dict[str, str] | None = None
 ) -> tuple[dict[str, list[int]], dict[str, str | None]]:
-    for request in requests:
-        engine.submit(request)
-    tokens: dict[str, list[int]] = {}
-    finish: dict[str, str | None] = {}
-    while engine.has_work:
-        for output in engine.step():
-            tokens.setdefault(output.request_id, []).extend(output.tokens)
-            finish[output.request_id] = output.finish
-            if output.error is not None and errors is not None:
-                errors[output.request_id] = output.error
-    return tokens, finish
+    found = engine_runs.run(engine, *requests)
+    if errors is not None:
+        errors |= {name: error for name, outputs in found.items() for output in outputs if (error := output.error)}
+    return (
+        {name: tokens_of(outputs) for name, outputs in found.items()},
+        {name: outputs[-1].finish for name, outputs in found.items()},
+    )
 
 
 def request(name: str, grammar: str | None, **sampling: Any) -> EngineRequest:

@@ -21,12 +21,10 @@ from cortex.neuron.engine.loading.loading import build_model, load_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec
 from cortex.neuron.layers.parameters import Parameters
 
-from ...engine_runs import filled
 from ...tiny_models import llama_config, llama_weights, tiny_delta, tiny_experts, tiny_sizes
 from ..execution.replays import ReplayOnCpu
 from .counting_models import CPU, VOCAB, AnyWidths, Response, counted, counting, responses, some_requests
 
-FILL = filled(1)
 DENSE: dict[str, Any] = {"model_type": "qwen3", **tiny_sizes(vocab_size=VOCAB, hidden_size=32)}
 FAMILIES: dict[str, dict[str, Any]] = {
     "dense": DENSE,
@@ -53,13 +51,19 @@ HEADS: dict[str, dict[str, Any]] = {
 """Families whose models are published with a prediction head."""
 
 
+def fill(parameters: Parameters) -> None:
+    torch.manual_seed(1)
+    for binding in parameters.bindings:
+        torch.nn.init.normal_(binding.destination, std=0.5 if binding.destination.dim() == 1 else 0.15)
+
+
 def make_engine(
     folder: Path,
     config: dict[str, Any],
     *,
     seed: int | None,
     late: bool = False,
-    weights: Callable[[Parameters], None] = FILL,
+    weights: Callable[[Parameters], None] = fill,
     **options: Any,
 ) -> Engine:
     """`seed`: of the widths; None: no drafts."""

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cortex.neuron.engine.errors import StepBlamed
+from cortex.neuron.engine.errors import FaultyRequest
 from cortex.neuron.engine.execution import batch_invariant
 from cortex.neuron.engine.execution.draw_graphs import DrawGraphs
 from cortex.neuron.engine.execution.graphs import (
@@ -190,13 +190,13 @@ class Runner:
     def launch(self, plan: StepPlan, draws: Sequence[Draw], mask: NewMask | None = None) -> Launched:
         """Starts a step. `draws`: the plan's drawing rows in order; `mask`: returns the tokens that they may draw.
 
-        Raises StepBlamed if the parameters of one request are at fault; retract the plan then."""
+        Raises FaultyRequest if the parameters of one request are at fault; retract the plan then."""
         with torch.inference_mode():
             for row, request, past in plan.new_rows:
                 try:
                     self.sampler.assign(row, request, past)
                 except Exception as error:
-                    raise StepBlamed(request.id) from error
+                    raise FaultyRequest(request.id) from error
             return self._run(plan, draws, mask)
 
     def _run(self, plan: StepPlan, draws: Sequence[Draw], mask: NewMask | None) -> Launched:

@@ -316,11 +316,11 @@ class OpenIDClient:
             reason = UpstreamUnavailable(
                 problem.message
                 if isinstance(problem, UpstreamUnavailable)
-                else f"The sign-in provider does not respond: {problem or f'no end within {self._timeout_s:g} s'}"
+                else f"The sign-in provider does not respond: {str(problem) or f'no end within {self._timeout_s:g} s'}"
             )
             self._remember(reason)
             raise reason from problem
-        if response.status >= 400:
+        if not 200 <= response.status < 300:
             raise _rejected(response)
         return response.content
 

@@ -8,7 +8,7 @@ import msgspec
 
 from cortex.fleet.catalogue import ModelSpec
 from cortex.fleet.memory import MemoryNeed
-from cortex.fleet.topology import Fleet, ModelOnNode, Node
+from cortex.fleet.topology import RESERVES, Fleet, ModelOnNode, Node
 from cortex.formats.units import gib
 from cortex.wire.node.protocol import ModelState
 
@@ -46,13 +46,21 @@ def unfit_to_lead(spec: ModelSpec, node: Node, fleet: Fleet) -> tuple[Verdict, s
     return unfit
 
 
+def unreachable(node: Node) -> tuple[Verdict, str] | None:
+    """The verdict on a node that does not respond; `None` if it does."""
+    if node.healthy or node.drained:
+        return None
+    verdict = Verdict.STANDBY if node.sleep in RESERVES else Verdict.UNHEALTHY
+    return verdict, node.problem or "no poll has succeeded yet"
+
+
 def unfit_for_group(spec: ModelSpec, node: Node | None, *, is_waking: bool = False) -> tuple[Verdict, str] | None:
     """Why a node cannot run a member, regardless of memory; `None` if memory decides. `is_waking`: it has a sleeping
     one."""
     if node is None:
         return Verdict.UNHEALTHY, "the fleet has no such node; add it under [[neurons]]"
-    if not node.healthy and not node.drained:
-        return Verdict.UNHEALTHY, node.problem or "no poll has succeeded yet"
+    if (why := unreachable(node)) is not None:
+        return why
     if node.draining:
         return Verdict.DRAINING, node.why_draining
     if is_waking:

@@ -21,7 +21,7 @@ from cortex.wire.words import duration, replicas_in_words
 
 from .decision import Action, Assessment, Decision, Origin, Verdict
 from .fitting import Fitting, need_and_have
-from .groups import fit_group, unfit_to_lead
+from .groups import fit_group, unfit_to_lead, unreachable
 
 ACTIONS: dict[Verdict, Action] = {
     Verdict.RESIDENT: "route",
@@ -34,7 +34,7 @@ ACTIONS: dict[Verdict, Action] = {
     Verdict.CROWDED: "wait",
 }
 
-_LASTING = frozenset(Verdict) - {*ACTIONS, Verdict.DRAINING, Verdict.UNHEALTHY, Verdict.HELD}
+_LASTING = frozenset(Verdict) - {*ACTIONS, Verdict.DRAINING, Verdict.STANDBY, Verdict.UNHEALTHY, Verdict.HELD}
 """Verdicts that do not depend on other models or the operator."""
 
 KEPT_KV_WORTH = 0.25
@@ -205,8 +205,8 @@ def without_memory(
     spec: ModelSpec, node: Node, held: Residency | None, fleet: Fleet, now: float, origin: Origin
 ) -> tuple[Verdict, str] | None:
     """The verdict if it does not depend on memory, else `None`."""
-    if not node.healthy and not node.drained:
-        return Verdict.UNHEALTHY, node.problem or "no poll has succeeded yet"
+    if (why := unreachable(node)) is not None:
+        return why
     if node.draining:
         return Verdict.DRAINING, node.why_draining
     if held is not None and (part := fleet.draining_member(held)) is not None:

@@ -15,7 +15,7 @@ from cortex.fleet.devices import bytes_held
 from cortex.fleet.index import remembered
 from cortex.fleet.memory import MemoryNeed, need_of
 from cortex.fleet.rules import PlacementRules
-from cortex.fleet.topology import STARTING, Fleet, ModelOnNode, Node, Residency
+from cortex.fleet.topology import RESERVES, STARTING, Fleet, ModelOnNode, Node, Residency
 from cortex.formats.units import gib
 from cortex.wire.node.bench import BenchResult
 from cortex.wire.node.contexts import tolerated
@@ -36,7 +36,7 @@ ACTIONS: dict[Verdict, Action] = {
     Verdict.CROWDED: "wait",
 }
 
-_LASTING = frozenset(Verdict) - {*ACTIONS, Verdict.DRAINING, Verdict.UNHEALTHY, Verdict.HELD}
+_LASTING = frozenset(Verdict) - {*ACTIONS, Verdict.DRAINING, Verdict.STANDBY, Verdict.UNHEALTHY, Verdict.HELD}
 """Verdicts that do not depend on other models or the operator."""
 
 KEPT_KV_WORTH = 0.25
@@ -210,8 +210,8 @@ def without_memory(
     spec: ModelSpec, node: Node, held: Residency | None, fleet: Fleet, now: float, origin: Origin
 ) -> tuple[Verdict, str] | None:
     """The verdict if it does not depend on memory, else `None`."""
-    if not node.healthy and not node.drained:
-        return Verdict.UNHEALTHY, node.problem or "no poll has succeeded yet"
+    if (why := unreachable(node)) is not None:
+        return why
     if node.draining:
         return Verdict.DRAINING, node.why_draining
     if held is not None and (part := fleet.draining_member(held)) is not None:
@@ -377,13 +377,21 @@ def unfit_to_lead(spec: ModelSpec, node: Node, fleet: Fleet) -> tuple[Verdict, s
     return unfit
 
 
+def unreachable(node: Node) -> tuple[Verdict, str] | None:
+    """The verdict on a node that does not respond; `None` if it does."""
+    if node.healthy or node.drained:
+        return None
+    verdict = Verdict.STANDBY if node.sleep in RESERVES else Verdict.UNHEALTHY
+    return verdict, node.problem or "no poll has succeeded yet"
+
+
 def unfit_for_group(spec: ModelSpec, node: Node | None, *, is_waking: bool = False) -> tuple[Verdict, str] | None:
     """Why a node cannot run a member, regardless of memory; `None` if memory decides. `is_waking`: it has a sleeping
     one."""
     if node is None:
         return Verdict.UNHEALTHY, "the fleet has no such node; add it under [[neurons]]"
-    if not node.healthy and not node.drained:
-        return Verdict.UNHEALTHY, node.problem or "no poll has succeeded yet"
+    if (why := unreachable(node)) is not None:
+        return why
     if node.draining:
         return Verdict.DRAINING, node.why_draining
     if is_waking:

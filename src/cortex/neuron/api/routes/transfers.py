@@ -106,7 +106,7 @@ class KvBlocks:
     async def send(self, call: ApiCall) -> None:
         wanted = decode(call.request.body, BlocksRequest)
         async with self._turns:
-            found = await self._backend.kv.offered(wanted.model, wanted.digests)
+            found = await self._backend.kv.offered(wanted)
             exchange = call.exchange
             client = ClientPace(exchange)
             headers = (*_OCTETS, (PAGES.encode(), b"%d" % found.num_pages))

@@ -37,6 +37,8 @@ _ALIGNMENT = 4096
 """Of blocks in files and memory, for reads that bypass the page cache."""
 _MAX_HEADER_BYTES = 64 << 20
 _MAX_BLOCK_BYTES = 1 << 30
+_SENT_BYTES = 32 << 20
+"""Of blocks between nodes that become a file together: what has arrived is used before the rest has."""
 _MODEL = re.compile("[0-9a-f]{32}")
 
 
@@ -274,19 +276,24 @@ class Selection:
         return sum(piece.num_bytes for piece in self.pieces)
 
 
-def select(files: Iterable[BlockFile], digests: Sequence[Digest]) -> Selection:
-    """The blocks of the prefix whose pages have these digests."""
-    wanted, known, pieces = set(digests), set[tuple[int, Digest]](), list[Piece]()
+def select(files: Iterable[BlockFile], digests: Sequence[Digest], *, last_first: bool = False) -> Selection:
+    """The blocks of the prefix whose pages have these digests, those of its first pages first."""
+    wanted = {digest: page for page, digest in enumerate(digests)}
+    known, pieces = set[tuple[int, Digest]](), list[Piece]()
+    groups: list[tuple[int, BlockFile, list[int]]] = []
     for file in files:
-        size, part = file.kind.num_bytes, file.kind.part
+        part, most = file.kind.part, max(1, _SENT_BYTES // file.kind.num_bytes)
         chosen = [number for number, each in enumerate(file.digests) if each in wanted and (part, each) not in known]
-        if not chosen:
-            continue
         known |= {(part, file.digests[number]) for number in chosen}
-        names = [file.digests[number] for number in chosen], [file.checksums[number] for number in chosen]
+        for first in range(0, len(chosen), most):
+            numbers = chosen[first : first + most]
+            groups.append((min(wanted[file.digests[number]] for number in numbers), file, numbers))
+    for _, file, numbers in sorted(groups, key=lambda each: each[0], reverse=last_first):
+        size = file.kind.num_bytes
+        names = [file.digests[number] for number in numbers], [file.checksums[number] for number in numbers]
         header = _header(file.kind, file.model_id, *names)
         pieces.append(Piece(header, num_bytes=len(header)))
-        for number in chosen:
+        for number in numbers:
             last = pieces[-1]
             start = file.first_byte + number * size
             if last.path == file.path and last.first_byte + last.num_bytes == start:
@@ -299,10 +306,16 @@ def select(files: Iterable[BlockFile], digests: Sequence[Digest]) -> Selection:
 
 
 def receive(
-    read_into: Callable[[memoryview], int], root: Path, model: bytes, model_id: str, wanted: Collection[Digest]
+    read_into: Callable[[memoryview], int],
+    root: Path,
+    model: bytes,
+    model_id: str,
+    wanted: Collection[Digest],
+    written: Callable[[], None] = lambda: None,
 ) -> int:
     """Writes a stream of `Selection` as files; returns the bytes. `read_into`: as of a file. `wanted`: the requested
-    blocks. Raises DamagedFile for other or altered blocks, and what `read_into` raises; complete files stay."""
+    blocks. `written`: called on a thread for each file. Raises DamagedFile for other or altered blocks, and what
+    `read_into` raises; complete files stay."""
     total = 0
     with ThreadPoolExecutor(1, "kv-file") as writer:
         writing: Future[None] | None = None
@@ -322,7 +335,7 @@ def receive(
             total += len(blocks) * kind.num_bytes
             if writing is not None:
                 writing.result()  # at most one file is in memory while the next one arrives
-            writing = writer.submit(_write_checked, root, kind, model_id, digests, blocks, checksums)
+            writing = writer.submit(_write_checked, root, kind, model_id, digests, blocks, checksums, written)
         if writing is not None:
             writing.result()
     return total
@@ -335,11 +348,13 @@ def _write_checked(
     digests: Sequence[Digest],
     blocks: Sequence[memoryview],
     checksums: Sequence[int],
+    written: Callable[[], None],
 ) -> None:
     """Raises DamagedFile, or OSError."""
     if any(zlib.crc32(block) != checksum for block, checksum in zip(blocks, checksums, strict=True)):
         raise DamagedFile("a block")
     write_file(root, kind, model_id, digests, blocks, checksums)
+    written()
 
 
 def _exactly(read_into: Callable[[memoryview], int], num_bytes: int, *, may_end: bool = False) -> bytearray:

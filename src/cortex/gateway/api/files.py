@@ -233,12 +233,9 @@ class FileRoutes:
         """Raises InvalidValue or ModelNotFound."""
         if not self._neighbours.is_on:
             raise InvalidValue("Nodes do not share files: set `share_files` of [gateway] to true.", param="copy")
-        if self._neighbours.is_on_path(files.model_id, files.source):
-            what = f"{shorten(files.model_id)} is a path on its node, and nodes share only files of the hub"
-            raise InvalidValue(f"{what}; copy it by other means.", param="model")
         for client in clients:
             if not self._neighbours.holders(client.name, files.model_id, files.source):
-                what = f"No other node that {client.name} can reach has {shorten(files.model_id)} in its hub cache"
+                what = f"No other node that {client.name} can reach has files of {shorten(files.model_id)}"
                 raise ModelNotFound(f"{what}; pull it instead.", param="model")
 
     def _files(self, wanted: _Pull) -> FilesRequest:

@@ -91,7 +91,7 @@ class NodeApi:
         self._access = access or NodeAccess(NodeKeys())
         self._metrics = Metrics(backend)
         self._parser = BodyParser()
-        self._departures = KeepAliveUnloads(backend)
+        self._unloads = KeepAliveUnloads(backend)
         self._tasks: set[asyncio.Task[None]] = set()
         ticker = Ticker(asyncio.get_running_loop())
         usage_records = UsageRecords()
@@ -105,7 +105,7 @@ class NodeApi:
             strip_billing_header,
             tracer or NoTracer(),
             self._parser,
-            self._departures,
+            self._unloads,
         )
         self._router = Router(
             [
@@ -133,7 +133,7 @@ class NodeApi:
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._departures.close()
+        await self._unloads.close()
         await self._parser.close()
 
     def _admit_head(self, request: Request) -> int | Spooled:

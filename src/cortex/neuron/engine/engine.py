@@ -374,7 +374,8 @@ class Engine:
             if (len(host.store) or host.disk is not None) and self._names_alone and self._loop.host is not None:
                 self._loop.host.ensure_named()
                 if host.disk is not None and self._is_whole:
-                    self.info = replace(self.info, kv_name=self._name_by_content().hex())
+                    name, computes = self._name_by_content().hex(), self._loop.host.computes_fronts
+                    self.info = replace(self.info, kv_name=name, computes_fronts=computes)
         return host
 
     @property

@@ -326,9 +326,17 @@ class Runner:
         scores += score_prompts(self._logits, hidden, plan, inputs, self._upload)
         if not draws:
             return None, hidden
-        logits = self._logits(hidden.index_select(0, self._upload(inputs.last)))
+        logits = self._logits(hidden.index_select(0, self._upload(self._padded(inputs.last))))
         allowed = None if mask is None else mask()
         return self._draw_from(logits, np.arange(len(draws)), inputs, draws, allowed), hidden
+
+    def _padded(self, last: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The places of drawn tokens, repeated up to a number of rows that has a graph: for other numbers, libraries
+        load other kernels when they are first used, and wait for all launched steps then."""
+        steps = self._graphs.steps
+        if self._graphs.prompts is None or steps is None:
+            return last
+        return np.pad(last, (0, steps.padded(len(last)) - len(last)), mode="edge")
 
     def _hidden(self, plan: StepPlan, inputs: StepInputs) -> Tensor:
         """The residual stream after the last layer, of the tokens that are drawn after or scored: [tokens, hidden]"""

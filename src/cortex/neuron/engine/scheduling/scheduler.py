@@ -242,12 +242,12 @@ class Scheduler:
         """Sequences that have computed all pages before the fetched ones wait for these without a row. Their pages are
         known and idle meanwhile, and they are admitted again with their whole prefix."""
         page_tokens = self.pages.page_tokens
-        for sequence in [each for each in self.running if each.leaves_row_at]:
-            if self._offloaded is not None and sequence.scheduled < sequence.leaves_row_at:
-                progress = -(-sequence.scheduled // page_tokens), sequence.leaves_row_at // page_tokens
+        for sequence in [each for each in self.running if each.awaits_blocks]:
+            if self._offloaded is not None and sequence.scheduled < (sequence.leaves_row_at or sequence.length):
+                progress = max(1, -(-sequence.scheduled // page_tokens)), sequence.leaves_row_at // page_tokens
                 front = self._offloaded.shortened_front(sequence.request.id, sequence.digests, *progress)
                 sequence.leaves_row_at = front * page_tokens
-            if sequence.scheduled >= sequence.leaves_row_at:
+            if sequence.leaves_row_at and sequence.scheduled >= sequence.leaves_row_at:
                 sequence.front_tokens = sequence.scheduled - (sequence.cached or 0)
                 sequence.cached = None
                 self._requeue(sequence)
@@ -346,7 +346,7 @@ class Scheduler:
             return bool(waiting)
         streams = self._shape(draft)
         # Fetched blocks go to the device between steps, so steps are as short as if another prompt waited.
-        num_prompts = len(sequences) + sum([each.leaves_row_at > 0 for each in sequences])
+        num_prompts = len(sequences) + sum([each.awaits_blocks for each in sequences])
         budget = self.limits.prompt_budget(self.costs, streams, num_prompts) if idle_budget is None else idle_budget
         work = _COUNT if budget is None else self.costs.work
         prompts = self._prompts(sequences, draft, work)

@@ -1,7 +1,5 @@
-"""The routes of the page: its files, and `/session`, with which a browser signs in, reads its identity, and signs
-out.
-
-The files of the page, read and compressed once, when it is first opened.
+"""The routes of the page: its files, which are read and compressed once, when it is first opened, and `/session`, with
+which a browser signs in, reads its identity, and signs out.
 """
 
 from __future__ import annotations

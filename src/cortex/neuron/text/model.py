@@ -1,6 +1,5 @@
-"""The text side of a model: tokenizer, templates and output syntax, without its weights.
-
-Prompts of models that fill in text between a prefix and a suffix.
+"""The text side of a model: tokenizer, templates and output syntax, without its weights; and the prompts of models that
+fill in text between a prefix and a suffix.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ It executes commands in order and steps every model that has work, in turn. A lo
 loaded models run from time to time. Requests and cancellations that arrive during a load are executed then; other
 commands wait.
 
-Compiles the grammars of requests outside of the engine thread, because a large one takes seconds.
+Grammars of requests are compiled on threads of their own, because a large one takes seconds.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ class Gateway:
         open_paths = paths_without_key(config)
         creations = CreationRoutes(api, self._file_routes, self._created_models, self._change_created)
         self._ollama_routes = OllamaRoutes(api, self._file_routes, open_paths, creations)
-        key_routes = KeyRoutes(self._metering, self._refresh_keys, self._deferred)
+        key_routes = KeyRoutes(api, self._refresh_keys)
         orders = OrderRoutes(api, operator, board, self._operator_state.store)
         self._model_servers = ModelServerRoutes(api, self.event_log)
         parts = (
@@ -194,19 +194,12 @@ class Gateway:
             self._bench_routes,
             LlamaCppRoutes(api, orders, open_paths, self.event_log, self._streams),
             self._model_servers,
-            JobRoutes(board, self._metering),
-            AuditRoutes(self._audit, self._metering, self._deferred),
-            ActivityRoutes(
-                self._services.activity,
-                self._request_log,
-                self._services.running,
-                self._metering,
-                self._streams,
-                self._deferred,
-            ),
+            JobRoutes(api, board),
+            AuditRoutes(api, self._audit),
+            ActivityRoutes(api, self._services.activity, self._request_log, self._services.running, self._streams),
             self._batches,
-            HistoryRoutes(self._history.history, self._metering),
-            UsageRoutes(self._metering, lambda: self.dispatcher.fleet.catalogue, self._deferred),
+            HistoryRoutes(api, self._history.history),
+            UsageRoutes(api),
             key_routes,
             KeptPromptRoutes(api, key_routes.find, lambda: self._admission.prefix_sharing),
         )

@@ -15,16 +15,14 @@ from typing import Any
 import msgspec
 
 from cortex.gateway.api.live.event_streams import EventStreams
-from cortex.gateway.api.parts import ApiRoute, expect, number_in_query, time_in_query
+from cortex.gateway.api.parts import ApiRoute, ApiServices, expect, number_in_query, time_in_query
 from cortex.gateway.database import StoreError
 from cortex.gateway.dispatch.operator.audit import AuditLog
 from cortex.gateway.history.history import WINDOWS, History
 from cortex.gateway.ledger.keys import KeySection
-from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.proxy.accounting.activity import ActivityLog, Capture, RequestRecord
 from cortex.gateway.proxy.accounting.request_log import Matches, RequestLog, SearchTooLong
 from cortex.gateway.proxy.accounting.running import RunningRequest, RunningRequests
-from cortex.gateway.proxy.deferred_responses import DeferredResponses
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.request import Request
 from cortex.http.routing import Route, query
@@ -46,19 +44,17 @@ class ActivityRoutes:
 
     def __init__(
         self,
+        api: ApiServices,
         activity: ActivityLog,
         request_log: RequestLog,
         running: RunningRequests,
-        metering: Metering,
         streams: EventStreams,
-        deferred: DeferredResponses,
     ) -> None:
+        self._api = api
         self._activity = activity
         self._log = request_log
         self._running = running
-        self._deferred = deferred
         self._streams = streams
-        self._metering = metering
 
     def routes(self) -> list[ApiRoute]:
         return [
@@ -72,25 +68,25 @@ class ActivityRoutes:
         ]
 
     def _key(self, exchange: Exchange) -> KeySection | None:
-        return self._metering.meter.key(exchange.request)
+        return self._api.metering.meter.key(exchange.request)
 
     def _show_list(self, exchange: Exchange) -> Response | None:
         request = exchange.request
         if query(request, "since") is None and query(request, "until") is None:
             return self._list(request, self._key(exchange))
-        self._deferred.respond(exchange, self._logged(request, self._key(exchange)))
+        self._api.deferred.respond(exchange, self._logged(request, self._key(exchange)))
         return None
 
     def _forget_matching(self, exchange: Exchange) -> None:
-        self._metering.meter.authenticate_operator(exchange.request)
-        self._deferred.respond(exchange, self._removed(_filter(exchange.request)))
+        self._api.authenticate_operator(exchange.request)
+        self._api.deferred.respond(exchange, self._removed(_filter(exchange.request)))
 
     def _show_one(self, exchange: Exchange, request_id: str) -> None:
-        self._deferred.respond(exchange, self._one(request_id, self._key(exchange)))
+        self._api.deferred.respond(exchange, self._one(request_id, self._key(exchange)))
 
     def _forget_one(self, exchange: Exchange, request_id: str) -> None:
-        self._metering.meter.authenticate_operator(exchange.request)
-        self._deferred.respond(exchange, self._forget(request_id))
+        self._api.authenticate_operator(exchange.request)
+        self._api.deferred.respond(exchange, self._forget(request_id))
 
     def _list(self, request: Request, key: KeySection | None) -> Response:
         """The newest requests that match. `after`: only those with a higher number; `before`: only with a lower."""
@@ -314,17 +310,16 @@ def _rounded(seconds: float | None) -> float | None:
 class AuditRoutes:
     """Serves the audit log."""
 
-    def __init__(self, audit: AuditLog, metering: Metering, deferred: DeferredResponses) -> None:
+    def __init__(self, api: ApiServices, audit: AuditLog) -> None:
+        self._api = api
         self._audit = audit
-        self._metering = metering
-        self._deferred = deferred
 
     def routes(self) -> list[ApiRoute]:
         return [Route("GET", "/fleet/audit", self._respond)]
 
     def _respond(self, exchange: Exchange) -> None:
-        self._metering.meter.authenticate_operator(exchange.request)
-        self._deferred.respond(exchange, self._list(exchange.request))
+        self._api.authenticate_operator(exchange.request)
+        self._api.deferred.respond(exchange, self._list(exchange.request))
 
     async def _list(self, request: Request) -> Response:
         until = time_in_query(request, "until", time.time() + 60)
@@ -339,15 +334,15 @@ class AuditRoutes:
 
 
 class HistoryRoutes:
-    def __init__(self, history: History, metering: Metering) -> None:
+    def __init__(self, api: ApiServices, history: History) -> None:
+        self._api = api
         self._history = history
-        self._metering = metering
 
     def routes(self) -> list[ApiRoute]:
         return [Route("GET", "/fleet/history", self._read)]
 
     def _read(self, exchange: Exchange) -> Response:
-        self._metering.meter.authenticate_operator(exchange.request)
+        self._api.authenticate_operator(exchange.request)
         wanted = query(exchange.request, "window") or "hour"
         window = next((each for each in WINDOWS if each == wanted), None)
         if window is None:

@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from cortex.gateway.api.parts import ApiRoute
-from cortex.gateway.ledger.meter import Metering
+from cortex.gateway.api.parts import ApiRoute, ApiServices
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.routing import Route
 from cortex.http.server.exchange import Exchange
@@ -169,19 +168,19 @@ class JobBoard:
 class JobRoutes:
     """`/fleet/jobs`: list, one, cancel. For operators."""
 
-    def __init__(self, board: JobBoard, metering: Metering) -> None:
+    def __init__(self, api: ApiServices, board: JobBoard) -> None:
+        self._api = api
         self._board = board
-        self._metering = metering
 
     def routes(self) -> list[ApiRoute]:
         return [Route("GET", PATH, self._list), Route("GET DELETE", f"{PATH}/(?P<job_id>.+)", self._one)]
 
     def _list(self, exchange: Exchange) -> Response:
-        self._metering.meter.authenticate_operator(exchange.request)
+        self._api.authenticate_operator(exchange.request)
         return json_response({"jobs": [job.as_json() for job in self._board.newest_first()]})
 
     def _one(self, exchange: Exchange, job_id: str) -> Response | None:
-        self._metering.meter.authenticate_operator(exchange.request)
+        self._api.authenticate_operator(exchange.request)
         job = self._board.find(job_id)
         if exchange.request.method != b"DELETE" or job.ended_at is not None:
             return json_response(job.as_json())

@@ -15,14 +15,12 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from cortex.gateway.api.parts import ApiRoute, read_body
+from cortex.gateway.api.parts import ApiRoute, ApiServices, read_body
 from cortex.gateway.database import Execute, StoreError
 from cortex.gateway.ledger import key_store
 from cortex.gateway.ledger.groups import Counters, GroupSection, budget_left, cost_id, group_id
 from cortex.gateway.ledger.key_store import KeyConflict
 from cortex.gateway.ledger.keys import KeySection, Limit, Money, generate, tenant_name
-from cortex.gateway.ledger.meter import Metering
-from cortex.gateway.proxy.deferred_responses import DeferredResponses
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.request import Request
 from cortex.http.routing import Route
@@ -80,11 +78,10 @@ class _NewGroup(_Limits, frozen=True, kw_only=True):
 class KeyRoutes:
     """Edits the keys and groups in the database and puts them in force."""
 
-    def __init__(self, metering: Metering, refresh: Callable[[], Awaitable[None]], deferred: DeferredResponses) -> None:
+    def __init__(self, api: ApiServices, refresh: Callable[[], Awaitable[None]]) -> None:
         """`refresh` puts in force what the database has. Raises `StoreError`."""
-        self._metering = metering
+        self._api = api
         self._refresh = refresh
-        self._deferred = deferred
 
     def routes(self) -> list[ApiRoute]:
         return [
@@ -99,10 +96,10 @@ class KeyRoutes:
     def _handle(self, exchange: Exchange, *, root: str, name: str = "") -> None:
         request = exchange.request
         if request.method in (b"GET", b"HEAD"):
-            work = self._list(self._metering.meter.key(request), with_keys=root == KEYS_PATH)
+            work = self._list(self._api.metering.meter.key(request), with_keys=root == KEYS_PATH)
         else:
             work = self._changing(request, root, name)
-        self._deferred.respond(exchange, work)
+        self._api.deferred.respond(exchange, work)
 
     def _changing(self, request: Request, root: str, name: str) -> Any:
         operator, body = self._operator(request), request.body
@@ -120,8 +117,8 @@ class KeyRoutes:
 
     def _operator(self, request: Request) -> KeySection:
         """The operator's key. An open gateway rejects this: the first key would lock everybody else out."""
-        self._metering.meter.authenticate_operator(request)
-        key = self._metering.meter.key(request)
+        self._api.authenticate_operator(request)
+        key = self._api.metering.meter.key(request)
         if key is None:
             raise OperatorOnly(
                 "This gateway has no keys. Make the first one on its host: "
@@ -130,7 +127,7 @@ class KeyRoutes:
         return key
 
     async def _list(self, key: KeySection | None, *, with_keys: bool) -> Response:
-        in_force, counters = self._metering.in_force, await self._counters()
+        in_force, counters = self._api.metering.in_force, await self._counters()
         sees_all = key is None or key.operator
         body: dict[str, Any] = {
             "groups": [
@@ -138,7 +135,7 @@ class KeyRoutes:
                 for group in in_force.groups
                 if sees_all or (key is not None and key.group == group.name)
             ],
-            "is_open": self._metering.is_open,
+            "is_open": self._api.metering.is_open,
             "is_operator": sees_all,
         }
         if with_keys:
@@ -189,7 +186,7 @@ class KeyRoutes:
         return json_response({"revoked": {"name": found.name, "id": found.id}, "in_force": is_gone})
 
     async def _make_group(self, wanted: _NewGroup) -> Response:
-        name = self._checked_name(wanted.name, {group.name for group in self._metering.in_force.groups}, "group")
+        name = self._checked_name(wanted.name, {group.name for group in self._api.metering.in_force.groups}, "group")
         section = GroupSection(name=name, **wanted.given())
         await self._edit(lambda execute: key_store.put_group(execute, section))
         return json_response(self._group_json(section, await self._counters()), 201)
@@ -212,7 +209,7 @@ class KeyRoutes:
 
     def _keys(self) -> tuple[KeySection, ...]:
         """Those in force, with the models of their groups."""
-        return () if self._metering.ledger is None else tuple(self._metering.ledger.keyring)
+        return () if self._api.metering.ledger is None else tuple(self._api.metering.ledger.keyring)
 
     def find(self, name_or_id: str) -> KeySection:
         """Raises RouteNotFound, and InvalidValue where several keys have the name."""
@@ -236,22 +233,22 @@ class KeyRoutes:
         return name
 
     def _check_group(self, name: str | None) -> None:
-        groups = [group.name for group in self._metering.in_force.groups]
+        groups = [group.name for group in self._api.metering.in_force.groups]
         if name is not None and name not in groups:
             known = ", ".join(f"`{group}`" for group in groups) or "none"
             raise InvalidValue(f"There is no group {shorten(name)!r}; groups: {known}.", param="group")
 
     def _check_in_database(self, key: KeySection) -> None:
-        if key.id in self._metering.in_force.file_ids:
+        if key.id in self._api.metering.in_force.file_ids:
             raise ManagedByFile(
                 f"The key `{key.name}` is in the configuration file, which takes precedence over the database: "
                 "change it there, with `cortex keys change` or `cortex keys remove` and `--config`."
             )
 
     def _group_in_database(self, name: str) -> GroupSection:
-        for group in self._metering.in_force.groups:
+        for group in self._api.metering.in_force.groups:
             if group.name == name:
-                if name in self._metering.in_force.file_groups:
+                if name in self._api.metering.in_force.file_groups:
                     raise ManagedByFile(f"The group `{name}` is in the configuration file: change it there.")
                 return group
         raise RouteNotFound(f"There is no group {shorten(name)}; GET /groups lists them.")
@@ -260,7 +257,7 @@ class KeyRoutes:
         """Edit the database and put the result in force. Raises DatabaseUnavailable, InvalidValue, and what `work`
         raises; then nothing has changed."""
         try:
-            result = await self._metering.key_store.edit(work)
+            result = await self._api.metering.key_store.edit(work)
         except KeyConflict as problem:
             raise InvalidValue(f"Nothing has changed: {problem}.") from problem
         except StoreError as error:
@@ -274,7 +271,7 @@ class KeyRoutes:
 
     async def _counters(self) -> Mapping[str, Counters]:
         """What keys and groups have spent at all gateways; without the database, what this one knows."""
-        ledger = self._metering.ledger
+        ledger = self._api.metering.ledger
         if ledger is None:
             return {}
         try:
@@ -291,14 +288,14 @@ class KeyRoutes:
         """A key without its hash, and what is left of its limits."""
         public = {name: value for name, value in msgspec.to_builtins(key).items() if name != "sha256"}
         public["tenant"] = tenant_name(key)
-        is_file = key.id in self._metering.in_force.file_ids
+        is_file = key.id in self._api.metering.in_force.file_ids
         left = budget_left(key, counters.get(key.id, Counters()), counters.get(cost_id(key), Counters()))
         return (
             public | left | {"is_expired": time.time() >= key.expires_at, "source": "file" if is_file else "database"}
         )
 
     def _group_json(self, group: GroupSection, counters: Mapping[str, Counters]) -> dict[str, Any]:
-        is_file = group.name in self._metering.in_force.file_groups
+        is_file = group.name in self._api.metering.in_force.file_groups
         none = Counters()
         left = budget_left(group, counters.get(group_id(group.name), none), counters.get(cost_id(group), none))
         members = sorted(key.name for key in self._keys() if key.group == group.name)

@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any, get_args
 
 import msgspec
 
-from cortex.fleet.catalogue import Catalogue
-from cortex.gateway.api.parts import ApiRoute, time_in_query
+from cortex.gateway.api.parts import ApiRoute, ApiServices, time_in_query
 from cortex.gateway.database import StoreError
-from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.ledger.store import GroupBy
 from cortex.gateway.ledger.usage_report import UsageRow, as_csv, report
-from cortex.gateway.proxy.deferred_responses import DeferredResponses
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.request import Request
 from cortex.http.routing import Route, query
@@ -42,10 +38,8 @@ _CSV_HEADERS = (
 class UsageRoutes:
     """Reads the ledger, off the event loop."""
 
-    def __init__(self, metering: Metering, catalogue: Callable[[], Catalogue], deferred: DeferredResponses) -> None:
-        self._metering = metering
-        self._catalogue = catalogue
-        self._deferred = deferred
+    def __init__(self, api: ApiServices) -> None:
+        self._api = api
 
     def routes(self) -> list[ApiRoute]:
         return [Route("GET", PATH, self._respond), Route("GET", CSV_PATH, partial(self._respond, as_csv=True))]
@@ -57,11 +51,11 @@ class UsageRoutes:
         since = time_in_query(request, "since", until - DEFAULT_SPAN_S)
         key_id = self._shown_key(request, group)
         wants_csv = as_csv or b"text/csv" in (request.header(b"accept") or b"")
-        self._deferred.respond(exchange, self._read(group, since, until, key_id, wants_csv=wants_csv))
+        self._api.deferred.respond(exchange, self._read(group, since, until, key_id, wants_csv=wants_csv))
 
     def _shown_key(self, request: Request, group: GroupBy) -> str | None:
         """The id of the only key whose usage is shown; None for all."""
-        key = self._metering.meter.key(request)
+        key = self._api.metering.meter.key(request)
         if key is not None and not key.operator:
             if group == "node":
                 raise OperatorOnly("Usage by node is for operators; use an operator's key.")
@@ -69,7 +63,7 @@ class UsageRoutes:
         wanted = query(request, "key")
         if wanted is None:
             return None
-        for account in self._metering.ledger.accounts if self._metering.ledger is not None else ():
+        for account in self._api.metering.ledger.accounts if self._api.metering.ledger is not None else ():
             if wanted in (account.key.id, account.key.name):
                 return account.key.id
         return wanted  # usage of a revoked key stays recorded under its id
@@ -77,7 +71,7 @@ class UsageRoutes:
     async def _read(
         self, group: GroupBy, since: float, until: float, key_id: str | None, *, wants_csv: bool
     ) -> Response:
-        ledger, catalogue = self._metering.ledger, self._catalogue()
+        ledger, catalogue = self._api.metering.ledger, self._api.dispatcher.fleet.catalogue
         try:
             spends = await ledger.usage(group, since=since, until=until, key_id=key_id) if ledger is not None else []
         except StoreError as error:

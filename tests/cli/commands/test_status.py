@@ -321,6 +321,7 @@ def test_host_memory_is_shown_with_what_it_is_used_for(gateway: CannedGateway, i
             0,
         ),
         ({"verdict": "too_small", "host": None}, ["attic", "no", "60.0", "GiB"], 7),
+        ({"verdict": "standby", "host": None}, ["attic", "once", "awake", "60.0", "GiB"], 7),
     ],
 )
 def test_fits_says_how_a_model_fits_and_how_fast_it_would_be(

@@ -332,12 +332,13 @@ def fits(model: str, gateway: GatewayClient, as_json: bool) -> None:
 
 _FITS = {"resident": "is ready", "starting": "is starting", "asleep": "asleep", "fits_soon": "after an unload"}
 _FITS |= {"fits": "yes", "fits_after_eviction": "after eviction", "blocked": "later", "crowded": "later"}
+_FITS |= {"standby": "once awake"}
 
 
 def _fit(node: dict[str, Any]) -> tuple[str, ...]:
     host = node.get("host") or {}
     held = _FITS.get(node["verdict"], "no")
-    if held in ("no", "later"):
+    if held in ("no", "later", "once awake"):
         return node["node"], held, _bytes(node["need_bytes"]), "", "", ""
     is_split = host.get("need_bytes") is not None
     rate, bench = host.get("tokens_per_s"), parse_bench(node.get("bench"))

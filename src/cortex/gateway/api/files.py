@@ -17,7 +17,7 @@ import msgspec
 from cortex.fleet.known_models import known_repository
 from cortex.fleet.topology import Node
 from cortex.gateway.api.jobs import Job, JobBoard
-from cortex.gateway.api.live.event_streams import Following
+from cortex.gateway.api.live.event_streams import FollowedWork
 from cortex.gateway.api.parts import ApiRoute, read_body
 from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.gateway.dispatch.nodes.neighbours import Neighbours
@@ -115,8 +115,8 @@ class _Pulls:
             self._done.add(client.name)
         return error
 
-    def _follow(self, client: NodeClient) -> Following[PullStatus]:
-        return Following(
+    def _follow(self, client: NodeClient) -> FollowedWork[PullStatus]:
+        return FollowedWork(
             lambda: client.pull(self._neighbours.in_pull(client.name, self._files, self._done)),
             lambda: client.pull_status(self._files.model_id),
             lambda: client.cancel_pull(self._files.model_id),

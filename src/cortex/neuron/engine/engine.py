@@ -302,7 +302,7 @@ class Engine:
         return self._loop is not None and self._loop.has_work
 
     def step(self) -> list[StepOutput]:
-        """Raises StepBlamed if one request is known to be at fault, and anything else that a step may raise."""
+        """Raises FaultyRequest if one request is known to be at fault, and anything else that a step may raise."""
         return self._awake().step()
 
     def isolate(self) -> bool:

@@ -22,7 +22,7 @@ from cortex.neuron.engine.kv.pages import ROOT, Digest, page_digests
 from cortex.neuron.engine.loading.loading import build_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 
-from ..random_engine import filled
+from ...engine_runs import filled
 from ..test_sleep import DENSE, HYBRID, LATENT, wake
 from .engines import CPU, new_host
 from .late_copies import LateCopies

@@ -13,7 +13,7 @@ from rich.text import Text
 from cortex.cli.client import GatewayClient, gateway_options
 from cortex.cli.failures import Command, CommandError, ExitCode
 from cortex.cli.model_name import MODEL
-from cortex.cli.output import console, json_option, print_json, size, table
+from cortex.cli.output import console, json_option, print_json, rate, size, table
 from cortex.cli.views.bench import parse_bench, show_bench, when_measured
 
 
@@ -79,8 +79,8 @@ def _fit(node: dict[str, Any]) -> tuple[str, ...]:
     if held in ("no", "later"):
         return node["node"], held, _bytes(node["need_bytes"]), "", "", ""
     is_split = host.get("need_bytes") is not None
-    rate, bench = host.get("tokens_per_s"), parse_bench(node.get("bench"))
-    speed = f"~{rate:,.1f}" if rate else f"{bench.stream_rate:,.1f}" if bench is not None and bench.stream_rate else ""
+    expected, bench = host.get("tokens_per_s"), parse_bench(node.get("bench"))
+    speed = f"~{rate(expected)}" if expected else rate(bench.stream_rate) if bench is not None else ""
     tokens = node["context_tokens"]
     return (
         node["node"],

@@ -30,7 +30,7 @@ from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.loading.loading import LoadedModel, build_model, load_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.layers.parameters import Binding, Parameters
-from engine import packing, random_four_bits
+from engine import device_named, packing, random_four_bits
 from random_gguf import expert_bytes, write_random_gguf
 from shapes import SHAPES
 
@@ -185,7 +185,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.peer and not arguments.gguf:
         parser.error("--peer needs --gguf")
-    device, config = torch.device(arguments.device), SHAPES[arguments.model]
+    device, config = device_named(arguments.device), SHAPES[arguments.model]
     vocab = config["vocab_size"]
     short = random_prompts(2, 24, vocab, 1)
     layouts = packing(arguments.quant)

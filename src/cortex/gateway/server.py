@@ -295,6 +295,7 @@ class Gateway:
             self.tasks.start("history", self._history.run),
             self.tasks.start("keys", self._watch_keys),
             self.tasks.start("discover nodes", self._discover_nodes),
+            self.tasks.start("end idle sign-in process", self._signing_in.rest_idle),
         ]
         if self._certificate is not None:
             self._regular.append(self.tasks.start("renew certificate", self._certificate.watch))
@@ -435,7 +436,7 @@ class Gateway:
                     log.info("discovery changed the fleet, nodes: %d", len(config.neurons))
 
     async def _use_keys(self, config: Config) -> None:
-        self._signing_in.use(config.sign_in)
+        await self._signing_in.use(config.sign_in)
         await self._metering.use(config)
         self._admission.meter = self._control.meter = self._page.meter = self._metering.meter
 

@@ -9,7 +9,7 @@ import pytest
 
 from cortex.cli.failures import ExitCode
 
-from ..canned_responses import LOADING, MODELS, READY, fleet
+from ..canned_responses import LOADING, MODELS, READY, WHY, fleet
 
 if TYPE_CHECKING:
     from ..conftest import CannedGateway, Invoke
@@ -167,7 +167,7 @@ def test_status_shows_devices_models_and_waiting_requests(gateway: CannedGateway
     ):
         assert part in outcome.stdout
     assert "cold: third" in outcome.stdout
-    assert "2 waiting for large" in outcome.stdout
+    assert f"2 waiting for large: {WHY}" in outcome.stdout
 
 
 @pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 5090", "aarch64 (1 of 2)", "NVIDIA RTX 6000 Ada"])

@@ -136,6 +136,13 @@ def test_reason_names_what_keeps_the_occupant(
 NODE_CASES: list[tuple[dict[str, Any], dict[str, Any], Verdict, str]] = [
     ({"healthy": False}, {}, Verdict.UNHEALTHY, "no poll has succeeded yet"),
     ({"healthy": False, "problem": "connection refused"}, {}, Verdict.UNHEALTHY, "connection refused"),
+    (
+        {"healthy": False, "sleep": "asleep", "problem": "asleep: a request that needs it wakes it"},
+        {},
+        Verdict.STANDBY,
+        "asleep: a request that needs it wakes it",
+    ),
+    ({"healthy": False, "sleep": "lost", "problem": "did not come back"}, {}, Verdict.UNHEALTHY, "did not come back"),
     ({"draining": True}, {}, Verdict.DRAINING, "shutting down"),
     ({"draining": True, "drained": True}, {}, Verdict.DRAINING, "drained by the operator: run `cortex undrain n`"),
     (

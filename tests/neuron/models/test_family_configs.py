@@ -17,6 +17,7 @@ from cortex.neuron.models.config import UnsupportedModel
 from cortex.neuron.models.layer import LayerConfig
 from cortex.neuron.models.registry import read_architecture
 
+from ..tiny_models import tiny_delta, tiny_experts
 from .family_models import CASES, TABLE
 from .tiny_family import SIZES
 
@@ -70,9 +71,21 @@ def test_option_that_a_config_leaves_out_means_what_the_reference_library_takes_
     assert {"num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings", "hidden_act"} & accepted
 
 
+WINDOWED = {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True}
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
+        ("qwen3", {"layer_types": ["full_attention"]}, "layer_types must name 2 layers"),
+        ("qwen3", {"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
+        ("qwen3", {**WINDOWED, "sliding_window": None}, "no 'sliding_window'"),
+        ("qwen3", {**WINDOWED, "sliding_window": 0}, "0 for 'sliding_window'"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "9 of 4 experts"),
+        ("qwen3_moe", {"moe_intermediate_size": None}, "moe_intermediate_size"),
+        ("qwen3_next", {**tiny_delta(), "layer_types": ["linear_attention", "mamba"]}, "layer_types"),
+        ("qwen3_next", {**tiny_delta(), "layer_types": ["linear_attention"]}, "layer_types"),
+        ("qwen3_next", tiny_delta(linear_key_head_dim=None), "linear_key_head_dim"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
         ("gemma3_text", {"hidden_activation": "relu"}, "hidden_act 'relu'"),
@@ -139,6 +152,20 @@ def test_rejects_an_option_that_is_not_implemented_by_name_and_value(
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_experts": 4}
     with pytest.raises(UnsupportedModel, match=message):
         read_architecture({"model_type": family, **SIZES, **experts, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "sparse"),
+    [
+        ({}, [True, True, True, True]),
+        ({"mlp_only_layers": [0, 3]}, [False, True, True, False]),
+        ({"decoder_sparse_step": 2}, [False, True, False, True]),
+        ({"mlp_only_layers": None, "decoder_sparse_step": 3}, [False, False, True, False]),
+    ],
+)
+def test_config_selects_the_layers_with_experts(changes: dict[str, Any], sparse: list[bool]) -> None:
+    config = {"model_type": "qwen3_moe", **SIZES, **tiny_experts(), "num_hidden_layers": 4, **changes}
+    assert [isinstance(layer.feed_forward, MoEConfig) for layer in read_architecture(config).layers] == sparse
 
 
 @pytest.mark.parametrize(

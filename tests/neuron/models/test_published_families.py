@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..weights.safetensors.test_published import compressed_config, words
+from .driver import Driver, load
 from .family_models import TABLE
 from .reference_models import randomised
-from .test_parity import Driver, load
 from .tiny_family import VOCAB
 from .vision_models import random_reference
 

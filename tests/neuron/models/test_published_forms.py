@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from .driver import PROMPT_TOKENS, Driver, assert_parity, load, some_tokens
 from .family_models import reference_of
-from .test_parity import PROMPT_TOKENS, Driver, assert_parity, load, some_tokens
 from .transformers_models import reference_of as library_reference_of
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from cortex.fleet.topology import ModelOnNode
 from cortex.gateway.api.jobs import Job, JobBoard
-from cortex.gateway.api.live.event_streams import Following
+from cortex.gateway.api.live.event_streams import FollowedWork
 from cortex.gateway.api.parts import ApiRoute, read_body
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.nodes.client import NodeClient
@@ -115,7 +115,7 @@ class _NodeRun:
         self.has_ended = False
         self._dispatcher = dispatcher
         self._target = target
-        self._following: Following[BenchStatus] = Following(
+        self._following: FollowedWork[BenchStatus] = FollowedWork(
             lambda: client.bench(request),
             lambda: client.bench_status(request.model_id),
             lambda: client.cancel_bench(request.model_id),

@@ -17,7 +17,7 @@ import msgspec
 from cortex.fleet.known_models import known_repository
 from cortex.fleet.topology import Node
 from cortex.gateway.api.jobs import Job, JobBoard
-from cortex.gateway.api.live.event_streams import Following
+from cortex.gateway.api.live.event_streams import FollowedWork
 from cortex.gateway.api.parts import ApiRoute, read_body
 from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.gateway.dispatch.nodes.neighbours import Neighbours
@@ -115,8 +115,8 @@ class _Pulls:
             self._done.add(client.name)
         return error
 
-    def _follow(self, client: NodeClient) -> Following[PullStatus]:
-        return Following(
+    def _follow(self, client: NodeClient) -> FollowedWork[PullStatus]:
+        return FollowedWork(
             lambda: client.pull(self._neighbours.in_pull(client.name, self._files, self._done)),
             lambda: client.pull_status(self._files.model_id),
             lambda: client.cancel_pull(self._files.model_id),
@@ -247,12 +247,9 @@ class FileRoutes:
         """Raises InvalidValue or ModelNotFound."""
         if not self._neighbours.is_on:
             raise InvalidValue("Nodes do not share files: set `share_files` of [gateway] to true.", param="copy")
-        if self._neighbours.is_on_path(files.model_id, files.source):
-            what = f"{shorten(files.model_id)} is a path on its node, and nodes share only files of the hub"
-            raise InvalidValue(f"{what}; copy it by other means.", param="model")
         for client in clients:
             if not self._neighbours.holders(client.name, files.model_id, files.source):
-                what = f"No other node that {client.name} can reach has {shorten(files.model_id)} in its hub cache"
+                what = f"No other node that {client.name} can reach has files of {shorten(files.model_id)}"
                 raise ModelNotFound(f"{what}; pull it instead.", param="model")
 
     def _files(self, wanted: _Pull) -> FilesRequest:

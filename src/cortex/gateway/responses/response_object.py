@@ -47,7 +47,9 @@ class WholeEvents:
         return whole
 
 
-_LAST_EVENT = re.compile(rb"(?:\A|\n)event: response\.(?:completed|incomplete|failed)\ndata: ([^\n]*)\n")
+_LAST_EVENT = re.compile(rb"event: response\.(?:completed|incomplete|failed)\ndata: ([^\n]*)\n")
+_LATER_LAST_EVENT = re.compile(rb"\n" + _LAST_EVENT.pattern)
+"""One that begins with a literal is found at the speed of memory; every byte of a response is searched."""
 
 
 class ResponseSummary(msgspec.Struct, frozen=True):
@@ -83,7 +85,7 @@ def response_in_event(payload: bytes) -> bytes:
 
 def last_event(events: bytes) -> bytes | None:
     """The payload of the event that ends a response, if it is among whole `events`."""
-    match = _LAST_EVENT.search(events)
+    match = _LAST_EVENT.match(events) or _LATER_LAST_EVENT.search(events)
     return match[1] if match else None
 
 

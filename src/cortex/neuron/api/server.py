@@ -56,7 +56,7 @@ def bind(address: Listen) -> list[socket.socket]:
         raise CannotListen(f"cannot listen on {address}: {problem.strerror or problem}; correct `listen`") from None
 
 
-class Front:
+class ReloadableSettings:
     """The node's keys and certificate, both reloaded while it runs, together with the other reloadable settings."""
 
     def __init__(self, config: NeuronConfig, path: Path | None, *, insecure: bool) -> None:
@@ -148,7 +148,7 @@ async def serve(
     logs.configure(config.log_format, config.log_level, common_fields)
     open_files.raise_limit()
     stop = stop or asyncio.Event()
-    front = Front(config, path, insecure=insecure)
+    reloadable = ReloadableSettings(config, path, insecure=insecure)
     tracer = open_tracer(config.telemetry, "neuron")
     loop = asyncio.get_running_loop()
     sockets = await asyncio.to_thread(bind, config.address)
@@ -159,7 +159,7 @@ async def serve(
         if node.discovery.driver_problem is not None:
             log.warning("%s", node.discovery.driver_problem)
         try:
-            await _serve_node(node, config, front, sockets, tracer, stop)
+            await _serve_node(node, config, reloadable, sockets, tracer, stop)
         finally:
             await node.close()
     finally:
@@ -173,13 +173,13 @@ async def serve(
 async def _serve_node(
     node: Node,
     config: NeuronConfig,
-    front: Front,
+    reloadable: ReloadableSettings,
     sockets: Sequence[socket.socket],
     tracer: Tracer,
     stop: asyncio.Event,
 ) -> None:
     drain_gate = DrainGate()
-    scheme = "http" if front.certificate is None else "https"
+    scheme = "http" if reloadable.certificate is None else "https"
     api = NodeApi(
         node,
         drain_gate,
@@ -187,16 +187,18 @@ async def _serve_node(
         limits=client_limits(config, open_files.limit()),
         strip_billing_header=config.strip_billing_header,
         tracer=tracer,
-        access=front.access,
+        access=reloadable.access,
         scheme=scheme,
         share_mb_per_s=config.limits.share_mb_per_s,
     )
-    host, port = api.server.listen_on(sockets, tls=front.certificate.context if front.certificate is not None else None)
+    host, port = api.server.listen_on(
+        sockets, tls=reloadable.certificate.context if reloadable.certificate is not None else None
+    )
     # Objects from imports live as long as the process: exclude them from garbage collection.
     gc.collect()
     gc.freeze()
-    front.use = node.reconfigure
-    watching = Supervisor().start("watch keys, certificate and configuration", front.watch)
+    reloadable.use = node.reconfigure
+    watching = Supervisor().start("watch keys, certificate and configuration", reloadable.watch)
     manager = ServiceManager()
     alive = asyncio.create_task(manager.keep_alive())
     try:

@@ -27,7 +27,7 @@ from cortex.wire.fields.body import MAX_MODEL_NAME
 from cortex.wire.node.groups import GroupMember
 from cortex.wire.node.host_splits import HostSplit
 from cortex.wire.node.load_options import ENGINE, PlacedOptions, draft_of, is_path
-from cortex.wire.node.neighbours import Neighbour, repository_of
+from cortex.wire.node.neighbours import Neighbour, is_of_path, repository_of
 from cortex.wire.node.orders import LoadRequest
 from cortex.wire.words import os_error_in_words
 
@@ -290,6 +290,8 @@ class Library:
         """
         request = self._with_own_source(request)
         known = self._models.get(request.model_id)
+        if request.source is not None and (known is None or request.source != known.source):
+            request = replace(request, source=self._or_copy(request.source, has_senders=bool(request.neighbours)))
         source = request.source or (known.source if known is not None else request.model_id)
         if known is None or source != known.source:
             self._check_source(source)
@@ -323,6 +325,15 @@ class Library:
         own = {"quant": request.quant or base.quant, "harness": request.harness or base.harness}
         return replace(request, source=base.source, **own)
 
+    def _or_copy(self, source: str, *, has_senders: bool) -> str:
+        """The source, or the repository with a copy of another node's files at this path, if they are not here.
+        `has_senders`: a copy can be made."""
+        repository = repository_of(source) if is_path(source) else None
+        if repository is None or (self._is_allowed(source) and _exists(source)):
+            return source
+        is_copied = (self.cache / f"{_CACHE_PREFIX}{repository.replace('/', '--')}").is_dir()
+        return repository if has_senders or is_copied else source
+
     def neighbours(self, model: KnownModel) -> tuple[Neighbour, ...]:
         """The nodes that may have its files."""
         return self._neighbours.get(repository_of(model.source) or "", ())
@@ -332,7 +343,9 @@ class Library:
         without options. Replaces options kept before."""
         request = self._with_own_source(request)
         before = self.find(request.model_id)
-        source = request.source or before.source
+        source = before.source
+        if request.source is not None:
+            source = self._or_copy(request.source, has_senders=bool(request.neighbours))
         quant = None if is_path(source) else before.quant  # files from the hub keep their quantisation
         kept = _requested(KnownModel(id=before.id, source=source, quant=quant), request)
         own = {"devices": (), "memory_bytes": None, "min_context_tokens": None, "member": None}
@@ -365,15 +378,19 @@ class Library:
         """Raises SourceNotAllowed for a path that load requests may not name."""
         if not is_path(source) and not _exists(source):
             return  # not a path: the hub or the caller rejects unknown names
-        try:
-            path = _resolved(Path(source))
-        except (OSError, RuntimeError, ValueError):  # no valid name, an unknown user, a loop of links
-            path = _NOWHERE
-        if not any(path.is_relative_to(root) for root in self._roots):
+        if not self._is_allowed(source):
             raise SourceNotAllowed(
                 f"the path {shorten(source)!r} is outside the model roots of this node; add its directory to"
                 " `model_roots` in neuron.toml, or list the model there"
             )
+
+    def _is_allowed(self, source: str) -> bool:
+        """Whether the path is in the model roots."""
+        try:
+            path = _resolved(Path(source))
+        except (OSError, RuntimeError, ValueError):  # no valid name, an unknown user, a loop of links
+            path = _NOWHERE
+        return any(path.is_relative_to(root) for root in self._roots)
 
     def discovered(self, model_ids: list[str]) -> list[str]:
         """Adds models found in the cache. Returns the new ids."""
@@ -392,14 +409,15 @@ def cache_directory(config: NeuronConfig, env: Mapping[str, str]) -> Path:
 def scan_cache(cache: Path) -> list[str]:
     """Ids of the models in the hub cache that have weights on disk. Blocks; reads directories only.
 
-    Folders that cannot be read or whose name is not a hub id are skipped.
+    Folders that cannot be read or whose name is not a hub id are skipped, and copies of other nodes' files, which have
+    the names of those nodes' models.
     """
     try:
         folders = sorted(folder for folder in cache.iterdir() if folder.name.startswith(_CACHE_PREFIX))
     except OSError:
         return []
     ids = {folder.name.removeprefix(_CACHE_PREFIX).replace("--", "/"): folder for folder in folders}
-    return [model_id for model_id, folder in ids.items() if is_hub_id(model_id) and _has_weights(folder)]
+    return [each for each, folder in ids.items() if is_hub_id(each) and not is_of_path(each) and _has_weights(folder)]
 
 
 def _has_weights(folder: Path) -> bool:

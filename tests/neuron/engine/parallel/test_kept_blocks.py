@@ -22,7 +22,8 @@ from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.engine.scheduling.step_plan import BlockOrder, NamedBlocks, StepPlan
 from cortex.neuron.layers.configs import Shard
 
-from ...rank_threads import RankThreads, run, tokens_of
+from ...engine_runs import run, tokens_of
+from ...rank_threads import RankThreads
 from ...tiny_models import write_llama
 from ..host_pages.engines import new_host
 from .test_ranks import write_hybrid

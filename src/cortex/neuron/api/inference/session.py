@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -75,6 +76,8 @@ class Session:
         self._stopwatch: Stopwatch
         self._ended: asyncio.Future[None] | None = None
         """Set while outputs are awaited."""
+        self._fetching: asyncio.Task[None] | None = None
+        """KV that arrives while its prompt is computed."""
 
     @property
     def usage(self) -> Usage:
@@ -152,7 +155,11 @@ class Session:
             jobs += continuations
         if self._kv_source is not None:
             fetching = self._backend.fetch_kv(request.model, jobs[0], self._kv_source)
-            await self._drain_gate.wait_for(fetching)
+            if self._backend.computes_fronts(request.model):
+                self._fetching = asyncio.create_task(fetching)
+                jobs = [replace(job, blocks_arrive=True) for job in jobs]
+            else:
+                await self._drain_gate.wait_for(fetching)
         self._stopwatch = Stopwatch(arrived_s, submitted_s=time.monotonic(), gateway_s=self._gateway_s)
         ended = self._ended = asyncio.get_running_loop().create_future()
         try:
@@ -165,10 +172,15 @@ class Session:
             await ended
         finally:
             self._ended = None
+            self._end_fetching()
             for generation in self._generations:
                 generation.cancel()
             self._at_end = self._measured()
             self._generations.clear()
+
+    def _end_fetching(self) -> None:
+        if self._fetching is not None:
+            self._fetching.cancel()
 
     def pause(self) -> None:
         """Deliver nothing until `resume`, because the client reads too slowly."""
@@ -187,6 +199,7 @@ class Session:
             return
         self.phase = "decode"
         if self.first_token_s is None:
+            self._end_fetching()
             self.first_token_s = time.monotonic() - self._arrived_s
         try:
             if events := choice.push(outputs, self._stopwatch):

@@ -78,7 +78,12 @@ class NativeLibrary:
 
 def compiler() -> str | None:
     """The path of the host's C compiler; None: it has none."""
-    return shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
+    return _found_compiler(os.environ.get("CC", "cc"), os.environ.get("PATH"))
+
+
+@cache  # every estimate of a model asks for it
+def _found_compiler(name: str, path: str | None) -> str | None:
+    return shutil.which(name, path=path) or shutil.which("gcc", path=path)
 
 
 def may_have_library() -> bool:

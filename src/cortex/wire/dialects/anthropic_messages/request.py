@@ -10,7 +10,7 @@ from cortex.wire.dialects.openai_chat.request import CONTINUE
 from cortex.wire.errors import UnsupportedModality, shorten
 from cortex.wire.fields.body import LARGEST_COUNT, Fields
 from cortex.wire.fields.request_class import TIER, asked_class
-from cortex.wire.fields.sampling import MAX_TEMPERATURE, read_response_format, read_speculation, read_stops
+from cortex.wire.fields.sampling import ANTHROPIC, read_response_format, read_speculation, read_stops
 from cortex.wire.fields.tools import ToolList, read_arguments
 from cortex.wire.pictures.parts import from_base64, from_url
 from cortex.wire.request_summary import RequestSummary
@@ -188,7 +188,7 @@ def parse(body: bytes, *, generates: bool = True) -> GenerateRequest:
         output=output,
         thinking=thinking,
         sampling=Sampling(
-            temperature=fields.number("temperature", low=0, high=MAX_TEMPERATURE),
+            temperature=fields.number("temperature", low=0, high=ANTHROPIC.temperature),
             top_k=fields.integer("top_k", low=0, high=LARGEST_COUNT),
             top_p=fields.number("top_p", low=0, high=1),
             max_tokens=max_tokens,

@@ -271,7 +271,7 @@ def test_sampling_defaults_come_from_the_model(
 def test_capabilities_are_known_without_a_tokenizer(tmp_path: Path, backend: Any, family: str | None) -> None:
     path = write_model(tmp_path, backend, family, config={"vision_config": {}})
     loaded = load_text(path).capabilities
-    (path / "tokenizer.json").write_text("{")
+    (path / "tokenizer.json").write_text("{}")
     assert inspect_text(path).capabilities == loaded
 
 

@@ -28,8 +28,8 @@ from tokenizers.normalizers import Normalizer
 from tokenizers.pre_tokenizers import PreTokenizer
 
 from cortex.neuron.families.splits import Split
-from cortex.neuron.text.errors import TextFileMalformed, TokenizerMissing
-from cortex.neuron.text.files import MAX_TOKENIZER_BYTES, TEKKEN, gguf_file, read_json
+from cortex.neuron.text.errors import TextFileMalformed
+from cortex.neuron.text.files import MAX_TOKENIZER_BYTES, TEKKEN, gguf_file, read_json, tokenizer_file
 from cortex.neuron.text.tokenizer import gguf_vocabulary
 from cortex.neuron.text.tokenizer.encoder import EncodedTexts, TextsToEncode
 from cortex.neuron.text.tokenizer.gguf_vocabulary import add_whole_tokens, merges_from_scores, pre_tokenizer
@@ -409,14 +409,10 @@ class LibraryTokenizer:
 
 
 def _from_directory(path: Path) -> LibraryTokenizer:
-    source = path / "tokenizer.json"
-    if not source.exists() and (path / TEKKEN).exists():
+    source = tokenizer_file(path)
+    if source.name == TEKKEN:
         backend = _load_tekken(path)
         return LibraryTokenizer(backend, _TEKKEN_TOKENS, _eos_ids(path, backend, _TEKKEN_TOKENS))
-    if not source.exists():
-        raise TokenizerMissing(
-            f"{path} has no tokenizer.json; download the whole repository, or save the tokenizer in the fast format"
-        )
     try:
         if source.stat().st_size > MAX_TOKENIZER_BYTES:
             limit = f"{MAX_TOKENIZER_BYTES >> 20} MiB"

@@ -219,7 +219,7 @@ def without_memory(
     if held is not None and held.state is ModelState.READY:
         replicas = replicas_in_words(held.status.replica_devices)
         parts = f"parts on {', '.join(held.status.nodes[1:])}" if held.status.nodes else ""
-        others = filter(None, (parts, replicas, _cut_context(held)))
+        others = filter(None, (_waiting(held), parts, replicas, _cut_context(held)))
         facts = [f"ready, requests in progress: {int(_load(held))}", *others]
         return Verdict.RESIDENT, ", ".join(facts) + _layers(held)
     if held is not None and held.state in STARTING:
@@ -283,6 +283,12 @@ def _load(held: Residency) -> float:
     """The number of requests, with KV cache use as the tie-break."""
     reported = held.status.load
     return max(held.in_flight, reported.running + reported.waiting) + min(reported.kv_used_fraction, 0.99)
+
+
+def _waiting(held: Residency) -> str:
+    load = held.status.load
+    classes = ", ".join(f"{number} {name}" for name, number in load.waiting_by_class.items())
+    return f"waiting for a slot: {load.waiting}" + f" ({classes})" * bool(classes) if load.waiting else ""
 
 
 def _action(assessment: Assessment) -> Action:

@@ -121,6 +121,13 @@ def test_prompts_of_a_step_by_its_expected_time(
     assert limits(step_ms, mixed_sizes).prompt_budget(costs(), streams, num_prompts) == expected
 
 
+@pytest.mark.parametrize(
+    ("num_streams", "tokens", "expected"), [(48, 500, 464), (48, 464, 464), (48, 5, 5), (500, 300, 300)]
+)
+def test_prompts_fill_a_graph_if_there_is_one(num_streams: int, tokens: int, expected: int) -> None:
+    assert limits(50, MIXED_SIZES).graph_tokens(num_streams, tokens) == expected
+
+
 @given(st.floats(1.0, 500.0), st.integers(0, 512), st.integers(0, 40_000), st.integers(1, 300), st.booleans())
 def test_streams_wait_no_longer_than_the_bound(
     step_ms: float, num_streams: int, context: int, num_prompts: int, has_graphs: bool

@@ -12,7 +12,6 @@ long one with half of its share.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Mapping
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
@@ -67,12 +66,17 @@ class SchedulerLimits:
         tokens = max(min(self.least_prompt_tokens, room), costs.prompt_tokens(streams, most_s, room))
         if not streams.num_streams:
             return tokens
-        sizes = next((sizes for most, sizes in self.mixed_sizes.items() if most >= streams.num_streams), ())
-        graph = sizes[bisect_right(sizes, tokens) - 1] if sizes else tokens
+        graph = self.graph_tokens(streams.num_streams, tokens)
         # Two graphs compute as many tokens as one longer step in the same time, and streams wait for half as long. But
         # where streams take most of the time, it is their number of steps that counts.
         is_fast = 0 < graph < tokens and streams_s < costs.seconds(streams.with_prompts(graph)) / 2
         return graph if is_fast else tokens
+
+    def graph_tokens(self, num_streams: int, tokens: int) -> int:
+        """The prompt tokens of the largest graph with so many streams that has at most `tokens`; `tokens` if there is
+        none."""
+        sizes = next((sizes for most, sizes in self.mixed_sizes.items() if most >= num_streams), ())
+        return max((size for size in sizes if size <= tokens), default=tokens)
 
 
 class Flow(NamedTuple):

@@ -35,7 +35,7 @@ from cortex.neuron.engine.scheduling.budget import (
     StepShares,
     turns,
 )
-from cortex.neuron.engine.scheduling.idle_work import IdleWork
+from cortex.neuron.engine.scheduling.idle_work import IdleBudget, IdleWork
 from cortex.neuron.engine.scheduling.picture_positions import NO_PICTURES, PicturePositions
 from cortex.neuron.engine.scheduling.sequence import NO_ROW, Sequence
 from cortex.neuron.engine.scheduling.sequence_states import SequenceStates
@@ -207,22 +207,31 @@ class Scheduler:
         decoding = [sequence for sequence in self.decoding if sequence.level == IDLE]
         contexts = [sequence.scheduled for sequence in decoding]
         room = work.room(self.costs, others)
-        has_prompts = not is_full and any(
-            each.level == IDLE and not each.drew_in_row for each in (*self.running, *self.waiting)
-        )
-        num_rows, skips_rows = 0, False
-        if room.is_alone and has_prompts and not work.rows_are_due and not room.leaves_prompts_room(contexts):
-            self._plan_prompts(draft, room.prompt_worth(others, self.limits.step_tokens))
-            skips_rows = bool(draft.rows)
-        if not skips_rows:
-            num_rows = room.num_rows(contexts)
-            self._plan_decodes(draft, decoding[:num_rows], drafted if room.is_alone else NOTHING_DRAFTED)
-            if has_prompts:
-                left = self.limits.step_tokens - draft.num_tokens
-                self._plan_prompts(draft, room.prompt_worth(self._shape(draft), left))
+        prompt_tokens = 0 if is_full else self._idle_prompt_tokens()
+        turn = work.turn(room, contexts, prompt_tokens, self._idle_worth(room, draft) if prompt_tokens else 0)
+        if turn == "prompts":
+            self._plan_prompts(draft, self._idle_worth(room, draft))
+            if self._shape(draft).prompt_tokens == others.prompt_tokens:
+                turn = "both"  # no page is free
+        num_rows = 0 if turn == "prompts" else room.num_rows(contexts)
+        self._plan_decodes(draft, decoding[:num_rows], drafted if room.is_alone else NOTHING_DRAFTED)
+        if turn == "both" and prompt_tokens:
+            self._plan_prompts(draft, self._idle_worth(room, draft))
         advances = self._shape(draft).prompt_tokens > others.prompt_tokens
-        leaves_out = (bool(decoding) and not num_rows) or (has_prompts and not advances)
-        work.planned(room, leaves_out=leaves_out, skips_rows=skips_rows)
+        leaves_out = (bool(decoding) and not num_rows) or (prompt_tokens > 0 and not advances)
+        work.planned(room, turn, leaves_out=leaves_out)
+
+    def _idle_prompt_tokens(self) -> int:
+        """The tokens of prompts of the idle class that could be computed."""
+        waiting = [len(each.tokens) for each in islice(self.waiting, len(self._free_rows)) if each.level == IDLE]
+        running = [each.remaining for each in self.running if each.level == IDLE and not each.drew_in_row]
+        return sum(waiting) + sum(running)
+
+    def _idle_worth(self, room: IdleBudget, draft: StepDraft) -> int:
+        """The maximum work of prompts of the idle class in this step."""
+        planned = self._shape(draft)
+        worth = room.prompt_worth(planned, self.limits.step_tokens - draft.num_tokens)
+        return self.limits.graph_tokens(planned.num_streams, worth)
 
     def _shape(self, draft: StepDraft) -> StepShape:
         return step_shape(draft.rows, self.costs.work)

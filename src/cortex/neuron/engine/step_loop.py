@@ -401,4 +401,5 @@ class StepLoop:
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every row and page is accounted for."""
-        self._scheduler.check_integrity(() if self.host is None else self.host.incoming)
+        incoming = () if self.host is None else (self.host.incoming, self.host.incoming_states)
+        self._scheduler.check_integrity(*incoming)

@@ -218,6 +218,11 @@ class HostTier:
         return request_id in self._fetches
 
     @property
+    def incoming_states(self) -> list[int]:
+        """Slots of states that are being fetched."""
+        return [fetch.state[0] for fetch in self._fetches.values() if fetch.state is not None]
+
+    @property
     def incoming(self) -> list[IncomingPages]:
         """Pages that are being fetched."""
         return [each for fetch in self._fetches.values() for each in fetch.pages]

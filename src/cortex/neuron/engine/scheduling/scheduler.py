@@ -559,8 +559,9 @@ class Scheduler:
             if num_accepted:
                 self._commit(sequence)
 
-    def check_integrity(self, incoming: Ordered[IncomingPages] = ()) -> None:
-        """Raises AssertionError unless rows and pages are accounted for exactly once. `incoming`: what is fetched."""
+    def check_integrity(self, incoming: Ordered[IncomingPages] = (), incoming_states: Ordered[int] = ()) -> None:
+        """Raises AssertionError unless rows and pages are accounted for exactly once. `incoming`, `incoming_states`:
+        the pages and the slots that are fetched."""
         self.pages.check_integrity([sequence.pages for sequence in self.running], incoming)
         rows = [sequence.row for sequence in self.running] + self._free_rows
         assert sorted(rows) == list(range(self.limits.max_rows)), "a row is lost or used twice"
@@ -568,7 +569,7 @@ class Scheduler:
             held = sequence.pages[0].end * self.pages.page_tokens
             assert sequence.scheduled <= held, "a sequence has computed past its pages"
         assert all(not sequence.pages and sequence.row == NO_ROW for sequence in self.waiting), "a waiter holds memory"
-        self._states.check_integrity((*self.running, *self.waiting))
+        self._states.check_integrity((*self.running, *self.waiting), incoming_states)
 
 
 def _flow(sequence: Sequence) -> Flow:

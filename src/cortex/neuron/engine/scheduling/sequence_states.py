@@ -205,11 +205,11 @@ class SequenceStates:
         if self._checkpoints is not None:
             self._end_decode_checkpoint(sequence, None)
 
-    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Raises AssertionError unless the lent slots are those that `sequences` hold."""
+    def check_integrity(self, sequences: Iterable[Sequence], incoming: Iterable[int]) -> None:
+        """Raises AssertionError unless the lent slots are those that `sequences` hold and those that are fetched."""
         if self._checkpoints is not None:
             held = [slot for sequence in sequences for slot in _lent_to(sequence)]
-            self._checkpoints.check_integrity(held)
+            self._checkpoints.check_integrity([*held, *incoming])
 
     def _end_decode_checkpoint(self, sequence: Sequence, digest: Digest | None) -> None:
         """`digest` names the prefix of the state; None: the state is not reusable."""

@@ -20,7 +20,7 @@ import os
 import subprocess
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -112,17 +112,42 @@ class Run:
     def tokens(
         self, prompts: Sequence[Sequence[int]], count: int, sampling: SamplingParams = GREEDY
     ) -> list[list[int]]:
+        found = self._submitted(prompts, count, sampling)
+        while self.engine.has_work:
+            self._step(found)
+        self._synchronise()
+        return list(found.values())
+
+    def step_seconds(self, prompts: Sequence[Sequence[int]], count: int, started: Callable[[], None]) -> float:
+        """Of a step that decodes all of them. `started` is called when their prompts are computed."""
+        found = self._submitted(prompts, count + 1, SamplingParams())
+        while not all(found.values()):
+            self._step(found)
+        self._synchronise()
+        started()
+        before, start = max(map(len, found.values())), time.perf_counter()
+        while self.engine.has_work:
+            self._step(found)
+        self._synchronise()
+        return (time.perf_counter() - start) / (count + 1 - before)
+
+    def _submitted(
+        self, prompts: Sequence[Sequence[int]], count: int, sampling: SamplingParams
+    ) -> dict[str, list[int]]:
         found: dict[str, list[int]] = {}
         for prompt in prompts:
             self._next += 1
             found[str(self._next)] = []
             self.engine.submit(EngineRequest(str(self._next), list(prompt), count, sampling))
-        while self.engine.has_work:
-            for output in self.engine.step():
-                found[output.request_id] += output.tokens
+        return found
+
+    def _step(self, found: dict[str, list[int]]) -> None:
+        for output in self.engine.step():
+            found[output.request_id] += output.tokens
+
+    def _synchronise(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        return list(found.values())
 
     def seconds(self, prompts: Sequence[Sequence[int]], count: int) -> float:
         """Of tokens that are drawn: the greedy ones of random weights repeat, and so do their experts."""
@@ -223,15 +248,14 @@ def main() -> None:
     for streams in (1, 8):
         prompts = random_prompts(streams, SHORT_PROMPT, vocab, 2)
         run.seconds(prompts, 8)
-        first_s = run.seconds(prompts, 1)
-        team.forget_counts()
-        step_s = (run.seconds(prompts, DECODED + 1) - first_s) / DECODED
+        step_s = run.step_seconds(prompts, DECODED, team.forget_counts)
         own[f"decode {streams}"] = streams / step_s
-        read = team.host_read_bytes() / (DECODED + 1)
+        chosen, pairs = team.layers[0].num_chosen(streams)  # rows of a step read an expert once
+        read = team.host_read_bytes() / DECODED * chosen / pairs
         floor_s = read / bandwidth
         print(
             f"  decode {streams} streams: {streams / step_s:.1f} tok/s, {step_s * 1e3:.2f} ms per step; "
-            f"host experts {read / 1e9:.3f} GB per step (each pair counts), floor {floor_s * 1e3:.2f} ms "
+            f"host experts {read / 1e9:.3f} GB per step, floor {floor_s * 1e3:.2f} ms "
             f"at {bandwidth / 1e9:.0f} GB/s: {floor_s / step_s:.2f} of it; {team.num_exchanges} exchanges so far",
             flush=True,
         )

@@ -9,10 +9,12 @@ operands have in common, and makes types, shapes and constants again. They are k
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from triton.language import core, standard
+from triton import language
+from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
@@ -230,9 +232,11 @@ def speed_up() -> None:
     _interpreter._get_np_dtype = _known_numpy_dtype
     _interpreter._convert_float = _convert_by_table
 
-    # It would replace the functions of the language again at every call of a device function, and assert at every sum
-    # and product of integers that it does not overflow, which tensors as small as these never do.
-    _interpreter._patch_lang(standard.sum.fn)
+    # It would replace the functions of the language again at every launch and every call of a device function, and
+    # assert at every sum and product of integers that it does not overflow, which tensors as small as these never do.
+    replaced = _interpreter._patch_lang(SimpleNamespace(__globals__={"tl": language, "core": core}))
+    replaced.restore = lambda: None
+    _interpreter._patch_lang = lambda function: replaced
     _interpreter.InterpretedFunction.__call__ = _call_device_function
     builder = _interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)

@@ -17,7 +17,7 @@ from cortex.cli import fleet_view
 from cortex.cli.client import GatewayClient, GatewayRejected, gateway_options, model_path
 from cortex.cli.failures import Command, CommandError, ExitCode
 from cortex.cli.model_name import MODEL
-from cortex.cli.output import console, json_option, print_json, size, table
+from cortex.cli.output import console, json_option, print_json, rate, size, table
 from cortex.cli.views.bench import parse_bench, show_bench, when_measured
 from cortex.cli.views.jobs import follow, parse
 from cortex.cli.views.load import context_of
@@ -332,16 +332,17 @@ def fits(model: str, gateway: GatewayClient, as_json: bool) -> None:
 
 _FITS = {"resident": "is ready", "starting": "is starting", "asleep": "asleep", "fits_soon": "after an unload"}
 _FITS |= {"fits": "yes", "fits_after_eviction": "after eviction", "blocked": "later", "crowded": "later"}
+_FITS |= {"standby": "once awake"}
 
 
 def _fit(node: dict[str, Any]) -> tuple[str, ...]:
     host = node.get("host") or {}
     held = _FITS.get(node["verdict"], "no")
-    if held in ("no", "later"):
+    if held in ("no", "later", "once awake"):
         return node["node"], held, _bytes(node["need_bytes"]), "", "", ""
     is_split = host.get("need_bytes") is not None
-    rate, bench = host.get("tokens_per_s"), parse_bench(node.get("bench"))
-    speed = f"~{rate:,.1f}" if rate else f"{bench.stream_rate:,.1f}" if bench is not None and bench.stream_rate else ""
+    expected, bench = host.get("tokens_per_s"), parse_bench(node.get("bench"))
+    speed = f"~{rate(expected)}" if expected else rate(bench.stream_rate) if bench is not None else ""
     tokens = node["context_tokens"]
     return (
         node["node"],

@@ -20,10 +20,12 @@ from cortex.neuron.config import NeuronConfig
 from cortex.neuron.hub_process.resolver import FileSources
 from cortex.neuron.node.memory.ceilings import smallest
 from cortex.neuron.weights.errors import CheckpointError
+from cortex.neuron.weights.hub.cache import RepositoryCache
 from cortex.neuron.weights.hub.cache import cache_directory as hub_cache_directory
 from cortex.neuron.weights.hub.source import is_hub_id, parse_source
-from cortex.wire.errors import LoadFailed, ModelNotFound, SourceNotAllowed, shorten
+from cortex.wire.errors import InvalidValue, LoadFailed, ModelNotFound, SourceNotAllowed, shorten
 from cortex.wire.fields.body import MAX_MODEL_NAME
+from cortex.wire.model_names import check_name
 from cortex.wire.node.groups import GroupMember
 from cortex.wire.node.host_splits import HostSplit
 from cortex.wire.node.load_options import ENGINE, PlacedOptions, draft_of, is_path
@@ -134,6 +136,8 @@ def files_digest(path: Path) -> str:
 
 
 _CACHE_PREFIX = "models--"
+_NAME = "model_id"
+"""In the cached copy of another node's path: the id of its model."""
 _NOWHERE = Path()
 """Inside no root, because roots are absolute."""
 MAX_ADOPTED = 1000
@@ -331,8 +335,13 @@ class Library:
         repository = repository_of(source) if is_path(source) else None
         if repository is None or (self._is_allowed(source) and _exists(source)):
             return source
-        is_copied = (self.cache / f"{_CACHE_PREFIX}{repository.replace('/', '--')}").is_dir()
-        return repository if has_senders or is_copied else source
+        return repository if has_senders or RepositoryCache(self.cache, repository).root.is_dir() else source
+
+    def name_copy(self, model: KnownModel) -> None:
+        """If the model's files are a copy of another node's path, keep their name for later starts. Blocks. Raises
+        OSError."""
+        if is_of_path(model.source):
+            (RepositoryCache(self.cache, model.source).root / _NAME).write_text(model.id)
 
     def neighbours(self, model: KnownModel) -> tuple[Neighbour, ...]:
         """The nodes that may have its files."""
@@ -392,10 +401,10 @@ class Library:
             path = _NOWHERE
         return any(path.is_relative_to(root) for root in self._roots)
 
-    def discovered(self, model_ids: list[str]) -> list[str]:
-        """Adds models found in the cache. Returns the new ids."""
-        new = [model_id for model_id in model_ids if model_id not in self._models]
-        self._models.update({model_id: KnownModel(id=model_id, source=model_id) for model_id in new})
+    def discovered(self, sources: Mapping[str, str]) -> list[str]:
+        """Adds models found in the cache, by id. Returns the new ids."""
+        new = [model_id for model_id in sources if model_id not in self._models]
+        self._models.update({model_id: KnownModel(id=model_id, source=sources[model_id]) for model_id in new})
         return new
 
 
@@ -406,18 +415,34 @@ def cache_directory(config: NeuronConfig, env: Mapping[str, str]) -> Path:
     return hub_cache_directory(env)
 
 
-def scan_cache(cache: Path) -> list[str]:
-    """Ids of the models in the hub cache that have weights on disk. Blocks; reads directories only.
+def scan_cache(cache: Path) -> dict[str, str]:
+    """The sources of the models in the hub cache that have weights on disk, by id: the same, or for a copy of another
+    node's path the id that it has there. Blocks; reads directories and those ids only.
 
-    Folders that cannot be read or whose name is not a hub id are skipped, and copies of other nodes' files, which have
-    the names of those nodes' models.
+    Folders that cannot be read or whose name is not a hub id are skipped.
     """
     try:
         folders = sorted(folder for folder in cache.iterdir() if folder.name.startswith(_CACHE_PREFIX))
     except OSError:
-        return []
-    ids = {folder.name.removeprefix(_CACHE_PREFIX).replace("--", "/"): folder for folder in folders}
-    return [each for each, folder in ids.items() if is_hub_id(each) and not is_of_path(each) and _has_weights(folder)]
+        return {}
+    found = {}
+    for folder in folders:
+        source = folder.name.removeprefix(_CACHE_PREFIX).replace("--", "/")
+        if is_hub_id(source) and _has_weights(folder) and (model_id := _id_in_cache(folder, source)) is not None:
+            found[model_id] = source
+    return found
+
+
+def _id_in_cache(folder: Path, source: str) -> str | None:
+    """None for a copy whose name is not known."""
+    if not is_of_path(source):
+        return source
+    try:
+        name = (folder / _NAME).read_text()
+        check_name(name, "model")
+    except (OSError, ValueError, InvalidValue):
+        return None
+    return name
 
 
 def _has_weights(folder: Path) -> bool:

@@ -12,7 +12,7 @@ import msgspec
 from cortex.fleet.topology import Fleet
 from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.wire.node.load_options import is_path
-from cortex.wire.node.neighbours import MAX_NEIGHBOURS, Neighbour, repository_of
+from cortex.wire.node.neighbours import MAX_NEIGHBOURS, Neighbour, is_of_path, repository_of
 from cortex.wire.node.orders import FilesRequest, LoadRequest
 
 log = logging.getLogger(__name__)
@@ -73,11 +73,11 @@ class Neighbours:
         return repository_of(source or _known_source(fleet, model) or model)
 
     def _source(self, node: str, request: LoadRequest | FilesRequest) -> str | None:
-        """That of the order, or the path of another node's model that `node` does not know."""
+        """That of the order, or the path, or copy of one, of another node's model that `node` does not know."""
         fleet = self._read_fleet()
         known = _known_source(fleet, request.model_id)
         target = fleet.node(node)
-        if request.source is not None or known is None or not is_path(known):
+        if request.source is not None or known is None or not (is_path(known) or is_of_path(known)):
             return request.source
         return request.source if target is None or request.model_id in target.residencies else known
 

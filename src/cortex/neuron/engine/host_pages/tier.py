@@ -71,7 +71,7 @@ class _Fetch:
 
 
 class OtherRanks(Protocol):
-    """The other ranks of a divided model, each with its own host memory: see `parallel/kept_blocks.py`."""
+    """The other ranks of a divided model, each with its own host memory: see `parallel/ranks.py`."""
 
     def keep(self, blocks: NamedBlocks, *, may_wait: bool) -> None: ...
     def fetch(self, blocks: Sequence[NamedBlocks]) -> bool: ...

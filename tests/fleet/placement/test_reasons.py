@@ -230,13 +230,13 @@ def test_cache_use_does_not_count_as_a_request(model: Make, node: Make, fleet: M
     assert assessment.reason == "ready, requests in progress: 1"
 
 
-def test_requests_that_wait_for_a_slot_of_a_ready_model_are_counted_by_class(
+def test_waiting_requests_of_a_ready_model_are_counted_and_by_class_those_without_a_slot(
     model: Make, node: Make, fleet: Make
 ) -> None:
-    held, load = model("m"), ModelLoad(running=2, waiting=4, waiting_by_class={"flex": 1, "default": 3})
+    held, load = model("m"), ModelLoad(running=2, waiting=5, waiting_by_class={"flex": 1, "default": 3})
     held = msgspec.structs.replace(held, status=msgspec.structs.replace(held.status, load=load))
     (assessment,) = place("m", fleet(node("n", [24], held)), NOW).assessments
-    assert assessment.reason == "ready, requests in progress: 6, waiting for a slot: 4 (1 flex, 3 default)"
+    assert assessment.reason == "ready, requests in progress: 7, waiting: 5 (1 flex, 3 default for a slot)"
 
 
 def test_replicas_of_a_ready_model_are_named(model: Make, node: Make, fleet: Make) -> None:

@@ -288,7 +288,7 @@ def _load(held: Residency) -> float:
 def _waiting(held: Residency) -> str:
     load = held.status.load
     classes = ", ".join(f"{number} {name}" for name, number in load.waiting_by_class.items())
-    return f"waiting for a slot: {load.waiting}" + f" ({classes})" * bool(classes) if load.waiting else ""
+    return f"waiting: {load.waiting}" + f" ({classes} for a slot)" * bool(classes) if load.waiting else ""
 
 
 def _action(assessment: Assessment) -> Action:

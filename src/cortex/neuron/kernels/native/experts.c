@@ -378,6 +378,7 @@ INLINE void float_row(const Store *s, int64_t row, const uint8_t *const *inputs,
         Floats parts[MOST_ROWS] = {0};
         int64_t i = first;
         for (; i + LANES <= stop; i += LANES) {
+            if (i * item % 64 == 0) __builtin_prefetch(from + i * item + 4096);
             const Floats weights = form == FLOAT8     ? float8_at(from + i)
                                    : form == BFLOAT16 ? widened_at(from, i, 1)
                                                       : floats_at((const float *)from + i);

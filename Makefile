@@ -19,7 +19,7 @@ CLIENTS  := $(addprefix tests/clients/,.venv/frameworks/.made .venv/aider/.made 
 SOURCES  := src tests bench
 QUICK    := tests/docs tests/fleet tests/http tests/neuron/engine/scheduling tests/neuron/text tests/routing tests/test_import_rules.py tests/wire
 ATTACKS  := tests/hostile tests/http/test_bounds.py tests/http/test_tls.py tests/http/server tests/gateway/test_reload.py \
-  tests/gateway/test_access.py tests/gateway/test_frozen_database.py tests/gateway/page/test_sign_in_attempts.py \
+  tests/gateway/test_access.py tests/gateway/test_failing_database.py tests/gateway/page/test_sign_in_attempts.py \
   tests/gateway/dispatch/operator/test_audit.py tests/gateway/proxy/accounting/test_metering.py tests/neuron/engine/loading/test_damaged_checkpoints.py \
   tests/neuron/engine/scheduling/test_budget.py tests/neuron/engine/scheduling/test_scheduler.py tests/neuron/node/harness/command/test_group.py \
   tests/neuron/kernels/native/test_library.py tests/neuron/hub_process/test_resolver.py tests/system/test_private_file.py

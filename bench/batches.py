@@ -1,10 +1,10 @@
 """What batches cost interactive requests, and what they get done: any gateway with `/v1/batches`.
 
-    python bench/batches.py --url http://127.0.0.1:31313 --model MODEL --rate 2 --seconds 60
-    PYTHONPATH=src:bench python bench/batches.py --shape llama-3.1-8b --seconds 30
+    python bench/batches.py --url http://127.0.0.1:31313 --model MODEL --rates 2 --seconds 60
+    PYTHONPATH=src:bench TMPDIR=/dev/shm python bench/batches.py --shape llama-3.1-8b --rates 1 4 --seconds 20
 
-`--shape` starts a node and a gateway of its own, which serve random weights. Three phases with the same interactive
-requests, which arrive at random at `--rate`:
+`--shape` starts a node and a gateway of its own, which serve random weights. At each of `--rates` there are three
+phases with the same interactive requests, which arrive at random:
 
 alone     nothing else runs
 batches   a batch runs beside them, through `/v1/batches`: the gateway decides how many lines run
@@ -89,11 +89,13 @@ class Gateway:
         return str(self.call("/v1/batches", json.dumps(fields).encode())["id"])
 
 
-def interactive(server: Server, options: argparse.Namespace, seed: int) -> list[tuple[float, dict[str, Any]]]:
+def interactive(
+    server: Server, options: argparse.Namespace, rate: float, seed: int
+) -> list[tuple[float, dict[str, Any]]]:
     """When each request is due, and its body; the same in every phase but for the words."""
     draw, at, found = random.Random(options.seed), 0.0, []
     words = random.Random(seed)
-    while (at := at + draw.expovariate(options.rate)) < options.settle + options.seconds:
+    while (at := at + draw.expovariate(rate)) < options.settle + options.seconds:
         found.append((at, body_of(server, words, options.prompt, options.response)))
     return found
 
@@ -149,9 +151,9 @@ async def flood(server: Server, bodies: list[dict[str, Any]], at_once: int) -> A
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def measured(name: str, server: Server, options: argparse.Namespace) -> Phase:
+async def measured(name: str, server: Server, options: argparse.Namespace, rate: float) -> Phase:
     seed = {"alone": 1, "batches": 2, "flood": 3}[name] + options.seed
-    due = interactive(server, options, seed)
+    due = interactive(server, options, rate, seed)
     draw = random.Random(seed + 100)
     bodies = [body_of(server, draw, options.line_prompt, options.line_response) for _ in range(options.lines)]
     start_s = time.monotonic() + 0.5
@@ -169,6 +171,8 @@ async def measured(name: str, server: Server, options: argparse.Namespace) -> Ph
         began_s, (tokens, lines) = await before
         more_tokens, more_lines = await asyncio.to_thread(done)
         took_s = time.monotonic() - began_s
+    if more_lines >= options.lines:
+        print(f"{name}: all lines were done before the phase ended; use more --lines", file=sys.stderr)
     return _phase(records, start_s + options.settle, (more_tokens - tokens) / took_s, more_lines - lines)
 
 
@@ -206,13 +210,16 @@ def _await_graphs(url: str) -> None:
         time.sleep(0.2)
 
 
-async def run(options: argparse.Namespace) -> dict[str, Phase]:
+async def run(options: argparse.Namespace) -> dict[str, dict[str, Phase]]:
+    """The phases by rate, whose tables are printed as they are known."""
     server = await calibrated(Server(options.url, options.model, options.key))
-    found = {}
-    for name in options.phases.split(","):
-        found[name] = await measured(name, server, options)
-        print(f"{name}: measured", file=sys.stderr)
-        await asyncio.sleep(SETTLE_S)
+    found: dict[str, dict[str, Phase]] = {}
+    for rate in options.rates:
+        phases = found[f"{rate:g}"] = {}
+        for name in options.phases.split(","):
+            phases[name] = await measured(name, server, options, rate)
+            await asyncio.sleep(SETTLE_S)
+        print(f"{rate:g} requests/s", *table(phases), sep="\n", flush=True)
     return found
 
 
@@ -242,12 +249,12 @@ def main() -> int:
     what.add_argument("--shape", help="serve random weights of this shape (bench/shapes.py)")
     parser.add_argument("--key", default="")
     parser.add_argument("--phases", default="alone,batches,flood")
-    parser.add_argument("--rate", type=float, default=1.0, help="interactive requests per second")
+    parser.add_argument("--rates", type=float, nargs="+", default=[1.0], help="interactive requests per second")
     parser.add_argument("--seconds", type=float, default=60.0, help="measured length of a phase")
     parser.add_argument("--settle", type=float, default=15.0, help="seconds before that")
     parser.add_argument("--prompt", type=int, default=200, help="tokens of an interactive prompt")
     parser.add_argument("--response", type=int, default=64, help="tokens of an interactive response")
-    parser.add_argument("--lines", type=int, default=2000, help="lines of the batch: more than it gets done")
+    parser.add_argument("--lines", type=int, default=4000, help="lines of the batch: more than it gets done")
     parser.add_argument("--line-prompt", type=int, default=400)
     parser.add_argument("--line-response", type=int, default=128)
     parser.add_argument("--flood", type=int, default=64, help="lines at once where nobody holds them back")
@@ -258,13 +265,15 @@ def main() -> int:
         if options.shape is not None:
             options.url, options.model = stack.enter_context(own_fleet(options.shape)), options.shape
         found = asyncio.run(run(options))
-    print("\n".join(table(found)))
     if options.json is not None:
         figures = {
-            name: phase.figures | {"line_tokens_per_s": phase.line_tokens_per_s, "lines": phase.num_lines}
-            for name, phase in found.items()
+            rate: {
+                name: phase.figures | {"line_tokens_per_s": phase.line_tokens_per_s, "lines": phase.num_lines}
+                for name, phase in phases.items()
+            }
+            for rate, phases in found.items()
         }
-        options.json.write_text(json.dumps({"options": vars(options) | {"json": None}, "phases": figures}, indent=1))
+        options.json.write_text(json.dumps({"options": vars(options) | {"json": None}, "rates": figures}, indent=1))
     return 0
 
 

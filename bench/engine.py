@@ -133,6 +133,11 @@ def random_engine(shape: str, device: torch.device, spec: LoadSpec, quant: str |
     return Engine(build_model(SHAPES[shape], spec, device, fill, packing=packing(quant)), spec)
 
 
+def device_named(name: str) -> torch.device:
+    """With an index, as tensors have it."""
+    return torch.device("cuda", 0) if name == "cuda" else torch.device(name)
+
+
 def synchronise(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -219,7 +224,7 @@ def main() -> None:
     parser.add_argument("--deterministic", action="store_true", help="tokens that are independent of the batch")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    device = torch.device(arguments.device)
+    device = device_named(arguments.device)
     is_gpu = device.type == "cuda"
     scenarios = arguments.scenarios.split(",") if arguments.scenarios else SCENARIOS if is_gpu else CPU_SCENARIOS
     if drafted := [scenario for scenario in scenarios if scenario.split("-")[0] in DRAFTED]:

@@ -4,8 +4,8 @@
     PYTHONPATH=src:bench python bench/kv_tiers.py --device cpu --shape tiny --tokens 2048,4096
     PYTHONPATH=src:bench python bench/kv_tiers.py --link
 
-Random weights of a named shape. A restart is a new engine with the same weights and empty host memory. The disk is read
-twice: as the restart finds it, in part from the page cache, and after its files were dropped from that. The limit of a
+Random weights of a named shape. A restart is a new engine with the same weights and empty host memory. The disk is
+read as the restart finds it, in part from the page cache, and after its files were dropped from that. The limit of a
 fetch is the rate of reading files of the folder with the same threads and without a model, just before.
 """
 
@@ -18,8 +18,10 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.host_pages import block_files, tier
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
 from cortex.neuron.engine.host_pages.disk import READ_BYTES, READERS
-from cortex.neuron.engine.host_pages.rates import saves_time
+from cortex.neuron.engine.host_pages.rates import end_of_front, saves_time
 from cortex.neuron.engine.host_pages.store import BlockKind
 from cortex.neuron.engine.kv.pages import ROOT, page_digests
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, LoadSpec, SamplingParams
@@ -97,8 +99,8 @@ class Restarts:
         self.host = host
         self.run(text(99, 512))
 
-    def run(self, prompt: Sequence[int]) -> tuple[float, int, list[int]]:
-        """Seconds to the first token, how many tokens were cached, and the tokens."""
+    def run(self, prompt: Sequence[int]) -> Asked:
+        """Until the first token."""
         self._next += 1
         self._synchronise()
         start = time.perf_counter()
@@ -110,7 +112,13 @@ class Restarts:
                 cached += output.cached_tokens or 0
                 tokens += output.tokens
         self._synchronise()
-        return time.perf_counter() - start, cached, tokens
+        return Asked(time.perf_counter() - start, cached, tokens)
+
+    def forget(self) -> None:
+        """Everything that is not on disk, as a restart does."""
+        self.engine.forget_pages(lambda _: True)
+        self.host.store.limit(0)
+        self.host.store.limit(self._host_bytes)
 
     def save(self) -> tuple[float, float]:
         """Seconds to host memory, and from there to files."""
@@ -163,49 +171,73 @@ def read_rate(folder: Path) -> float:
     return num_bytes / (time.perf_counter() - start)
 
 
-def measure(restarts: Restarts, folder: Path, lengths: Sequence[int], *, follows_rule: bool) -> None:
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request, and what became of its prefix."""
+
+    took_s: float
+    num_cached: int
+    tokens: list[int]
+
+
+def reads_everything(first: int, *_: object) -> int:
+    """An `end_of_front` that computes nothing meanwhile."""
+    return first
+
+
+def measure(restarts: Restarts, folder: Path, lengths: Sequence[int]) -> None:
+    """Prints a line for each length. "by the rule": with the front computed while the rest is read, or all of it
+    computed if that is expected to be faster. "read": everything is read."""
     restarts.start()
-    computed: dict[int, tuple[float, list[int]]] = {}
+    lines: list[list[str]] = []
+    computed: dict[int, Asked] = {}
     for length in lengths:
-        prompt = text(length, length)
-        took_s, _, tokens = restarts.run(prompt)
-        computed[length] = took_s, tokens
-        host_s, disk_s = restarts.save()
+        computed[length] = asked = restarts.run(text(length, length))
+        _, disk_s = restarts.save()
         size = length * restarts.token_bytes
-        print(
-            f"{length:>7} tokens, {size / 1e9:.2f} GB: computed in {took_s:.3f} s; "
-            f"to host memory {host_s:.2f} s, to files {disk_s:.2f} s ({size / max(disk_s, 1e-9) / 1e9:.1f} GB/s)",
-            flush=True,
-        )
+        lines.append([f"{length}", f"{size / 1e9:.2f}", f"{asked.took_s:.2f}", f"{size / max(disk_s, 1e-9) / 1e9:.1f}"])
     restarts.close()
-    verdicts: list[bool] = []
+    restarts.start()
 
-    def decided(*arguments: Any, **options: Any) -> bool:
-        """What the rule says; without --rule the disk is read in any case, to see whether it is right."""
-        verdicts.append(saves_time(*arguments, **options))
-        return verdicts[-1] if follows_rule else True
+    def after_restart(state: str, length: int, line: list[str]) -> Asked:
+        asked = restarts.run(text(length, length))
+        line += [
+            f"{asked.took_s:.2f}",
+            f"{asked.took_s / computed[length].took_s:.2f}",
+            f"{asked.num_cached / length:.0%}",
+        ]
+        if asked.tokens != computed[length].tokens:
+            print(f"{length} tokens, {state}: another token than computed", flush=True)
+        restarts.forget()
+        return asked
 
-    setattr(tier, "saves_time", decided)  # noqa: B010 - it is imported there
-    for state in ("page cache", "cold files"):
-        restarts.start()
-        for length in lengths:
-            alone = 0.0
-            if state == "cold files":
-                drop_from_page_cache(folder)
-                alone = read_rate(folder)
-                drop_from_page_cache(folder)
-            took_s, cached, tokens = restarts.run(text(length, length))
-            computed_s, expected = computed[length]
-            rate = cached * restarts.token_bytes / took_s / 1e9
-            verdict = "fetches" if verdicts and verdicts.pop() else "computes"
-            print(
-                f"{length:>7} tokens after a restart, {state}: {took_s:.3f} s, {took_s / computed_s:.2f} of computing, "
-                f"{cached} cached ({rate:.2f} GB/s; files alone {alone / 1e9:.2f} GB/s), same token "
-                f"{tokens == expected}; the rule {verdict}",
-                flush=True,
-            )
-        restarts.close()
+    for length, line in zip(lengths, lines, strict=True):
+        after_restart("page cache", length, line)
+        drop_from_page_cache(folder)
+        alone = read_rate(folder)
+        drop_from_page_cache(folder)
+        after_restart("cold, by the rule", length, line)
+        drop_from_page_cache(folder)
+        with forced_reads(restarts):
+            asked = after_restart("cold, read", length, line)
+        rate = asked.num_cached * restarts.token_bytes / asked.took_s
+        line += [f"{rate / 1e9:.2f}", f"{alone / 1e9:.2f}", f"{rate / alone:.0%}"]
+    restarts.close()
+    by_state = [f"{state}{column}" for state in ("cached ", "rule ", "read ") for column in ("s", "ratio", "kept")]
+    header = ["tokens", "GB", "compute s", "written GB/s", *by_state, "read GB/s", "files GB/s", "share"]
+    for cells in (header, *lines):
+        print("  ".join(cell.rjust(len(name)) for cell, name in zip(cells, header, strict=True)), flush=True)
+
+
+@contextmanager
+def forced_reads(restarts: Restarts) -> Iterator[None]:
+    """All that is on disk is read, even if computing is expected to be faster."""
+    loaded = restarts.engine.tier
+    setattr(tier, "saves_time", lambda *_, **__: True)  # noqa: B010 - it is imported there
+    setattr(loaded, "_end_of_front", reads_everything)  # noqa: B010
+    yield
     setattr(tier, "saves_time", saves_time)  # noqa: B010
+    setattr(loaded, "_end_of_front", end_of_front)  # noqa: B010
 
 
 class PacedRelay:
@@ -271,11 +303,13 @@ async def measure_link(folder: Path, num_bytes: int, bits_per_s: float) -> None:
             received = await exchange.fetch("m", info, stats, EngineRequest("r", prompt, 1), source)
             return received, time.perf_counter() - start
 
+        before_s = time.process_time()
         received, took_s = await fetched(10.0)
-        limit = bits_per_s / 8
+        cpu_s, limit = time.process_time() - before_s, bits_per_s / 8
         print(
             f"{bits_per_s / 1e9:.0f} Gbit/s: {received / 1e9:.2f} GB in {took_s:.2f} s, "
-            f"{received / took_s / 1e9:.3f} GB/s, {received / took_s / limit:.0%} of the link",
+            f"{received / took_s / 1e9:.3f} GB/s, {received / took_s / limit:.0%} of the link, "
+            f"{cpu_s / received * 1e9:.2f} s of CPU per GB for both ends and the relay",
             flush=True,
         )
         for faster in (0.5, 0.8, 1.25, 2.0):
@@ -313,7 +347,6 @@ def main() -> None:
     parser.add_argument("--tokens", default="32768,65536,122880")
     parser.add_argument("--folder", type=Path, help="On the disk to measure. [default: a temporary one]")
     parser.add_argument("--host-mb", type=int, default=20_000)
-    parser.add_argument("--rule", action="store_true", help="Fetch only what the rule expects to be worth it.")
     parser.add_argument("--link", action="store_true", help="Measure two nodes with a paced link instead.")
     arguments = parser.parse_args()
     lengths = [int(each) for each in arguments.tokens.split(",")]
@@ -325,7 +358,7 @@ def main() -> None:
             return
         device = torch.device(arguments.device)
         restarts = Restarts(arguments.shape, device, max(lengths), folder, arguments.host_mb << 20)
-        measure(restarts, folder, lengths, follows_rule=arguments.rule)
+        measure(restarts, folder, lengths)
     finally:
         shutil.rmtree(folder)
 

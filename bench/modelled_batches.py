@@ -112,6 +112,7 @@ class Simulation:
             most = self._caps.cap(NODE, now, num_interactive=self._num_interactive)
         while lines[NODE] < most:
             lines[NODE] += 1
+            self._caps.paced[NODE] += 1
             self._submit(LINE, now, is_line=True)
 
     def _submit(self, lengths: Lengths, came_s: float, *, is_line: bool) -> None:
@@ -142,6 +143,7 @@ class Simulation:
         if request.is_line:
             self._caps.completed(NODE, now)
             self._caps.lines[NODE] -= 1
+            self._caps.paced[NODE] -= 1
             self._pump_at_s = 0.0
         else:
             self._num_interactive -= 1

@@ -187,7 +187,7 @@ class ModelledEngine(StepLoop):
     shares_device = False
 
     def __init__(self, slowdown: float, clock: Clock, step_s: float = STEP_S) -> None:
-        sizes = {streams: mixed_sizes(streams) for streams in STREAM_SIZES}
+        sizes = {0: PROMPT_SIZES} | {streams: mixed_sizes(streams) for streams in STREAM_SIZES}
         limits = SchedulerLimits(MAX_ROWS, STEP_TOKENS, step_s, CONTEXT_TOKENS, RESERVED_TOKENS, sizes)
         costs = StepCosts(WORK, DeviceLimits(1e12, 1e14))
         scheduler = Scheduler(KVPages({None: NUM_PAGES}, PAGE_TOKENS), limits, costs)

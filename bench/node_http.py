@@ -44,8 +44,8 @@ import msgspec
 
 import modelled_device
 import traffic
-from cortex.neuron.api.app import NodeApi
 from cortex.neuron.api.drain_gate import DrainGate
+from cortex.neuron.api.server import NodeApi
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
 from cortex.neuron.node.dependencies import NodeDependencies

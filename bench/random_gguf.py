@@ -7,7 +7,10 @@ MXFP4, or Qwen3-MoE with experts in Q4_0. The rest is BF16, norms and biases are
 from __future__ import annotations
 
 import argparse
+import os
+import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -66,16 +69,16 @@ def expert_bytes(config: dict[str, Any]) -> int:
     return total
 
 
-def values_of(name: str, shape: tuple[int, ...], kind: Kind, random: np.random.Generator) -> np.ndarray:
-    """What the file has of a tensor."""
-    count = int(np.prod(shape))
+def values_of(name: str, shape: tuple[int, ...], kind: Kind) -> np.ndarray:
+    """What the file has of a tensor: its beginning, which repeats."""
+    random, count = np.random.default_rng(zlib.crc32(name.encode())), int(np.prod(shape))
     if kind is Kind.F32:
         scale = 0.1 if name.endswith(".bias") else shape[-1] ** -0.5
-        values = random.standard_normal(shape, np.float32) * scale
-        return values + 1 if "norm" in name else values
+        values = random.standard_normal(count, np.float32) * np.float32(scale)
+        return values + np.float32(1) if "norm" in name else values
     if kind is Kind.BF16:
-        tile = random.standard_normal(min(count, 1 << 22), np.float32) * shape[-1] ** -0.5
-        return np.resize((tile.view(np.uint32) >> 16).astype(np.uint16), shape)
+        tile: np.ndarray = random.standard_normal(min(count, 1 << 22), np.float32) * shape[-1] ** -0.5
+        return (tile.view(np.uint32) >> 16).astype(np.uint16)
     length, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     blocks = random.integers(0, 256, (min(count // length, _TILE_BLOCKS), num_bytes), np.uint8)
     scale = shape[-1] ** -0.5 / 5
@@ -83,7 +86,14 @@ def values_of(name: str, shape: tuple[int, ...], kind: Kind, random: np.random.G
         blocks[:, 0] = 127 + round(np.log2(scale))
     else:
         blocks[:, :2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
-    return np.resize(blocks, (*shape[:-1], shape[-1] // length * num_bytes))
+    return blocks
+
+
+def write_tensor(file: int, start: int, num_bytes: int, name: str, shape: tuple[int, ...], kind: Kind) -> None:
+    tile, done = values_of(name, shape, kind).reshape(-1).view(np.uint8).data, 0
+    while done < num_bytes:
+        at = done % len(tile)
+        done += os.pwrite(file, tile[at : at + num_bytes - done], start + done)
 
 
 def write_random_gguf(path: Path, config: dict[str, Any]) -> None:
@@ -112,18 +122,25 @@ def write_random_gguf(path: Path, config: dict[str, Any]) -> None:
     if "sliding_window" in config:
         writer.add_sliding_window(config["sliding_window"])
     tensors = list(tensors_of(config))
+    sizes = []
     for name, shape, kind in tensors:
         length, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+        sizes.append(int(np.prod(shape)) // length * num_bytes)
         stored = shape if kind is Kind.F32 else (*shape[:-1], shape[-1] // length * num_bytes)
         dtype = np.dtype(np.float32 if kind is Kind.F32 else np.uint8)
-        writer.add_tensor_info(name, stored, dtype, int(np.prod(shape)) // length * num_bytes, raw_dtype=kind)
+        writer.add_tensor_info(name, stored, dtype, sizes[-1], raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    random = np.random.default_rng(0)
-    for name, shape, kind in tensors:
-        writer.write_tensor_data(values_of(name, shape, kind, random))
     writer.close()
+    with path.open("r+b") as file, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        start, written = file.seek(0, os.SEEK_END), []
+        for tensor, size in zip(tensors, sizes, strict=True):
+            start += -start % writer.data_alignment
+            written.append(pool.submit(write_tensor, file.fileno(), start, size, *tensor))
+            start += size
+        for each in written:
+            each.result()
 
 
 def main() -> None:

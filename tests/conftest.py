@@ -56,6 +56,8 @@ hypothesis.settings.load_profile("suite")
 
 for name, value in (("GOMP_SPINCOUNT", "1000"), ("ONEDNN_JIT_PROFILE", "0")):
     os.environ.setdefault(name, value)  # as the workers have them; torch reads them when it is imported
+# To ask whether there is a device must not make a context, which does not survive that the processes are forked.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 gc.disable()  # until the tests are collected: little of what is imported is garbage
 
 

@@ -31,11 +31,14 @@ def delta(**fields: str) -> dict[str, Any]:
     return {"choices": [{"index": 0, "delta": fields}]}
 
 
+WHY = "large fits on beast once small is idle."
+
+
 def fleet(*models: dict[str, Any], **node: Any) -> dict[str, Any]:
     device = {"index": 0, "kind": "cuda", "name": "RTX 5090", "total_bytes": 32 << 30, "free_bytes": 8 << 30}
     device["kv_host_bytes"] = 3 << 30
     beast = {"name": "beast", "kind": "neuron", "up": True, "devices": [device], "models": list(models), **node}
-    return {"version": "0", "nodes": [beast], "waiting": {"large": 2}}
+    return {"version": "0", "nodes": [beast], "waiting": {"large": 2}, "waiting_reasons": {"large": WHY}}
 
 
 READY = {"id": "small", "state": "ready", "measured_bytes": 900 << 20, "context_tokens": 8192, "idle_s": 700}

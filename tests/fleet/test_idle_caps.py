@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from cortex.fleet.idle_caps import MAX_GAP_RATIO, MAX_TTFT_RATIO, QUIET_S, IdleCaps
+from cortex.fleet.idle_caps import MAX_GAP_RATIO, MAX_PACED_GAP_RATIO, MAX_TTFT_RATIO, QUIET_S, IdleCaps
 
 NODE, MODEL = "node", "model"
 
@@ -133,3 +133,15 @@ def test_long_prompts_are_not_compared_with_short_ones() -> None:
         caps.served(NODE, MODEL, now, ttft_s=tokens / 1000, num_tokens=tokens, gap_s=0.02)
 
     assert caps.cap(NODE, now, num_interactive=1) >= 16
+
+
+@pytest.mark.parametrize(("num_paced", "may_grow"), [(8, True), (7, False)])
+def test_lines_that_engines_run_may_lengthen_the_mean_gap_further(num_paced: int, may_grow: bool) -> None:
+    caps, now = IdleCaps(), 0.0
+    for number in range(60):
+        now += 3
+        caps.lines[NODE], caps.paced[NODE] = (0, 0) if number < 40 else (8, num_paced)
+        slowed = (MAX_GAP_RATIO + MAX_PACED_GAP_RATIO) / 2 if number >= 40 else 1.0
+        caps.served(NODE, MODEL, now, ttft_s=0.1, num_tokens=100, gap_s=0.02 * slowed)
+
+    assert (caps.cap(NODE, now, num_interactive=1) > 1) == may_grow

@@ -38,10 +38,10 @@ from cortex.telemetry.tracing import TelemetrySection
 from ..ports import free_port
 from ..waiting import WAIT_S, until
 from .fake_neuron import JSON, FakeNeuron, StartNeuron
-from .postgres_server import postgres_url
+from .postgres_server import database, postgres_url
 from .started_gateway import Client, Process, SpawnGateway, StartGateway
 
-__all__ = ["postgres_url"]
+__all__ = ["database", "postgres_url"]
 
 
 @pytest.fixture

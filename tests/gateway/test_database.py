@@ -27,12 +27,6 @@ from cortex.gateway.ledger.store import open_store
 
 from ..waiting import WAIT_S
 
-
-@pytest.fixture(params=["sqlite", "postgres"])
-def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return str(tmp_path / "x.db") if request.param == "sqlite" else request.getfixturevalue("postgres_url")
-
-
 READER = """
 import sqlite3, sys
 connection = sqlite3.connect(sys.argv[1])

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
 from cortex.neuron.engine.parallel.ranks import Follower, load_engine
-from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec, StepOutput
+from cortex.neuron.engine.request import LoadSpec, RankSpec
 from cortex.neuron.engine.scheduling.step_plan import StepPlan
 
 
@@ -80,17 +79,3 @@ class RankThreads:
     def close(self) -> None:
         self.end_followers()
         self.leader.close()
-
-
-def run(engine: Engine, *requests: EngineRequest) -> dict[str, list[StepOutput]]:
-    outputs: dict[str, list[StepOutput]] = {request.id: [] for request in requests}
-    for request in requests:
-        engine.submit(request)
-    while engine.has_work:
-        for output in engine.step():
-            outputs[output.request_id].append(output)
-    return outputs
-
-
-def tokens_of(outputs: list[StepOutput]) -> list[int]:
-    return [token for output in outputs for token in output.tokens]

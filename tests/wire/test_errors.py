@@ -1,3 +1,5 @@
+"""Errors of the API, and what clients that are not operators see of them."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -5,13 +7,39 @@ from typing import Any
 import msgspec
 import pytest
 
+from cortex.wire import errors
 from cortex.wire.dialects.registry import DIALECTS, FAMILIES
-from cortex.wire.error_encoding import OPENAI, Family, from_code
+from cortex.wire.error_encoding import OPENAI, Family, from_code, public
 from cortex.wire.errors import MAX_ECHO, MAX_MESSAGE, CortexError, InvalidValue, shorten
 from cortex.wire.node import headers
 from cortex.wire.words import about
 
 LONG = "z" * 50_000
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.LoadFailed,
+        errors.HubUnavailable,
+        errors.SourceNotFound,
+        errors.FilesDamaged,
+        errors.DiskFull,
+        errors.ModelNotFound,
+    ],
+)
+def test_reasons_of_failed_loads_are_for_operators(error: type[CortexError]) -> None:
+    shown = public(error("/srv/models/secret.gguf is corrupt on beast"))
+    assert "secret" not in shown.message
+    assert type(shown) is error
+
+
+@pytest.mark.parametrize(
+    "error", [errors.OperatorOnly, errors.InvalidValue, errors.RateLimitExceeded, errors.ContextLengthExceeded]
+)
+def test_error_about_the_request_itself_keeps_its_words(error: type[CortexError]) -> None:
+    given = error("what is wrong with the request")
+    assert public(given) is given
 
 
 def test_message_with_bytes_that_are_not_text_can_be_encoded() -> None:

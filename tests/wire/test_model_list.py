@@ -8,8 +8,25 @@ import pytest
 
 from cortex.wire.errors import InvalidValue
 from cortex.wire.model_list import model_list
+from cortex.wire.model_names import plain_name, split_quant
 
 ENTRIES = [{"id": id} for id in "abcde"]
+
+
+@pytest.mark.parametrize(
+    ("name", "plain", "split"),
+    [
+        ("qwen3", "qwen3", ("qwen3", None)),
+        ("qwen3:4b", "qwen3:4b", ("qwen3:4b", None)),
+        ("qwen3:latest", "qwen3", ("qwen3", None)),
+        ("hf.co/a/b:Q4_K_M", "a/b:Q4_K_M", ("a/b", "Q4_K_M")),
+        ("a/b:", "a/b:", ("a/b:", None)),
+        ("a:b/c", "a:b/c", ("a:b/c", None)),
+    ],
+)
+def test_names_in_the_spelling_of_ollama(name: str, plain: str, split: tuple[str, str | None]) -> None:
+    assert plain_name(name) == plain
+    assert split_quant(plain) == split
 
 
 @pytest.mark.parametrize(

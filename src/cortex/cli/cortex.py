@@ -17,8 +17,8 @@ _LOOK = {
     "models": "commands.models:models",
     "logs": "commands.logs:logs",
     "jobs": "commands.nodes:jobs",
-    "explain": "commands.explain:explain",
-    "fits": "commands.explain:fits",
+    "explain": "commands.load:explain",
+    "fits": "commands.load:fits",
     "bench": "commands.bench:bench",
     "doctor": "commands.doctor.command:doctor",
 }
@@ -37,12 +37,12 @@ _CONTROL = {
     "pin": "commands.load:pin",
     "unpin": "commands.load:unpin",
     "move": "commands.load:move",
-    "pull": "commands.files:pull",
-    "copy": "commands.files:copy",
-    "rm": "commands.files:rm",
+    "pull": "commands.run:pull",
+    "copy": "commands.run:copy",
+    "rm": "commands.run:rm",
     "drain": "commands.nodes:drain",
     "undrain": "commands.nodes:undrain",
-    "forget": "commands.files:forget",
+    "forget": "commands.run:forget",
     "forget-size": "commands.load:forget_size",
 }
 _ADMINISTER = {

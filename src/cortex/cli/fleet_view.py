@@ -102,6 +102,8 @@ class FleetView(NodeValue, frozen=True, kw_only=True):
     nodes: tuple[NodeView, ...]
     waiting: dict[str, int] = msgspec.field(default_factory=dict)
     """Number of waiting requests, by model."""
+    waiting_reasons: dict[str, str] = msgspec.field(default_factory=dict)
+    """What they wait for, where a decision says it."""
 
     def places(self, model: str) -> Iterator[tuple[NodeView, HeldModel]]:
         """The nodes that hold a model, in any state but cold."""

@@ -215,7 +215,7 @@ def _findings(path: Path | None) -> Iterator[Finding]:
     yield from checks.versions()
     yield from checks.engine()
     yield from checks.libraries()
-    from cortex.neuron.api.server import Front, KeyNeeded
+    from cortex.neuron.api.server import KeyNeeded, ReloadableSettings
     from cortex.neuron.config import NeuronConfig
     from cortex.neuron.node.library import cache_directory
 
@@ -227,7 +227,7 @@ def _findings(path: Path | None) -> Iterator[Finding]:
             "config", Severity.FINE, str(path) if path else "no file given: defaults and NEURON_… variables apply"
         )
         open_tracer(settings.telemetry, "neuron").close()
-        Front(settings, path, insecure=False)
+        ReloadableSettings(settings, path, insecure=False)
     except KeyNeeded as error:  # only a note: `serve` may get --insecure
         what, _, remedy = error.message.rpartition(": ")
         yield Finding("config", Severity.NOTE, what, remedy)

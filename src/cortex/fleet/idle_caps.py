@@ -14,7 +14,9 @@ from collections.abc import Hashable, Iterable
 MAX_TTFT_RATIO = 1.5
 """Limit of the time to first token while batch lines run, relative to that without them."""
 MAX_GAP_RATIO = 1.2
-"""The same limit for the time between tokens."""
+"""The same limit for the mean time between tokens."""
+MAX_PACED_GAP_RATIO = 2.0
+"""The same where an engine runs all lines: it bounds the 99th percentile itself, and lengthens many shorter steps."""
 QUIET_S, MAX_QUIET_S = 5.0, 300.0
 """A node is free for batches after this long without interactive requests, or once the next one is overdue."""
 OVERDUE = 5
@@ -116,16 +118,25 @@ class _NodeCap:
     def learn(self) -> None:
         """Adds the requests that were served without lines to the samples."""
         while self.unshared:
-            self.is_slow(*self.unshared.popleft(), lines=0)
+            self.is_slow(*self.unshared.popleft())
 
-    def is_slow(self, model: str, ttft_s: float | None, num_tokens: int, gap_s: float | None, *, lines: int) -> bool:
+    def is_slow(
+        self,
+        model: str,
+        ttft_s: float | None,
+        num_tokens: int,
+        gap_s: float | None,
+        *,
+        lines: int = 0,
+        most_gap: float = MAX_GAP_RATIO,
+    ) -> bool:
         """Adds a request to the samples. Whether lines of batches have slowed it down."""
         is_slow = False
         if ttft_s is not None:
             kind = (model, num_tokens.bit_length() // 2)
             is_slow = _is_slow(self.ttfts, kind, ttft_s, lines, MAX_TTFT_RATIO)
         if gap_s is not None:
-            is_slow |= _is_slow(self.gaps, model, gap_s, lines, MAX_GAP_RATIO)
+            is_slow |= _is_slow(self.gaps, model, gap_s, lines, most_gap)
         return is_slow
 
 
@@ -138,6 +149,8 @@ class IdleCaps:
         self._nodes: dict[str, _NodeCap] = {}
         self.lines: Counter[str] = Counter()
         """Running lines by node, counted by their owner."""
+        self.paced: Counter[str] = Counter()
+        """Those of them that an engine runs, which bounds what they add to a step of other requests."""
 
     def cap(self, node: str, now: float, *, num_interactive: int) -> int:
         """How many lines may run there now, given `num_interactive` other requests."""
@@ -164,7 +177,8 @@ class IdleCaps:
             at.num_good += 1
             return
         at.learn()
-        is_slow = at.is_slow(model, ttft_s, num_tokens, gap_s, lines=lines)
+        most_gap = MAX_PACED_GAP_RATIO if self.paced[node] >= lines else MAX_GAP_RATIO
+        is_slow = at.is_slow(model, ttft_s, num_tokens, gap_s, lines=lines, most_gap=most_gap)
         if lines > 0:
             at.judged.append(is_slow)
         if is_slow:

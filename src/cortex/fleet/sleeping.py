@@ -129,7 +129,8 @@ class SleepingNodes:
     def expected_wait_s(self, name: str, now: float) -> float:
         """Expected time until a node of `reserves` responds."""
         node = self._nodes[name]
-        return max(1.0, node.wake_s - (now - node.since if node.state == "waking" else 0.0))
+        expected_s = min(node.wake_s, node.rules.timeout_s)
+        return max(1.0, expected_s - (now - node.since if node.state == "waking" else 0.0))
 
     # --- what happens
 

@@ -28,6 +28,7 @@ from cortex.gateway.api.ollama.creation import CreationRoutes
 from cortex.gateway.api.ollama.inference import OllamaInference
 from cortex.gateway.api.ollama.routes import OllamaRoutes
 from cortex.gateway.api.orders import OrderRoutes
+from cortex.gateway.api.parts import ApiServices
 from cortex.gateway.api.usage import UsageRoutes
 from cortex.gateway.batches.api import BatchService
 from cortex.gateway.batches.runner import BatchLimits
@@ -176,38 +177,22 @@ class Gateway:
         )
         board = JobBoard()
         operator = OperatorCommands(self.dispatcher, self.event_log)
-        self._file_routes = FileRoutes(self.dispatcher, nodes, neighbours, board, self._metering, self._deferred)
-        self._bench_routes = BenchRoutes(self.dispatcher, operator, nodes, board, self._metering)
+        api = ApiServices(self.dispatcher, nodes, self._metering, self._deferred)
+        self._file_routes = FileRoutes(api, neighbours, board)
+        self._bench_routes = BenchRoutes(api, operator, board)
         open_paths = paths_without_key(config)
-        creations = CreationRoutes(
-            self.dispatcher,
-            nodes,
-            self._file_routes,
-            self._metering,
-            self._deferred,
-            self._created_models,
-            self._change_created,
-        )
-        self._ollama_routes = OllamaRoutes(
-            self.dispatcher,
-            nodes,
-            self._file_routes,
-            self._metering,
-            self._deferred,
-            open_paths,
-            creations,
-        )
+        creations = CreationRoutes(api, self._file_routes, self._created_models, self._change_created)
+        self._ollama_routes = OllamaRoutes(api, self._file_routes, open_paths, creations)
         key_routes = KeyRoutes(self._metering, self._refresh_keys, self._deferred)
-        store = self._operator_state.store
-        orders = OrderRoutes(self.dispatcher, operator, board, self._metering, self._deferred, store)
-        self._model_servers = ModelServerRoutes(self.dispatcher, nodes, self._metering, self._deferred, self.event_log)
+        orders = OrderRoutes(api, operator, board, self._operator_state.store)
+        self._model_servers = ModelServerRoutes(api, self.event_log)
         parts = (
             self._file_routes,
             self._ollama_routes,
             creations,
             orders,
             self._bench_routes,
-            LlamaCppRoutes(self.dispatcher, orders, self._metering, open_paths, self.event_log, self._streams),
+            LlamaCppRoutes(api, orders, open_paths, self.event_log, self._streams),
             self._model_servers,
             JobRoutes(board, self._metering),
             AuditRoutes(self._audit, self._metering, self._deferred),
@@ -223,14 +208,7 @@ class Gateway:
             HistoryRoutes(self._history.history, self._metering),
             UsageRoutes(self._metering, lambda: self.dispatcher.fleet.catalogue, self._deferred),
             key_routes,
-            KeptPromptRoutes(
-                self.dispatcher,
-                nodes,
-                self._metering,
-                self._deferred,
-                key_routes.find,
-                lambda: self._admission.prefix_sharing,
-            ),
+            KeptPromptRoutes(api, key_routes.find, lambda: self._admission.prefix_sharing),
         )
         self._control = Control(
             self.dispatcher,
@@ -295,6 +273,7 @@ class Gateway:
             self.tasks.start("history", self._history.run),
             self.tasks.start("keys", self._watch_keys),
             self.tasks.start("discover nodes", self._discover_nodes),
+            self.tasks.start("end idle sign-in process", self._signing_in.rest_idle),
         ]
         if self._certificate is not None:
             self._regular.append(self.tasks.start("renew certificate", self._certificate.watch))
@@ -435,7 +414,7 @@ class Gateway:
                     log.info("discovery changed the fleet, nodes: %d", len(config.neurons))
 
     async def _use_keys(self, config: Config) -> None:
-        self._signing_in.use(config.sign_in)
+        await self._signing_in.use(config.sign_in)
         await self._metering.use(config)
         self._admission.meter = self._control.meter = self._page.meter = self._metering.meter
 

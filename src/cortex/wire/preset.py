@@ -53,7 +53,8 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     set_params: dict[str, Any] = msgspec.field(default_factory=dict)
     """Fields set in every request, overriding those of the client: `{ temperature = 0.2, chat_template_kwargs = { … }
-    }`. Names are those of chat completions; requests of other dialects get them under their own names."""
+    }`. Names are those of chat completions; requests of other dialects get them under their own names. A value that
+    the API of a dialect does not know, such as a temperature above 1 in Anthropic's messages, is rejected there."""
     default_params: dict[str, Any] = msgspec.field(default_factory=dict)
     """The same, only for requests without the field."""
     system: str | None = None

@@ -9,7 +9,7 @@ import pytest
 
 from cortex.cli.failures import ExitCode
 
-from ..canned_responses import LOADING, MODELS, READY, fleet
+from ..canned_responses import LOADING, MODELS, READY, WHY, fleet
 
 if TYPE_CHECKING:
     from ..conftest import CannedGateway, Invoke
@@ -167,7 +167,7 @@ def test_status_shows_devices_models_and_waiting_requests(gateway: CannedGateway
     ):
         assert part in outcome.stdout
     assert "cold: third" in outcome.stdout
-    assert "2 waiting for large" in outcome.stdout
+    assert f"2 waiting for large: {WHY}" in outcome.stdout
 
 
 @pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 5090", "aarch64 (1 of 2)", "NVIDIA RTX 6000 Ada"])
@@ -320,7 +320,13 @@ def test_host_memory_is_shown_with_what_it_is_used_for(gateway: CannedGateway, i
             ["attic", "yes,", "with", "host", "memory", "20.0", "GiB", "8.0", "GiB", "32,768", "~14.2"],
             0,
         ),
+        (
+            {"verdict": "fits", "host": {"have_bytes": 9 << 30, "need_bytes": 8 << 30, "tokens_per_s": 247.4}},
+            ["attic", "yes,", "with", "host", "memory", "20.0", "GiB", "8.0", "GiB", "32,768", "~247"],
+            0,
+        ),
         ({"verdict": "too_small", "host": None}, ["attic", "no", "60.0", "GiB"], 7),
+        ({"verdict": "standby", "host": None}, ["attic", "once", "awake", "60.0", "GiB"], 7),
     ],
 )
 def test_fits_says_how_a_model_fits_and_how_fast_it_would_be(

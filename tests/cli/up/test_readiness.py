@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cortex.cli.output import console
-from cortex.cli.up.command import example_request, load_failure, print_ready, wait_until_loaded
+from cortex.cli.up.command import ProcessSupervisor, example_request, load_failure, print_ready, wait_until_loaded
 from cortex.cli.up.plan import UpPlan
 from cortex.cli.up.run_files import Ports
 from cortex.cli.up.sources import ModelSource
-from cortex.cli.up.supervisor import ProcessSupervisor
 from cortex.system.exits import ExitCode
 from cortex.wire.node.protocol import Capabilities, ModelState, ModelStatus
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cortex.cli.up.command import fault_of
-from cortex.cli.up.supervisor import Child, ChildDied, ProcessSupervisor
+from cortex.cli.up.command import Child, ChildDied, ProcessSupervisor, fault_of
 
 from ...processes import wait_end
 from ...waiting import WAIT_S, wait_until
@@ -97,7 +96,7 @@ def test_children_end_when_the_supervisor_is_killed(tmp_path: Path) -> None:
     code = f"""
         import os, sys
         from pathlib import Path
-        from cortex.cli.up.supervisor import ProcessSupervisor
+        from cortex.cli.up.command import ProcessSupervisor
         with ProcessSupervisor(grace_s={WAIT_S}) as supervisor:
             child = supervisor.start("a", [sys.executable, "-c", {PLAIN!r}], Path({str(tmp_path / "a")!r}), os.environ)
             print(child.process.pid, flush=True)

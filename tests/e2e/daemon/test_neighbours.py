@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -24,8 +26,13 @@ MODEL = "org/model"
 KEYS = {name: f"nk-0123456789abcdef-{name}" for name in ("one", "two", "three")}
 
 
+OWN = "own"
+"""A model at a path that only the first node has and may read."""
+
+
 @dataclass
 class Fleet:
+    own: Path
     hub: FakeHub
     nodes: dict[str, Daemon]
     gateway: Daemon
@@ -38,8 +45,8 @@ class Fleet:
         wait_until(lambda: bool(self.gateway.call(path)[1]["state"] != "running"), "the pull does not end")
         return dict(self.gateway.call(path)[1])
 
-    def holders(self) -> set[str]:
-        return {name for name, node in nodes_of(self.gateway).items() if node["files"].get(MODEL)}
+    def holders(self, model: str = MODEL) -> set[str]:
+        return {name for name, node in nodes_of(self.gateway).items() if node["files"].get(model)}
 
     def raw(self, node: str, path: str, token: str) -> int:
         request = urllib.request.Request(self.nodes[node].url + path, headers={"authorization": f"Bearer {token}"})
@@ -53,9 +60,12 @@ class Fleet:
 @pytest.fixture(scope="module")
 def fleet(start_daemon: StartDaemon, start_gateway: StartGateway, tiny_model: Path) -> Iterator[Fleet]:
     files = {path.name: path.read_bytes() for path in tiny_model.iterdir()}
-    with served(FakeHub(files, repository=MODEL)) as hub:
+    with served(FakeHub(files, repository=MODEL)) as hub, TemporaryDirectory() as elsewhere:
+        own = Path(elsewhere) / "Own model"
+        shutil.copytree(tiny_model, own)
         nodes = {
             name: start_daemon(
+                *([f'[[models]]\nid = "{OWN}"\nsource = "{own}"'] if name == "one" else []),
                 key=key,
                 environment={"HF_ENDPOINT": hub.endpoint if name == "one" else "http://127.0.0.1:9", "NO_PROXY": "*"},
                 waits=False,
@@ -64,7 +74,7 @@ def fleet(start_daemon: StartDaemon, start_gateway: StartGateway, tiny_model: Pa
         }
         for node in nodes.values():
             node.wait_for("cold", "tiny")
-        yield Fleet(hub, nodes, start_gateway(f'[[models]]\nid = "{MODEL}"\n', nodes))
+        yield Fleet(own, hub, nodes, start_gateway(f'[[models]]\nid = "{MODEL}"\n', nodes))
 
 
 @pytest.fixture(autouse=True)
@@ -97,8 +107,6 @@ def test_cold_load_on_a_node_without_the_hub_takes_the_files_of_another_one(flee
 def test_copy_needs_a_node_that_has_the_files(fleet: Fleet) -> None:
     rejected = fleet.pull(nodes=["two"], copy=True)
     assert "No other node" in str(rejected), rejected
-    local = fleet.pull(model="tiny", nodes=["two"], copy=True)
-    assert "a path on its node" in str(local), local
     assert fleet.pull(node="one")["state"] == "done"
     wait_until(lambda: fleet.holders() == {"one"}, "the files are not reported")
     fleet.hub.requests.clear()
@@ -118,6 +126,37 @@ def test_altered_and_damaged_files_of_a_neighbour_are_never_used(fleet: Fleet) -
     assert not list((fleet.nodes["two"].log.parent / "hub").rglob("model.safetensors"))
     weights.write_bytes(intact)
     assert fleet.pull(nodes=["two"], copy=True)["state"] == "done"
+
+
+def test_model_at_a_path_is_copied_loaded_and_copied_from_there(fleet: Fleet) -> None:
+    fleet.hub.requests.clear()
+    job = fleet.pull(model=OWN, nodes=["two"], copy=True)
+    assert job["state"] == "done", job
+    wait_until(lambda: fleet.holders(OWN) == {"two"}, "the copy is not reported")
+    changed = fleet.own / "config.json"
+    before = changed.read_bytes()
+    fleet.own.rename(fleet.own.with_name("away"))
+    try:
+        job = fleet.pull(model=OWN, nodes=["three"], copy=True)
+        assert job["state"] == "done", job
+        status, response = fleet.gateway.call(f"/fleet/models/{OWN}/load", {"node": "three", "wait": True})
+        assert status == 200, response
+        wait_until(lambda: fleet.nodes["three"].model(OWN)["state"] == "ready", "it is not loaded")
+    finally:
+        fleet.own.with_name("away").rename(fleet.own)
+    (copied,) = (fleet.nodes["two"].log.parent / "hub").rglob("config.json")
+    assert copied.read_bytes() == before
+    changed.write_bytes(before + b"\n")
+    assert fleet.pull(model=OWN, nodes=["two"], copy=True)["state"] == "done"
+    contents = {path.read_bytes() for path in (fleet.nodes["two"].log.parent / "hub").rglob("config.json")}
+    assert before + b"\n" in contents, "a later copy has what changed"
+    assert not fleet.hub.contents_requests()
+    for name in ("two", "three"):
+        fleet.nodes[name].call("/models/unload", {"model_id": OWN})
+        status, deleted = fleet.nodes[name].call("/files/delete", {"model_id": OWN})
+        assert (status, deleted["freed_bytes"] > 0) == (200, True), deleted
+    status, response = fleet.nodes["two"].call("/models/load", {"model_id": "other", "source": str(fleet.own)})
+    assert response["error"]["code"] == "source_not_allowed", "without a sender it is a path outside of the roots"
 
 
 def test_only_tickets_for_the_repository_and_names_of_its_files_are_admitted(fleet: Fleet) -> None:

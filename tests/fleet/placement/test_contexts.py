@@ -124,6 +124,14 @@ def test_less_is_loaded_only_where_evictions_cannot_help_and_then_it_is_said(
     assert told["takes_bytes"] == 5 * GIB
 
 
+def test_rejection_does_not_repeat_its_reason_for_the_context_that_is_wanted(
+    cold: Make, model: Make, node: Make, fleet: Make
+) -> None:
+    held = [model("kept", 19.9, pinned=True)]
+    rejected = place("m", fleet(node("n", [20], cold(18), *held)), NOW).assessments[0]
+    assert rejected.reason == "only models that cannot be evicted could make room (kept: pinned on n)"
+
+
 def test_idle_models_are_evicted_next_to_one_that_must_stay(cold: Make, model: Make, node: Make, fleet: Make) -> None:
     """Without the idle model there are 24,000 tokens, with it 1,600."""
     held = [model("kept", 15, pinned=True), model("idle", 2.8)]

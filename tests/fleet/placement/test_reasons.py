@@ -14,7 +14,7 @@ from cortex.fleet.placement.eviction import Protection
 from cortex.fleet.placement.explain import rejection
 from cortex.fleet.placement.place import place
 from cortex.fleet.topology import Abilities
-from cortex.wire.node.protocol import ModelState
+from cortex.wire.node.protocol import ModelLoad, ModelState
 
 NOW = 10_000.0
 GIB = 1024**3
@@ -136,6 +136,13 @@ def test_reason_names_what_keeps_the_occupant(
 NODE_CASES: list[tuple[dict[str, Any], dict[str, Any], Verdict, str]] = [
     ({"healthy": False}, {}, Verdict.UNHEALTHY, "no poll has succeeded yet"),
     ({"healthy": False, "problem": "connection refused"}, {}, Verdict.UNHEALTHY, "connection refused"),
+    (
+        {"healthy": False, "sleep": "asleep", "problem": "asleep: a request that needs it wakes it"},
+        {},
+        Verdict.STANDBY,
+        "asleep: a request that needs it wakes it",
+    ),
+    ({"healthy": False, "sleep": "lost", "problem": "did not come back"}, {}, Verdict.UNHEALTHY, "did not come back"),
     ({"draining": True}, {}, Verdict.DRAINING, "shutting down"),
     ({"draining": True, "drained": True}, {}, Verdict.DRAINING, "drained by the operator: run `cortex undrain n`"),
     (
@@ -221,6 +228,15 @@ def test_load_that_was_ordered_is_waited_for(node: Make, fleet: Make, spec: Make
 def test_cache_use_does_not_count_as_a_request(model: Make, node: Make, fleet: Make) -> None:
     (assessment,) = place("m", fleet(node("n", [24], model("m", kv=0.9, running=1))), NOW).assessments
     assert assessment.reason == "ready, requests in progress: 1"
+
+
+def test_requests_that_wait_for_a_slot_of_a_ready_model_are_counted_by_class(
+    model: Make, node: Make, fleet: Make
+) -> None:
+    held, load = model("m"), ModelLoad(running=2, waiting=4, waiting_by_class={"flex": 1, "default": 3})
+    held = msgspec.structs.replace(held, status=msgspec.structs.replace(held.status, load=load))
+    (assessment,) = place("m", fleet(node("n", [24], held)), NOW).assessments
+    assert assessment.reason == "ready, requests in progress: 6, waiting for a slot: 4 (1 flex, 3 default)"
 
 
 def test_replicas_of_a_ready_model_are_named(model: Make, node: Make, fleet: Make) -> None:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anthropic
 import msgspec
 import openai
 import pytest
+from aiohttp import web
 
 from cortex import __version__
 from cortex.fleet.catalogue import Alias, Catalogue, Cost, ModelSpec
-from cortex.gateway.ledger.keys import generate
+from cortex.gateway.api.live.public_view import HIDDEN
+from cortex.gateway.ledger.keys import NewKey, generate
 from cortex.wire.node.protocol import ModelState
 
 from ...waiting import until
-from ..fake_neuron import GB
+from ..fake_neuron import GB, FakeNeuron
 
 if TYPE_CHECKING:
     from ..fake_neuron import StartNeuron
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 
 READY = ModelState.READY
+CHAT = "/v1/chat/completions"
 CATALOGUE = Catalogue(
     models=(ModelSpec(id="org/big", cost=Cost(input=1.0, output=2.0)), ModelSpec(id="org/small")),
     aliases={"claude-*haiku*": Alias(model="org/small", background=True), "gpt-4o": "org/big"},
@@ -55,6 +58,40 @@ async def test_models_are_merged_from_catalogue_nodes_and_aliases(
     assert entries["extra"]["loaded"] is False
     assert entries["gpt-4o"]["alias_of"] == "org/big"
     assert entries["gpt-4o"]["loaded"] is True
+
+
+async def test_status_says_why_requests_wait(neurons: StartNeuron, start_gateway: StartGateway) -> None:
+    began, ends = asyncio.Event(), asyncio.Event()
+
+    async def respond(node: FakeNeuron, request: web.Request, body: Any) -> web.StreamResponse:
+        began.set()
+        await ends.wait()
+        return web.json_response({})
+
+    beast = await neurons("beast", sizes={"a": 14 * GB, "b": 14 * GB}, states={"a": READY}, respond=respond)
+    ops, bound = generate("ops", operator=True), generate("bound", models=("b",))
+    client = await start_gateway(beast, keys=(ops.section, bound.section))
+
+    def ask(model: str) -> asyncio.Task[Any]:
+        messages = [{"role": "user", "content": "hello"}]
+        body = {"model": model, "messages": messages}
+        return asyncio.create_task(client.post(CHAT, body, authorization=f"Bearer {ops.text}"))
+
+    async def reasons(key: NewKey) -> dict[str, str]:
+        _, status = await client.get("/fleet/status", Authorization=f"Bearer {key.text}")
+        return dict(status["waiting_reasons"])
+
+    requests = [ask("a")]
+    await began.wait()
+    assert await reasons(ops) == {}
+    requests.append(ask("b"))
+    try:
+        await until(lambda: client.gateway.dispatcher.queue_depths)
+        assert await reasons(ops) == {"b": "b waits for room on beast: waits for a: busy with 1 request."}
+        assert await reasons(bound) == {"b": f"wait: {HIDDEN}"}
+    finally:
+        ends.set()
+        await asyncio.gather(*requests)
 
 
 async def test_both_sdks_read_the_listing_and_ids_with_slashes(

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.gateway.api.model_servers import ModelServerRoutes
+from cortex.gateway.api.parts import ApiServices
 from cortex.gateway.ledger.keys import generate
 from cortex.gateway.proxy.deferred_responses import DeferredResponses
 from cortex.http.request import Request
@@ -196,10 +197,9 @@ async def test_stream_of_logs_keeps_what_a_slow_client_has_not_read(
 
     client = await start_gateway(await neurons("beast", sizes={"a": GB}))
     await client.chat("a")
-    slow, metering = SlowExchange(), client.gateway._metering  # noqa: SLF001
-    routes = ModelServerRoutes(
-        client.gateway.dispatcher, {}, metering, DeferredResponses(), client.gateway.event_log, follow_s=0.01
-    )
+    slow, gateway = SlowExchange(), client.gateway
+    api = ApiServices(gateway.dispatcher, {}, gateway._metering, DeferredResponses())  # noqa: SLF001
+    routes = ModelServerRoutes(api, gateway.event_log, follow_s=0.01)
     async with asyncio.timeout(WAIT_S):
         await routes._follow(slow, "proxy", None, has_history=True)  # type: ignore[arg-type]  # noqa: SLF001
     assert b"model loaded" in slow.written

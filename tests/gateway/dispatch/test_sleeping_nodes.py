@@ -16,11 +16,11 @@ from ..fake_fleet import GB, FakeFleet, lease_of, node_of
 RULES = WakeRules(mac="0a:1b:2c:3d:4e:5f", suspend_after_s=600, timeout_s=120)
 
 
-def fleet(**more: object) -> FakeFleet:
+def fleet(rules: WakeRules = RULES, **more: object) -> FakeFleet:
     """`a` fits everywhere and is ready on `big`, `huge` fits only there."""
     fake = FakeFleet(
         {"small": {"a": 10 * GB}, "big": {"a": 10 * GB, "huge": 20 * GB}},
-        wakes={"big": RULES},
+        wakes={"big": rules},
         **more,  # type: ignore[arg-type]
     )
     fake.ready["big"]["a"] = fake.now
@@ -168,6 +168,13 @@ def test_expected_wait_is_learned() -> None:
     (problem,) = [each.reason for each in fake.dispatcher.explain("huge").assessments if each.node == "big"]
     assert "asleep" in problem
     assert "45 s" in problem
+
+
+def test_expected_wait_is_not_longer_than_the_wait_for_a_node() -> None:
+    fake = asleep(fleet(msgspec.structs.replace(RULES, timeout_s=25)))
+    told: list[float] = []
+    fake.dispatcher.request_lease(PendingRequest("huge", bytes, lambda _: None, fake.now, tell=told.append))
+    assert told == [25.0]
 
 
 def test_request_that_a_node_which_is_awake_can_serve_wakes_nobody() -> None:

@@ -26,6 +26,8 @@ class OpenIDProvider:
         self.claims: dict[str, Any] = {"sub": "1", "preferred_username": "anna", "groups": []}
         self.changes: dict[str, Any] = {}
         self.signing_key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+        self.published_id = "1"
+        """The name of the only key that it publishes. Tokens always name `1`."""
         self._published = json.loads(jwt.algorithms.RSAAlgorithm.to_jwk(self.signing_key.public_key()))
         self._codes: dict[str, dict[str, str]] = {}
         self.issuer = ""
@@ -80,7 +82,9 @@ class OpenIDProvider:
 
     async def _jwks(self, request: web.Request) -> web.Response:
         del request
-        return web.json_response({"keys": [{**self._published, "kid": "1", "use": "sig", "alg": "RS256"}]})
+        return web.json_response(
+            {"keys": [{**self._published, "kid": self.published_id, "use": "sig", "alg": "RS256"}]}
+        )
 
     async def _authorize(self, request: web.Request) -> web.Response:
         asked = dict(request.query)

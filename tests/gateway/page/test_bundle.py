@@ -8,7 +8,7 @@ import posixpath
 import re
 from pathlib import Path
 
-from cortex.gateway.page.bundle import read_bundle
+from cortex.gateway.page.page import read_bundle
 
 FILES = Path(__file__).parents[3] / "src/cortex/gateway/page/files"
 MAX_COMPRESSED_BYTES = 200 * 1024

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from aiohttp import FormData
+from aiohttp import ClientSession, FormData
 
 from cortex.gateway.dispatch.operator.audit import SIGN_IN_ACTIONS
 from cortex.gateway.ledger.groups import GroupSection
@@ -19,7 +20,7 @@ from cortex.gateway.page.sign_in_attempts import MOST_FAILURES
 from cortex.wire.errors import InvalidAPIKey, Overloaded, UpstreamUnavailable
 from cortex.wire.node.protocol import ModelState
 
-from ...waiting import until
+from ...waiting import WAIT_S, until
 from ..fake_neuron import GB
 from ..started_gateway import Client
 
@@ -302,6 +303,38 @@ async def test_sign_ins_at_a_provider_that_hangs_share_one_call_and_hold_up_noth
         assert hanging.num_connections == 1
 
 
+ENDLESS = {
+    "head": b"HTTP/1.1 200 OK\r\n",
+    "body": b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("part", ENDLESS)
+async def test_response_of_the_provider_that_never_ends_is_a_502(part: str) -> None:
+    ends = asyncio.Event()
+
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(ENDLESS[part])
+        with contextlib.suppress(ConnectionError):
+            while not ends.is_set():
+                writer.write(b" " if part == "body" else b"x")
+                await writer.drain()
+                await asyncio.sleep(0.1)
+        writer.close()
+
+    async with await asyncio.start_server(drip, "127.0.0.1", 0) as server:
+        issuer = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        client = OpenIDClient(SignInSection(issuer=issuer, client_id="c", public_url=PUBLIC), {}, timeout_s=1.0)
+        try:
+            async with asyncio.timeout(WAIT_S):
+                with pytest.raises(UpstreamUnavailable, match="does not respond: no end within 1 s"):
+                    await client.begin()
+        finally:
+            ends.set()
+            await client.close()
+
+
 async def test_failure_of_the_provider_is_remembered_for_a_moment() -> None:
     now = 100.0
     async with HangingProvider() as hanging:
@@ -316,6 +349,28 @@ async def test_failure_of_the_provider_is_remembered_for_a_moment() -> None:
         with pytest.raises(UpstreamUnavailable, match="does not respond"):
             await client.begin()
         assert hanging.num_connections == 2
+        await client.close()
+
+
+async def test_key_that_the_provider_withdrew_stops_counting(provider: OpenIDProvider) -> None:
+    now = 100.0
+    client = OpenIDClient(section(provider), {"OIDC_SECRET": SECRET}, clock=lambda: now)
+
+    async def sign_in_directly() -> str:
+        location, flow = await client.begin()
+        async with ClientSession() as session, session.get(location, allow_redirects=False) as response:
+            query = urlsplit(response.headers["location"]).query
+        return (await client.complete(query.encode(), flow)).name
+
+    try:
+        assert await sign_in_directly() == "anna"
+        provider.published_id = "2"
+        assert await sign_in_directly() == "anna", "the keys are cached"
+        now += 301.0
+        with pytest.raises(InvalidAPIKey, match="names no key"):
+            await sign_in_directly()
+    finally:
+        await client.close()
 
 
 async def test_code_exchanges_at_a_provider_that_hangs_are_limited(provider: OpenIDProvider) -> None:
@@ -331,6 +386,7 @@ async def test_code_exchanges_at_a_provider_that_hangs_are_limited(provider: Ope
     provider.released.set()
     ends = await asyncio.gather(*calls, return_exceptions=True)
     assert {type(each) for each in ends} == {Overloaded, InvalidAPIKey}, "the others were tried"
+    await client.close()
 
 
 async def test_trusted_proxy_names_the_user_and_nobody_else_can(start_gateway: StartGateway) -> None:

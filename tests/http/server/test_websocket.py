@@ -14,8 +14,7 @@ from cortex.http.limits import Buffered
 from cortex.http.request import Request
 from cortex.http.server import websocket
 from cortex.http.server.exchange import Exchange
-from cortex.http.server.websocket import WebSocket
-from cortex.http.server.websocket_frames import CloseCode, FrameReader, Message, Opcode, WebSocketFault, encode
+from cortex.http.server.websocket import CloseCode, FrameReader, Message, Opcode, WebSocket, WebSocketFault, encode
 from cortex.wire.errors import InvalidValue
 
 from ..conftest import pausable

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from cortex.neuron.api.app import NodeApi
 from cortex.neuron.api.drain_gate import DrainGate
+from cortex.neuron.api.server import NodeApi
 
 
 @asynccontextmanager

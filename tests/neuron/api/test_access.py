@@ -13,7 +13,7 @@ from aiohttp import ClientError, ClientSession
 from cortex.http.limits import ClientLimits
 from cortex.http.tls import client_context
 from cortex.neuron.api.access import NodeKeys, read_keys
-from cortex.neuron.api.server import Front, client_limits
+from cortex.neuron.api.server import ReloadableSettings, client_limits
 from cortex.neuron.config import Limits, NeuronConfig
 from cortex.settings import Listen, SettingsError
 from cortex.wire.node.kv_blocks import PATH as KV_PATH
@@ -157,14 +157,14 @@ def test_rejects_keys_that_can_be_guessed_or_not_sent(key: str) -> None:
 def test_listens_beyond_loopback_only_with_a_key_or_if_insecure(listen: str) -> None:
     config = NeuronConfig(listen=Listen(listen))
     with pytest.raises(SettingsError, match="--insecure"):
-        Front(config, None, insecure=False)
-    Front(config, None, insecure=True)
-    Front(NeuronConfig(listen=Listen(listen), keys=(KEY,)), None, insecure=False)
+        ReloadableSettings(config, None, insecure=False)
+    ReloadableSettings(config, None, insecure=True)
+    ReloadableSettings(NeuronConfig(listen=Listen(listen), keys=(KEY,)), None, insecure=False)
 
 
 def test_needs_no_key_on_loopback() -> None:
     for listen in ("127.0.0.1:13131", "[::1]:13131", "localhost:13131"):
-        Front(NeuronConfig(listen=Listen(listen)), None, insecure=False)
+        ReloadableSettings(NeuronConfig(listen=Listen(listen)), None, insecure=False)
 
 
 async def test_uses_changed_keys_and_keeps_the_old_ones_when_the_change_is_wrong(
@@ -173,27 +173,27 @@ async def test_uses_changed_keys_and_keeps_the_old_ones_when_the_change_is_wrong
     path, keys = tmp_path / "neuron.toml", tmp_path / "keys"
     path.write_text('key_file = "keys"\n')
     keys.write_text(KEY)
-    front = Front(NeuronConfig(key_file=Path("keys")), path, insecure=False)
+    reloadable = ReloadableSettings(NeuronConfig(key_file=Path("keys")), path, insecure=False)
     keys.write_text(f"{OTHER}\n")  # before the first look, as while the node starts
-    watching = asyncio.create_task(front.watch(check_s=0.01))
-    await until(lambda: front.keys.recognises(OTHER))
-    assert not front.keys.recognises(KEY), "a removed key is revoked"
+    watching = asyncio.create_task(reloadable.watch(check_s=0.01))
+    await until(lambda: reloadable.keys.recognises(OTHER))
+    assert not reloadable.keys.recognises(KEY), "a removed key is revoked"
     keys.write_text("short\n")
     await until(lambda: "the old one stays in force" in caplog.text)
-    assert front.keys.recognises(OTHER)
+    assert reloadable.keys.recognises(OTHER)
     path.write_text(f'keys = ["{KEY}"]\nkey_file = "keys"\n')
     keys.write_text(f"{OTHER}{OTHER}\n")
-    await until(lambda: front.keys.recognises(KEY))
+    await until(lambda: reloadable.keys.recognises(KEY))
     watching.cancel()
 
 
 async def test_speaks_https_with_a_certificate(node: Any, authority: Any) -> None:
     issued = authority.issue("neuron")
     config = NeuronConfig(listen=Listen("127.0.0.1:0"), tls_cert=issued.cert, tls_key=issued.key)
-    front = Front(config, None, insecure=False)
-    assert front.certificate is not None
+    reloadable = ReloadableSettings(config, None, insecure=False)
+    assert reloadable.certificate is not None
     trust = client_context(authority.own.cert)
-    serving = served(node, tls=front.certificate.context, access=front.access, scheme="https")
+    serving = served(node, tls=reloadable.certificate.context, access=reloadable.access, scheme="https")
     async with serving as (_, port), ClientSession() as session:
         async with session.get(f"https://localhost:{port}/models/org/tiny/endpoint", ssl=trust) as response:
             assert (await response.json())["base_url"] == f"https://localhost:{port}/v1"
@@ -239,9 +239,9 @@ async def test_connections_over_a_limit_are_rejected_until_others_close(
 async def test_connections_that_do_not_end_their_handshake_count(node: Any, authority: Any) -> None:
     issued = authority.issue("neuron")
     config = NeuronConfig(listen=Listen("127.0.0.1:0"), tls_cert=issued.cert, tls_key=issued.key)
-    front = Front(config, None, insecure=False)
-    assert front.certificate is not None
-    async with served(node, tls=front.certificate.context, limits=ClientLimits(num_connections=2)) as address:
+    reloadable = ReloadableSettings(config, None, insecure=False)
+    assert reloadable.certificate is not None
+    async with served(node, tls=reloadable.certificate.context, limits=ClientLimits(num_connections=2)) as address:
         silent = [await asyncio.open_connection(*address) for _ in range(2)]
         reader, writer = await asyncio.open_connection(*address)
         assert await reader.read() == b"", "closed without a response"

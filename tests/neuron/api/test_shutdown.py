@@ -7,8 +7,8 @@ import socket
 from dataclasses import replace
 from typing import Any
 
-from cortex.neuron.api.app import NodeApi
 from cortex.neuron.api.drain_gate import DrainGate
+from cortex.neuron.api.server import NodeApi
 
 from ...waiting import WAIT_S
 

@@ -16,8 +16,8 @@ import torch
 from cortex.neuron.engine.engine import RESERVED_TOKENS, Engine
 from cortex.neuron.engine.loading.loading import build_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
-from cortex.neuron.layers.parameters import Parameters
 
+from ..engine_runs import filled, run, tokens_of
 from ..tiny_models import tiny_delta, tiny_experts, tiny_sizes
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -45,16 +45,10 @@ Response = tuple[tuple[int, ...], tuple[Any, ...]]
 """Tokens, and their log-probabilities."""
 
 
-def fill(parameters: Parameters) -> None:
-    torch.manual_seed(1)
-    for binding in parameters.bindings:
-        torch.nn.init.normal_(binding.destination, std=0.5 if binding.destination.dim() == 1 else 0.15)
-
-
 def engine(family: str, reserved_tokens: int = RESERVED_TOKENS, **options: Any) -> Engine:
     limits = {"max_num_seqs": 8, "memory_bytes": 256 << 20}  # several engines are on a device at once
     spec = LoadSpec("", dtype="bfloat16", context_tokens=128, deterministic=True, **limits | options)
-    made = Engine(build_model(FAMILIES[family], spec, DEVICE, fill), spec, reserved_tokens=reserved_tokens)
+    made = Engine(build_model(FAMILIES[family], spec, DEVICE, filled(1)), spec, reserved_tokens=reserved_tokens)
     made.warm_up()
     return made
 
@@ -67,15 +61,11 @@ def request(number: int) -> EngineRequest:
 
 
 def responses(made: Engine, requests: Sequence[EngineRequest]) -> dict[str, Response]:
-    for one in requests:
-        made.submit(one)
-    tokens: dict[str, list[int]] = {one.id: [] for one in requests}
-    logprobs: dict[str, list[Any]] = {one.id: [] for one in requests}
-    while made.has_work:
-        for output in made.step():
-            tokens[output.request_id] += output.tokens
-            logprobs[output.request_id] += output.logprobs
-    return {name: (tuple(tokens[name]), tuple(logprobs[name])) for name in tokens}
+    found = run(made, *requests)
+    return {
+        name: (tuple(tokens_of(outputs)), tuple(each for output in outputs for each in output.logprobs))
+        for name, outputs in found.items()
+    }
 
 
 @cache

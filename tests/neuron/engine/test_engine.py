@@ -15,7 +15,8 @@ import transformers
 from cortex.neuron.engine.errors import RequestError
 from cortex.neuron.engine.request import SamplingParams, StepOutput
 
-from .tiny_engine import CONTEXT, PAGE, VOCAB, EngineMaker, ask, mixed_batch, run, some_tokens, tokens_of
+from ..engine_runs import tokens_of
+from .tiny_engine import CONTEXT, PAGE, VOCAB, EngineMaker, ask, mixed_batch, run, some_tokens
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from cortex.neuron.engine.engine import Engine
-from cortex.neuron.engine.errors import RequestError, StepBlamed
+from cortex.neuron.engine.errors import FaultyRequest, RequestError
 from cortex.neuron.engine.execution.runner import Runner
 from cortex.neuron.engine.request import EngineRequest, SamplingParams, StepOutput
 from cortex.neuron.engine.sampling.sampler import Sampler
 from cortex.neuron.kernels.sampling.rows import FREQUENCY, number
 
-from .tiny_engine import CONTEXT, PAGE, VOCAB, EngineMaker, ask, mixed_batch, run, some_tokens, tokens_of
+from ..engine_runs import tokens_of
+from .tiny_engine import CONTEXT, PAGE, VOCAB, EngineMaker, ask, mixed_batch, run, some_tokens
 
 
 @pytest.mark.parametrize(
@@ -152,7 +153,7 @@ def run_with_worker(engine: Engine, requests: list[EngineRequest]) -> tuple[dict
         outputs = []
         try:
             outputs = engine.step()
-        except StepBlamed as error:
+        except FaultyRequest as error:
             blamed.append(error.request_id)
             engine.cancel(error.request_id)
         except OverflowError:

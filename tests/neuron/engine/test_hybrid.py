@@ -12,10 +12,11 @@ import torch
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.loading.loading import build_model
 from cortex.neuron.engine.memory.plan import StateSlots
-from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams, StepOutput
+from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.sizes import state_bytes
 
+from ..engine_runs import run, tokens_of
 from ..tiny_models import tiny_delta, tiny_sizes
 
 CONFIG = {
@@ -61,20 +62,12 @@ def make_engine(config: dict[str, Any] = CONFIG, **spec: Any) -> Engine:
 
 def finish(engine: Engine, *requests: EngineRequest) -> dict[str, tuple[list[int], int]]:
     """Each request's tokens, and how many of its prompt's came from the cache."""
-    for request in requests:
-        engine.submit(request)
-    outputs: list[StepOutput] = []
-    while engine.has_work:
-        outputs += engine.step()
-        engine.check_integrity()
-    tokens: dict[str, list[int]] = {request.id: [] for request in requests}
-    cached: dict[str, int] = {}
-    for output in outputs:
-        assert output.error is None
-        tokens[output.request_id] += output.tokens
-        if output.cached_tokens is not None:
-            cached[output.request_id] = output.cached_tokens
-    return {request.id: (tokens[request.id], cached[request.id]) for request in requests}
+    found: dict[str, tuple[list[int], int]] = {}
+    for name, outputs in run(engine, *requests).items():
+        assert all(output.error is None for output in outputs)
+        [cached] = [output.cached_tokens for output in outputs if output.cached_tokens is not None]
+        found[name] = tokens_of(outputs), cached
+    return found
 
 
 def some_tokens(count: int, seed: int) -> tuple[int, ...]:

@@ -10,8 +10,8 @@ import torch
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.loading.loading import build_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
-from cortex.neuron.layers.parameters import Parameters
 
+from ..engine_runs import filled, run
 from ..tiny_models import tiny_sizes
 
 CPU = torch.device("cpu")
@@ -23,29 +23,22 @@ CONFIG: dict[str, Any] = {
 PROMPT = tuple((7 * number) % 90 + 2 for number in range(80))
 
 
-def fill(parameters: Parameters) -> None:
-    torch.manual_seed(1)
-    for binding in parameters.bindings:
-        torch.nn.init.normal_(binding.destination, std=0.5 if binding.destination.dim() == 1 else 0.15)
-
-
 def engine(kv_dtype: Any) -> Engine:
     spec = LoadSpec("", dtype="float32", kv_dtype=kv_dtype, context_tokens=128, max_num_seqs=2)
-    made = Engine(build_model(CONFIG, spec, CPU, fill), spec)
+    made = Engine(build_model(CONFIG, spec, CPU, filled(1)), spec)
     made.warm_up()
     return made
 
 
 def logprobs(made: Engine, name: str) -> tuple[dict[int, float], int]:
     """The greedy tokens after the prompt, and how many tokens of it were cached."""
-    made.submit(EngineRequest(name, PROMPT, 1, SamplingParams(temperature=0.0, top_logprobs=20)))
+    request = EngineRequest(name, PROMPT, 1, SamplingParams(temperature=0.0, top_logprobs=20))
     likely: dict[int, float] = {}
     cached = 0
-    while made.has_work:
-        for output in made.step():
-            cached = max(cached, output.cached_tokens or 0)
-            for position in output.logprobs:
-                likely |= dict(zip(position.top_ids, position.top_logprobs, strict=True))
+    for output in run(made, request)[name]:
+        cached = max(cached, output.cached_tokens or 0)
+        for position in output.logprobs:
+            likely |= dict(zip(position.top_ids, position.top_logprobs, strict=True))
     return likely, cached
 
 

@@ -21,8 +21,9 @@ from cortex.neuron.engine.request import LoadSpec, StageSpec
 from cortex.neuron.engine.scheduling.picture_positions import PicturePositions, PictureSpan
 from cortex.neuron.pictures.picture import Picture, PictureGrid, PictureRules
 
+from ..engine_runs import run, tokens_of
 from ..models.vision_models import Prompt, random_image, spec_of, text, write_vision_model
-from ..rank_threads import RankThreads, run, tokens_of
+from ..rank_threads import RankThreads
 
 CPU = torch.device("cpu")
 

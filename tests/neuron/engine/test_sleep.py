@@ -21,8 +21,8 @@ from cortex.neuron.engine.memory.sequences import SequenceMemory
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.engine.scheduling.scheduler import Scheduler
 
+from ..engine_runs import filled, response_to
 from ..tiny_models import tiny_delta, tiny_experts, tiny_sizes
-from .random_engine import filled, response_to
 
 DENSE: dict[str, Any] = {
     "model_type": "llama",

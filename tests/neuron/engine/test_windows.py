@@ -19,9 +19,10 @@ from cortex.neuron.engine.request import EngineRequest, LoadSpec
 from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.models.sizes import WeightStorage
 
+from ..engine_runs import tokens_of
 from ..models.reference_models import randomised
 from ..tiny_models import tiny_sizes
-from .tiny_engine import CPU, PAGE, VOCAB, ask, run, some_tokens, tokens_of
+from .tiny_engine import CPU, PAGE, VOCAB, ask, run, some_tokens
 
 MODELS: dict[str, dict[str, Any]] = {
     "mixed": {"sliding_window": 40, "layer_types": ["sliding_attention", "full_attention"] * 2},

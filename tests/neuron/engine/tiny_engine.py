@@ -18,6 +18,8 @@ from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.models.sizes import WeightStorage
 
+from .. import engine_runs
+from ..engine_runs import tokens_of
 from ..tiny_models import tiny_sizes
 
 CPU = torch.device("cpu")
@@ -80,22 +82,12 @@ def ask(
 
 
 def run(engine: Engine, *requests: EngineRequest) -> dict[str, list[StepOutput]]:
-    """Every request's outputs, until all are done."""
-    outputs: dict[str, list[StepOutput]] = {request.id: [] for request in requests}
-    for request in requests:
-        engine.submit(request)
-    while engine.has_work:
-        for output in engine.step():
-            outputs[output.request_id].append(output)
-        engine.check_integrity()
+    """The outputs of each request, all of which end and leave nothing behind."""
+    outputs = engine_runs.run(engine, *requests)
     for request in requests:
         assert [output.finish is not None for output in outputs[request.id]].index(True) == len(outputs[request.id]) - 1
     assert engine.stats().used_pages == engine.stats().running == engine.stats().waiting == 0
     return outputs
-
-
-def tokens_of(outputs: list[StepOutput]) -> list[int]:
-    return [token for output in outputs for token in output.tokens]
 
 
 def mixed_batch() -> list[EngineRequest]:

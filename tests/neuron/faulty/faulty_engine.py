@@ -17,11 +17,11 @@ from typing import Any, Self
 
 from cortex.neuron.engine.errors import (
     DamagedError,
+    FaultyRequest,
     LoadCancelled,
     LoadError,
     RequestError,
     SleepError,
-    StepBlamed,
 )
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, FinishReason, LoadSpec, StepOutput
 from cortex.neuron.private_api.openmp import OPENMP
@@ -122,7 +122,7 @@ class FaultyEngine:
                 misbehave(request.prompt[0])
             except Exception as error:
                 if self._isolating:
-                    raise StepBlamed(request.id) from error
+                    raise FaultyRequest(request.id) from error
                 raise
         self._isolating = False
         for request in list(self._requests.values()):

@@ -58,6 +58,14 @@ def device() -> torch.device:
 
 
 @pytest.fixture
+def on_hopper() -> None:
+    """Not a condition of a mark: those are evaluated before the processes of the tests are forked, which the context of
+    a device does not survive."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a card of Hopper's kind")
+
+
+@pytest.fixture
 def dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 

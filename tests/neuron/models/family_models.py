@@ -7,6 +7,7 @@ from typing import Any
 import transformers
 
 from .dense_models import DENSE
+from .qwen_models import QWEN
 from .reference_models import randomised
 from .tiny_family import FOUR_LAYERS, LATENT, LOCAL, SIZES, WINDOWS, YARN, Family
 
@@ -212,6 +213,6 @@ CASES = [(family, name) for family, entry in TABLE.items() for name in entry.cha
 
 
 def reference_of(family: str, name: str) -> Any:
-    entry = TABLE[family]
+    entry = QWEN.get(family) or TABLE[family]
     config = entry.config_of(name)
     return randomised(lambda: entry.model(config), std=0.15, vector_std=0.5)

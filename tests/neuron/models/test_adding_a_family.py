@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,11 +13,15 @@ import transformers
 
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.memory.plan import ModelSizes
-from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
+from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.families.family import ModelFamily
 from cortex.neuron.families.registry import BY_TYPE
 from cortex.neuron.models import registry
 from cortex.neuron.models.sizes import WeightStorage
+
+from ..engine_runs import responses
+from .driver import continued
+from .reference_models import randomised
 
 WALK_THROUGH = Path(__file__).parents[3] / "docs" / "adding-a-model.md"
 EAGER: dict[str, Any] = {"attn_implementation": "eager"}
@@ -42,7 +45,6 @@ def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("added")
 @pytest.mark.parametrize("types", [None, ["sliding_attention", "full_attention", "full_attention"]])
 def test_family_of_the_walk_through_matches_the_reference_library(types: list[str] | None, tmp_path: Path) -> None:
-    torch.manual_seed(0)
     config = transformers.CwmConfig(
         vocab_size=97,
         hidden_size=48,
@@ -55,28 +57,15 @@ def test_family_of_the_walk_through_matches_the_reference_library(types: list[st
         layer_types=types,
         **EAGER,
     )
-    reference = transformers.CwmForCausalLM(config).eval()
-    for parameter in reference.parameters():
-        torch.nn.init.normal_(parameter, std=0.5 if parameter.dim() == 1 else 0.15)
+    reference = randomised(lambda: transformers.CwmForCausalLM(config), std=0.15, vector_std=0.5)
     reference.save_pretrained(tmp_path / "model")
     spec = LoadSpec(str(tmp_path / "model"), dtype="float32", max_num_seqs=2, prefill_chunk_tokens=20)
     sizes = ModelSizes.of(registry.read_architecture(config.to_dict()), WeightStorage(item_bytes=4))
     engine = Engine.load(spec, torch.device("cpu"), lambda *_: None, lambda: False)
     assert sizes.weight_bytes + sizes.table_bytes == engine.info.weight_bytes
-    engine.submit(EngineRequest("one", PROMPT, 12, SamplingParams(temperature=0.0)))
-    drawn = [token for output in _outputs(engine) for token in output]
     with torch.inference_mode():
-        ids = reference.generate(
-            torch.tensor([PROMPT]), max_new_tokens=12, min_new_tokens=12, do_sample=False, eos_token_id=None
-        )
-    assert drawn == ids[0, len(PROMPT) :].tolist()
+        assert responses(engine, [PROMPT], 12) == [continued(reference, PROMPT, 12)]
     engine.close()
-
-
-def _outputs(engine: Engine) -> Iterator[tuple[int, ...]]:
-    while engine.has_work:
-        for output in engine.step():
-            yield output.tokens
 
 
 def test_library_runs_a_family_that_is_not_registered() -> None:

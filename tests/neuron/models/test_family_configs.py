@@ -1,4 +1,6 @@
-"""The configs of families: what they leave out, and what they ask for that is not implemented."""
+"""The configs of families: what they leave out, what they ask for that is not implemented, and every kind of rope
+scaling: the frequencies of the reference library, or an error that names it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub.errors import StrictDataclassError
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from cortex.neuron.layers.configs import KV_MIXERS, MoEConfig, RopeConfig
 from cortex.neuron.layers.rope import inverse_frequencies
@@ -17,8 +21,24 @@ from cortex.neuron.models.config import UnsupportedModel
 from cortex.neuron.models.layer import LayerConfig
 from cortex.neuron.models.registry import read_architecture
 
+from ..tiny_models import tiny_delta, tiny_experts
 from .family_models import CASES, TABLE
 from .tiny_family import SIZES
+
+TRAINED = 32
+KINDS: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 3.0},
+    "dynamic": {"factor": 2.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": TRAINED},
+    "llama3": {
+        **{"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        "original_max_position_embeddings": TRAINED,
+    },
+    "longrope": {"factor": 4.0, "original_max_position_embeddings": TRAINED},
+    "telepathy": {},
+}
+REJECTED = ("dynamic", "telepathy")
+"""The frequencies of `dynamic` depend on the length of a sequence, which pages of other sequences do not have."""
 
 LIBRARY_ONLY = {
     *("initializer_range", "embedding_initializer_range", "transformers_version", "dtype", "pretraining_tp"),
@@ -28,6 +48,53 @@ LIBRARY_ONLY = {
     *("is_encoder_decoder", "num_labels", "id2label", "label2id", "num_logits_to_keep"),
 }
 """Options of training and of the library's own objects, which no family reads. They are in every config."""
+
+
+def ropes_of(config: dict[str, Any]) -> set[RopeConfig]:
+    mixers = (layer.mixer for layer in read_architecture(config).layers)
+    return {mixer.rope for mixer in mixers if isinstance(mixer, KV_MIXERS) and mixer.rope is not None}
+
+
+def plain_ropes() -> dict[str, tuple[dict[str, Any], int]]:
+    """The families whose layers all rotate alike, with the config of one of their models and its rotated dimensions."""
+    found = {}
+    for family, entry in TABLE.items():
+        if entry.tower is not None or family == "phi3":  # Phi-3 takes any kind for longrope
+            continue
+        config = entry.config_of(next(iter(entry.changes))).to_dict()
+        ropes = ropes_of(config)
+        given = config.get("rope_parameters") or {}
+        if len(ropes) == 1 and "rope_theta" in given:
+            found[family] = config, next(iter(ropes)).dims
+    return found
+
+
+PLAIN = plain_ropes()
+
+
+def test_most_families_rotate_all_layers_alike() -> None:
+    assert len(PLAIN) >= 20
+
+
+@pytest.mark.parametrize("family", PLAIN)
+def test_scaling_of_every_kind_has_the_frequencies_of_the_reference_library(family: str) -> None:
+    config, dims = PLAIN[family]
+    for kind, settings in KINDS.items():
+        given = {**config["rope_parameters"], "rope_type": kind, **settings}
+        if kind == "longrope":
+            given |= {"short_factor": [1.0 + 0.1 * pair for pair in range(dims // 2)]}
+            given |= {"long_factor": [1.5 + pair for pair in range(dims // 2)]}
+        changed = {**config, "rope_parameters": given, "max_position_embeddings": SIZES["max_position_embeddings"]}
+        if kind in REJECTED:
+            with pytest.raises(UnsupportedModel, match=kind):
+                ropes_of(changed)
+            continue
+        (rope,) = ropes_of(changed)
+        frequencies, scale = inverse_frequencies(rope, num_positions=64)
+        theirs = TABLE[family].config(**(changed | {"original_max_position_embeddings": TRAINED}))
+        reference, reference_scale = ROPE_INIT_FUNCTIONS[kind](theirs, torch.device("cpu"), seq_len=64)
+        torch.testing.assert_close(frequencies, reference[: len(frequencies)], rtol=1e-5, atol=0, msg=kind)
+        assert scale == pytest.approx(reference_scale), kind
 
 
 def described(architecture: Architecture) -> tuple[Any, ...]:
@@ -70,9 +137,21 @@ def test_option_that_a_config_leaves_out_means_what_the_reference_library_takes_
     assert {"num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings", "hidden_act"} & accepted
 
 
+WINDOWED = {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True}
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
+        ("qwen3", {"layer_types": ["full_attention"]}, "layer_types must name 2 layers"),
+        ("qwen3", {"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
+        ("qwen3", {**WINDOWED, "sliding_window": None}, "no 'sliding_window'"),
+        ("qwen3", {**WINDOWED, "sliding_window": 0}, "0 for 'sliding_window'"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "9 of 4 experts"),
+        ("qwen3_moe", {"moe_intermediate_size": None}, "moe_intermediate_size"),
+        ("qwen3_next", {**tiny_delta(), "layer_types": ["linear_attention", "mamba"]}, "layer_types"),
+        ("qwen3_next", {**tiny_delta(), "layer_types": ["linear_attention"]}, "layer_types"),
+        ("qwen3_next", tiny_delta(linear_key_head_dim=None), "linear_key_head_dim"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
         ("gemma3_text", {"hidden_activation": "relu"}, "hidden_act 'relu'"),
@@ -139,6 +218,20 @@ def test_rejects_an_option_that_is_not_implemented_by_name_and_value(
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_experts": 4}
     with pytest.raises(UnsupportedModel, match=message):
         read_architecture({"model_type": family, **SIZES, **experts, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "sparse"),
+    [
+        ({}, [True, True, True, True]),
+        ({"mlp_only_layers": [0, 3]}, [False, True, True, False]),
+        ({"decoder_sparse_step": 2}, [False, True, False, True]),
+        ({"mlp_only_layers": None, "decoder_sparse_step": 3}, [False, False, True, False]),
+    ],
+)
+def test_config_selects_the_layers_with_experts(changes: dict[str, Any], sparse: list[bool]) -> None:
+    config = {"model_type": "qwen3_moe", **SIZES, **tiny_experts(), "num_hidden_layers": 4, **changes}
+    assert [isinstance(layer.feed_forward, MoEConfig) for layer in read_architecture(config).layers] == sparse
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.config import UnsupportedModel
 from cortex.neuron.models.decoder import Decoder
 
+from .driver import CPU, Driver
 from .family_models import TABLE
-from .test_parity import CPU, Driver
 from .tiny_family import VOCAB
 
 SPEC = LoadSpec("", dtype="float32", context_tokens=128, max_num_seqs=4, speculation="off", vision="off")

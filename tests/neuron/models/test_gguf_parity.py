@@ -7,26 +7,22 @@ from typing import Any
 
 import pytest
 import torch
+from tests.neuron.models.driver import Driver, load
 from tests.neuron.models.gguf_builds import BUILDS, VARIANTS, VOCAB, build, reference_of
 from tests.neuron.models.gguf_models import MIXED, write_gguf
-from tests.neuron.models.test_qwen3_next import logits_of
 
-from cortex.neuron.engine.loading.loading import load_model
-from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.layers.configs import Shard
 from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.weights.checkpoint import open_checkpoint
 from cortex.neuron.weights.sharded import ShardedCheckpoint, TensorSlice
 
-CPU = torch.device("cpu")
 NUM_TOKENS = 40
 
 
 def assert_same_logits(path: Path, reference: Any) -> None:
-    loaded = load_model(LoadSpec(str(path), dtype="float32", max_num_seqs=3), CPU, lambda *_: None, lambda: False)
     tokens = torch.randint(0, VOCAB, (NUM_TOKENS,), generator=torch.Generator().manual_seed(2))
     expected = reference(tokens[None]).logits[0]
-    logits = logits_of(loaded, tokens, [NUM_TOKENS - 1])
+    (logits,) = Driver(load(path), 1).logits([tokens], [[NUM_TOKENS - 1, 1]])
     assert (logits - expected).abs().max() < 1e-3 * expected.abs().max()
     assert torch.equal(logits.argmax(-1), expected.argmax(-1))
 

@@ -17,10 +17,10 @@ from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.text.files import picture_spec
 from cortex.neuron.weights.gguf.towers import best_projector
 
+from ..engine_runs import run
 from .gguf_builds import WINDOWS
 from .gguf_models import write_gguf
 from .gguf_towers import write_projector
-from .test_towers import run
 from .vision_models import (
     QWEN35,
     QWEN_TOKENS,

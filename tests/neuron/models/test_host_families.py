@@ -20,8 +20,8 @@ from cortex.neuron.models.sizes import WeightStorage
 
 from ..named_weights import fill_by_name
 from ..tiny_models import tiny_delta, tiny_experts, tiny_sizes
+from .driver import CPU, Driver
 from .family_models import TABLE
-from .test_parity import CPU, Driver
 from .tiny_family import VOCAB
 
 NUM_POSITIONS = 128

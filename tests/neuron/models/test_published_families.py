@@ -1,5 +1,10 @@
-"""Families from checkpoints whose matrices are quantised as they are published, against the same values in dense
-form: names of tensors, joined projections, experts and reordered rows must be those of the dense checkpoint."""
+"""Models as they are published. Checkpoints whose matrices are quantised compute like the same values in dense form:
+names of tensors, joined projections, experts and reordered rows must be those of the dense checkpoint. Other forms are
+those that the reference library does not write today.
+
+`published_configs.jsonl` has the `config.json` of one model in each line, with all that its makers wrote into it and
+the billions of weights that it is published with (heads that predict further tokens not counted).
+"""
 
 from __future__ import annotations
 
@@ -15,12 +20,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from cortex.neuron.models.registry import read_architecture
+from cortex.neuron.models.sizes import WeightStorage, weight_bytes
+
 from ..weights.safetensors.test_published import compressed_config, words
-from .family_models import TABLE
+from .driver import PROMPT_TOKENS, Driver, assert_parity, load, some_tokens
+from .family_models import TABLE, reference_of
 from .reference_models import randomised
-from .test_parity import Driver, load
 from .tiny_family import VOCAB
+from .transformers_models import reference_of as library_reference_of
 from .vision_models import random_reference
+
+ROWS = [json.loads(line) for line in (Path(__file__).parent / "published_configs.jsonl").read_text().splitlines()]
 
 GROUP = 32
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
@@ -29,6 +40,66 @@ Stored = tuple[dict[str, Tensor], Tensor]
 """The parts of a matrix, and the values that they mean."""
 MATRIX = re.compile(r"(proj|projs?|self_attn\.\w+|mlp\.\w+|experts\.\d+\.\w+|feed_forward\.\w+)\.weight")
 DENSE = re.compile(r"embed|lm_head|router|\bgate\.weight|norm|vision|multi_modal|per_layer_model|conv1d|\.conv\.conv")
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["name"])
+def test_published_config_describes_a_model_of_its_published_size(row: dict[str, Any]) -> None:
+    architecture = read_architecture(row["config"])
+    assert architecture.backend == "native"
+    billions = weight_bytes(architecture, WeightStorage(2)) / 2e9
+    assert billions == pytest.approx(row["billions"], rel=1e-3)  # norms are in 32 bits
+    text = row["config"].get("text_config", row["config"])
+    assert architecture.config.context_tokens == text.get("max_position_embeddings", 131_072)
+    windows = {text.get("sliding_window")} if text.get("use_sliding_window", True) else {None}
+    assert set(architecture.windows) <= {None, *windows}
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "stated"),
+    [
+        ("mistral3", "mistral", {}),  # Mistral Small 3.2
+        ("mistral3", "ministral", {}),  # Ministral 3 8B
+        ("mistral3", "ministral", {"tie_word_embeddings": True}),
+        ("lfm2", "wide", {"tie_embedding": True}),
+        ("arcee", "plain", {"tie_word_embeddings": True}),
+    ],
+)
+@torch.inference_mode()
+def test_output_matrix_in_the_files_is_used_whatever_the_config_says(
+    family: str, name: str, stated: dict[str, Any], tmp_path: Path
+) -> None:
+    reference = (library_reference_of if family == "arcee" else reference_of)(family, name)
+    reference.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    for part in (config, config.get("text_config", {})):
+        part.pop("tie_word_embeddings", None)
+    path.write_text(json.dumps(config | stated))
+    tokens = some_tokens(PROMPT_TOKENS)
+    (logits,) = Driver(load(tmp_path), 1).logits([tokens], [[PROMPT_TOKENS]])
+    assert_parity(logits, reference(tokens[None]).logits[0])
+
+
+@torch.inference_mode()
+def test_experts_in_one_float8_tensor_give_the_logits_of_their_values(tmp_path: Path) -> None:
+    reference = reference_of("glm4_moe", "plain")
+    stacked: dict[str, torch.Tensor] = {}
+    for name, parameter in reference.named_parameters():
+        if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            scale = torch.exp2((parameter.abs().amax((1, 2), keepdim=True) / 448).log2().ceil())
+            codes = (parameter / scale).to(torch.float8_e4m3fn)
+            stacked |= {name: codes, f"{name}_scale_inv": scale}
+            parameter.copy_(codes.float() * scale)
+    assert stacked
+    reference.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    rest = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    save_file(rest | stacked, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    tokens = some_tokens(PROMPT_TOKENS)
+    (logits,) = Driver(load(tmp_path), 1).logits([tokens], [[PROMPT_TOKENS]])
+    assert_parity(logits, reference(tokens[None]).logits[0])
 
 
 def float8_blocks(matrix: Tensor) -> Stored:

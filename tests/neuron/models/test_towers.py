@@ -13,6 +13,7 @@ from cortex.neuron.engine.request import LoadSpec, StepOutput
 from cortex.neuron.models.sizes import WeightStorage, weight_bytes
 from cortex.neuron.models.towers.tower import PixelGrid
 
+from ..engine_runs import run, tokens_of
 from .vision_models import (
     VISION_FAMILIES,
     Prompt,
@@ -31,19 +32,9 @@ def engine_of(folder: Path, **changes: Any) -> Engine:
     return Engine.load(LoadSpec(str(folder), **(options | changes)), CPU, lambda *_: None, lambda: False)
 
 
-def run(engine: Engine, *requests: Any) -> dict[str, list[StepOutput]]:
-    outputs: dict[str, list[StepOutput]] = {request.id: [] for request in requests}
-    for request in requests:
-        engine.submit(request)
-    while engine.has_work:
-        for output in engine.step():
-            outputs[output.request_id].append(output)
-    return outputs
-
-
 def drawn(outputs: list[StepOutput]) -> list[int]:
     assert outputs[-1].finish == "length", outputs[-1]
-    return [token for output in outputs for token in output.tokens]
+    return tokens_of(outputs)
 
 
 def prompts_of(folder: Path) -> list[Prompt]:
@@ -96,5 +87,4 @@ def test_pictures_match_the_reference_library(family: str, tmp_path: Path) -> No
             assert drawn(outputs[str(number)]) == expected.tolist(), (turn, number)
             if turn:
                 assert (outputs[str(number)][0].cached_tokens or 0) >= len(prompts[number].tokens) // 32 * 32 - 32
-    engine.check_integrity()
     engine.close()

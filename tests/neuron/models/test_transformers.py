@@ -17,7 +17,7 @@ from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.errors import LoadError
 from cortex.neuron.engine.loading.loading import build_model, load_model
 from cortex.neuron.engine.memory.sequences import KVCache
-from cortex.neuron.engine.request import EngineRequest, RankSpec, SamplingParams
+from cortex.neuron.engine.request import RankSpec
 from cortex.neuron.kernels.quantised.recipes import RECIPES
 from cortex.neuron.layers.configs import Shard
 from cortex.neuron.models.config import UnsupportedModel
@@ -28,7 +28,8 @@ from cortex.neuron.models.transformers import library
 
 from ...waiting import WAIT_S
 from ..engine.parallel.test_logits import logits_of
-from .test_parity import CPU, PROMPT_TOKENS, Driver, assert_parity, some_tokens, spec
+from ..engine_runs import responses
+from .driver import CPU, PROMPT_TOKENS, Driver, assert_parity, continued, some_tokens, spec
 from .transformers_models import CASES, TABLE, reference_of
 
 WHOLE = ("gpt2", "gpt_bigcode", "granitemoe", "olmoe", "opt", "persimmon", "phimoe")
@@ -61,17 +62,6 @@ def test_every_logit_matches_the_library(family: str, name: str, tmp_path: Path)
     assert any(reference.__class__.__name__ in note for note in loaded.notes)
 
 
-def respond(engine: Engine, prompts: list[tuple[int, ...]]) -> list[list[int]]:
-    said: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
-    for number, prompt in enumerate(prompts):
-        engine.submit(EngineRequest(str(number), prompt, 10, SamplingParams(temperature=0.0)))
-    while engine.has_work:
-        for output in engine.step():
-            said[output.request_id].extend(output.tokens)
-    engine.check_integrity()
-    return list(said.values())
-
-
 @pytest.mark.parametrize(("family", "name"), [("gpt_neox", "parallel"), ("gemma2", "caps"), ("mixtral", "window")])
 @torch.inference_mode()
 def test_engine_matches_generate_of_the_library_also_after_a_sleep(family: str, name: str, tmp_path: Path) -> None:
@@ -82,17 +72,13 @@ def test_engine_matches_generate_of_the_library_also_after_a_sleep(family: str, 
     options = spec(tmp_path, prefill_chunk_tokens=20)
     engine = Engine(load_model(options, CPU, lambda *_: None, lambda: False), options, moves_weights=True)
     engine.warm_up()
-    prompts = [tuple(some_tokens(count, seed=count).tolist()) for count in (5, 90, 91)]
-    expected = [
-        reference.generate(torch.tensor([prompt]), max_new_tokens=10, min_new_tokens=10, do_sample=False)[0]
-        for prompt in prompts
-    ]
-    wanted = [ids[len(prompt) :].tolist() for prompt, ids in zip(prompts, expected, strict=True)]
+    prompts = [some_tokens(count, seed=count).tolist() for count in (5, 90, 91)]
+    expected = [continued(reference, prompt) for prompt in prompts]
     for _ in range(2):
-        assert respond(engine, prompts) == wanted
+        assert responses(engine, prompts) == expected
     engine.sleep()
     engine.wake(lambda *_: None)
-    assert respond(engine, prompts) == wanted
+    assert responses(engine, prompts) == expected
     engine.close()
 
 

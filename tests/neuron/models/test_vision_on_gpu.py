@@ -11,7 +11,8 @@ import torch
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.request import LoadSpec
 
-from .test_towers import drawn, prompts_of, run
+from ..engine_runs import run
+from .test_towers import drawn, prompts_of
 from .vision_models import VISION_FAMILIES, Prompt, library_inputs, spec_of, write_vision_model
 
 

@@ -6,8 +6,10 @@ from msgspec.structs import replace
 
 from cortex.neuron.config import DefaultModel, HarnessSettings, ModelEntry, NeuronConfig, TorchHarness
 from cortex.neuron.node.library import MAX_ADOPTED, Library, cache_directory, scan_cache
+from cortex.neuron.weights.hub.cache import RepositoryCache
 from cortex.wire.errors import LoadFailed, ModelNotFound
 from cortex.wire.node.load_options import SamplingDefaults
+from cortex.wire.node.neighbours import repository_of
 from cortex.wire.node.orders import LoadRequest
 
 
@@ -40,8 +42,20 @@ def test_lists_only_cached_models_with_weights(tmp_path: Path) -> None:
         folder = tmp_path / name / "snapshots" / "abc"
         folder.mkdir(parents=True)
         (folder / file).touch()
-    assert scan_cache(tmp_path) == ["org/quantised", "org/whole"]
-    assert scan_cache(tmp_path / "absent") == []
+    assert scan_cache(tmp_path) == {"org/quantised": "org/quantised", "org/whole": "org/whole"}
+    assert scan_cache(tmp_path / "absent") == {}
+
+
+@pytest.mark.parametrize("name", ["theirs", None, "\0"])
+def test_copy_of_another_nodes_path_has_the_name_of_its_model(tmp_path: Path, name: str | None) -> None:
+    source = repository_of("/models/theirs")
+    assert source is not None
+    folder = RepositoryCache(tmp_path, source).root
+    (folder / "snapshots" / "main").mkdir(parents=True)
+    (folder / "snapshots" / "main" / "model.safetensors").write_bytes(b"")
+    if name is not None:
+        (folder / "model_id").write_text(name)
+    assert scan_cache(tmp_path) == ({"theirs": source} if name == "theirs" else {})
 
 
 CONFIG = NeuronConfig(

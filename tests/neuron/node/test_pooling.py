@@ -46,10 +46,12 @@ class Served:
 
 @asynccontextmanager
 async def serving(tmp_path: Path, workers: WorkerFactory) -> AsyncIterator[Served]:
+    chat = Path(write_source(tmp_path / "chat", seed=1))
+    (chat / "tokenizer.json").write_text("{}")  # it generates no text here
     models = (
         ModelEntry(id="embedder", source=write_embedder(tmp_path / "embedder")),
         ModelEntry(id="reranker", source=write_reranker(tmp_path / "reranker")),
-        ModelEntry(id="chat", source=write_source(tmp_path / "chat", seed=1), context_tokens=512),
+        ModelEntry(id="chat", source=str(chat), context_tokens=512),
     )
     config = NeuronConfig(models=models, limits=Limits(max_num_seqs=8, sleep_mb=64), drain_s=1.0)
     node = await Node.start(config, NodeDependencies(make_workers=lambda: workers))

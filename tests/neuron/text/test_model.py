@@ -1,3 +1,5 @@
+"""The text side of a model: from a request to tokens, also between a prefix and a suffix."""
+
 from __future__ import annotations
 
 import json
@@ -14,11 +16,12 @@ import pytest
 from tokenizers import Tokenizer
 
 from cortex.neuron.text.local import text_of_gguf
-from cortex.neuron.text.model import TextModel, inspect_text
+from cortex.neuron.text.model import TextModel, fill_in_prompt, inspect_text, markers
+from cortex.neuron.text.preparation import prepare
 from cortex.neuron.text.template.chat_template import ChatTemplate
 from cortex.neuron.text.template.prompt import PromptRules
 from cortex.neuron.weights.errors import CheckpointError
-from cortex.wire.errors import ContextLengthExceeded, InvalidValue
+from cortex.wire.errors import ContextLengthExceeded, InvalidValue, UnsupportedModality
 from cortex.wire.events import ReasoningDelta, TextDelta, ToolCallStart
 from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.requests import (
@@ -38,6 +41,50 @@ from .conftest import load_text, write_model
 TOOLS = (Tool(name="f", parameters={"type": "object", "properties": {"a": {"type": "integer"}}}),)
 SOURCE = Path(__file__).parents[3] / "src"
 FAMILIES = ("chatml", "llama3", "qwen3", "qwen_xml", "hermes")
+
+
+def test_prediction_has_the_limit_of_a_prompt(make_model: Any) -> None:
+    text, rules = make_model("qwen3"), PromptRules(max_characters=8)
+    fits = GenerateRequest(model="m", prompt="x", prediction="12345678")
+    assert prepare(text, fits, rules).prediction == tuple(text.encode("12345678"))
+    with pytest.raises(InvalidValue, match=r"text\.max_prompt_mb") as raised:
+        prepare(text, GenerateRequest(model="m", prompt="x", prediction="123456789"), rules)
+    assert raised.value.param == "prediction"
+
+
+class _Vocabulary:
+    """The part of a tokenizer that knows its control tokens."""
+
+    def __init__(self, *tokens: str) -> None:
+        self._ids = {token: index for index, token in enumerate(tokens)}
+
+    def whole_id(self, text: str) -> int | None:
+        return self._ids.get(text)
+
+
+def test_uses_the_tokens_of_the_vocabulary() -> None:
+    deepseek: Any = _Vocabulary("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>")
+    assert fill_in_prompt("a", "b", deepseek) == "<｜fim▁begin｜>a<｜fim▁hole｜>b<｜fim▁end｜>"
+
+
+def test_other_files_come_first_with_the_tokens_for_repositories() -> None:
+    files = (("a.py", "x = 1\n"), ("b.py", "y = 2\n"))
+    qwen = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
+    expected = "<|fim_prefix|>a<|fim_suffix|>b<|fim_middle|>m"
+    with_files: Any = _Vocabulary(*qwen, "<|repo_name|>", "<|file_sep|>")
+    assert fill_in_prompt("a", "b", with_files, "m", files) == (
+        f"<|repo_name|>myproject\n<|file_sep|>a.py\nx = 1\n<|file_sep|>b.py\ny = 2\n<|file_sep|>filename\n{expected}"
+    )
+    without: Any = _Vocabulary(*qwen)
+    assert fill_in_prompt("a", "b", without, "m", files) == f"x = 1\n\ny = 2\n\n{expected}"
+    assert fill_in_prompt("a", "b", with_files, "m") == expected
+
+
+def test_model_without_the_tokens_cannot_fill_in() -> None:
+    incomplete: Any = _Vocabulary("<fim_prefix>", "<fim_suffix>")
+    assert markers(incomplete) is None
+    with pytest.raises(UnsupportedModality, match="no tokens for filling in"):
+        fill_in_prompt("a", "b", incomplete)
 
 
 def said(role: str, text: str) -> Message:
@@ -224,7 +271,7 @@ def test_sampling_defaults_come_from_the_model(
 def test_capabilities_are_known_without_a_tokenizer(tmp_path: Path, backend: Any, family: str | None) -> None:
     path = write_model(tmp_path, backend, family, config={"vision_config": {}})
     loaded = load_text(path).capabilities
-    (path / "tokenizer.json").write_text("{")
+    (path / "tokenizer.json").write_text("{}")
     assert inspect_text(path).capabilities == loaded
 
 

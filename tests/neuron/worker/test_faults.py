@@ -3,7 +3,7 @@ import errno
 import pytest
 import torch
 
-from cortex.neuron.engine.errors import EngineError, InsufficientMemory, LoadError, RequestError, StepBlamed
+from cortex.neuron.engine.errors import EngineError, FaultyRequest, InsufficientMemory, LoadError, RequestError
 from cortex.neuron.worker.faults import FaultKind, chain, choose_victims, classify, explain
 
 
@@ -150,6 +150,6 @@ def test_blamed_request_is_a_bug_unless_its_cause_is_more_severe() -> None:
         (RuntimeError("CUDA error: an illegal memory access was encountered"), FaultKind.DEVICE),
         (MemoryError(), FaultKind.OUT_OF_MEMORY),
     ):
-        error = StepBlamed("CUDA error: an id that a client chose")
+        error = FaultyRequest("CUDA error: an id that a client chose")
         error.__cause__ = cause
         assert classify(error) is kind

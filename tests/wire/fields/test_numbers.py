@@ -22,7 +22,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "openai_compaction": {"input": "hi"},
 }
 SHARED = {
-    "temperature": (0, 100),
+    "temperature": (0, 2),
     "top_k": (-1, LARGEST_COUNT),
     "top_p": (0, 1),
     "min_p": (0, 1),
@@ -40,7 +40,7 @@ RANGES: dict[str, dict[str, tuple[float, float]]] = {
     "openai_chat": {**SHARED, "max_completion_tokens": (1, LARGEST_COUNT), "top_logprobs": (0, 20)},
     "openai_completions": {**SHARED, "max_tokens": (-1, LARGEST_COUNT), "logprobs": (0, 20), "best_of": (1, 1)},
     "openai_responses": {
-        "temperature": (0, 100),
+        "temperature": (0, 2),
         "top_p": (0, 1),
         "top_k": (-1, LARGEST_COUNT),
         "min_p": (0, 1),
@@ -51,15 +51,19 @@ RANGES: dict[str, dict[str, tuple[float, float]]] = {
         "top_logprobs": (0, 20),
     },
     "anthropic_messages": {
-        "temperature": (0, 100),
+        "temperature": (0, 1),
         "top_p": (0, 1),
         "top_k": (0, LARGEST_COUNT),
         "max_tokens": (0, LARGEST_COUNT),
     },
     "ollama_chat": OLLAMA,
     "ollama_generate": OLLAMA,
-    "llama_cpp_infill": {"temperature": (0, 100), "n_predict": (-LARGEST_COUNT, LARGEST_COUNT)},
-    "openai_compaction": {"temperature": (0, 100), "max_output_tokens": (1, LARGEST_COUNT)},
+    "llama_cpp_infill": {
+        "temperature": (0, 100),
+        "presence_penalty": (-100, 100),
+        "n_predict": (-LARGEST_COUNT, LARGEST_COUNT),
+    },
+    "openai_compaction": {"temperature": (0, 2), "max_output_tokens": (1, LARGEST_COUNT)},
 }
 CASES = [(dialect, field, *ends) for dialect, fields in RANGES.items() for field, ends in fields.items()]
 
@@ -84,6 +88,14 @@ def test_accepts_both_ends_of_a_range_and_rejects_values_beyond(
             parse(dialect, **{field: value})
         assert caught.value.param == field
         assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("dialect", ["ollama_chat", "ollama_generate"])
+@pytest.mark.parametrize("name", ["temperature", "presence_penalty", "frequency_penalty"])
+def test_options_of_ollama_go_beyond_the_bounds_of_openai(dialect: str, name: str) -> None:
+    assert getattr(parse(dialect, options={name: 100}).sampling, name) == 100
+    with pytest.raises(InvalidValue, match=name):
+        parse(dialect, options={name: 101})
 
 
 @pytest.mark.parametrize(

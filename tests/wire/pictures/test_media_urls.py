@@ -125,11 +125,22 @@ def test_a_picture_that_is_not_in_base64_is_rejected() -> None:
         (IMAGES, {"prompt": "x", "referenceImageURL": "x.png"}),
         (SPEECH, {"input": "x", "voice": ADDRESS}),
         (SPEECH, {"input": "x", "speaker_wav": "/etc/passwd"}),
+        (SPEECH, {"input": "x", "voice": "/etc/passwd"}),
+        (SPEECH, {"input": "x", "voice": "voices/../../etc/passwd"}),
+        (SPEECH, {"input": "x", "speakers": ["\\\\host\\share"]}),
+        (IMAGES, {"prompt": "x", "lora": [{"path": "x"}, {"name": "a"}]}),
+        (IMAGES, {"prompt": "x", "loras": ["~/a.safetensors"]}),
+        (CHAT, {"adapter": "c:/x"}),
     ],
 )
 def test_no_address_and_no_path_reaches_a_server_from_any_place(path: str, body: dict[str, Any]) -> None:
     with pytest.raises(InvalidValue, match="may not fetch"):
         check_media(body, path)
+
+
+@pytest.mark.parametrize("voice", ["alloy", "af_bella+af_sky", "en/us/anna", "v1.2", "..."])
+def test_name_of_a_voice_passes(voice: str) -> None:
+    check_media({"input": "x", "voice": voice}, SPEECH)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Every entry of the field tables is true, bodies are read, and responses have the shape of their route."""
+"""Bodies of embeddings and scores are read, and responses have the shape of their route."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from cortex.wire.dialects.page import POOLING_TABLES
-from cortex.wire.errors import CortexError, InvalidValue, MissingModel
-from cortex.wire.fields.tables.table import BodyField, Treatment
+from cortex.wire.errors import InvalidValue, MissingModel
 from cortex.wire.pooling.parse import MAX_TEXTS, ROUTES, names_model, only_model, with_model
 from cortex.wire.pooling.request import PoolingRequest
 from cortex.wire.pooling.response import embeddings_body, scores_body
@@ -26,45 +24,11 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
-def entries(treatment: Treatment) -> list[Any]:
-    return [
-        pytest.param(name, one, id=f"{name}-{one.name}")
-        for name, table in POOLING_TABLES.items()
-        for one in table
-        if one.treatment is treatment
-    ]
-
-
 def parse(name: str, *parts: dict[str, Any]) -> PoolingRequest:
     body = {"model": "m", **BODIES[name]}
     for part in parts:
         body |= part
     return ROUTES[PATHS[name]](json.dumps(body).encode())
-
-
-@pytest.mark.parametrize(("name", "one"), entries(Treatment.HONOURED))
-def test_honoured_field_changes_the_request(name: str, one: BodyField) -> None:
-    try:
-        without: PoolingRequest | None = parse(name, dict(one.context))
-    except CortexError:
-        without = None  # the field replaces one that is required
-    given = parse(name, dict(one.context), {one.name: one.example})
-    assert given != without
-    assert given.ignored_fields == ()
-
-
-@pytest.mark.parametrize(("name", "one"), entries(Treatment.TOLERATED))
-def test_tolerated_field_changes_nothing(name: str, one: BodyField) -> None:
-    assert parse(name, {one.name: one.example}) == parse(name)
-
-
-@pytest.mark.parametrize(("name", "one"), entries(Treatment.REJECTED))
-def test_rejected_field_is_named_unless_it_asks_for_nothing(name: str, one: BodyField) -> None:
-    with pytest.raises(InvalidValue) as caught:
-        parse(name, {one.name: one.example})
-    assert caught.value.param == one.name
-    for harmless in (None, *one.harmless):
-        assert parse(name, {one.name: harmless}) == parse(name)
 
 
 @pytest.mark.parametrize(

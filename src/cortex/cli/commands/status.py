@@ -204,12 +204,13 @@ def _requests(model: HeldModel, waiting_here: int) -> str:
 
 
 def _waiting(fleet: FleetView) -> list[Text]:
-    """Models with waiting requests that are on no node yet."""
+    """Models with waiting requests that are on no node yet, or whose requests wait for a reason."""
     held = {model.id for node in fleet.nodes for model in node.models}
+    reasons = {model: f": {reason}" for model, reason in fleet.waiting_reasons.items()}
     return [
-        Text(f"{count} waiting for {model}", style="yellow")
+        Text(f"{count} waiting for {model}{reasons.get(model, '')}", style="yellow")
         for model, count in fleet.waiting.items()
-        if count and model not in held
+        if count and (model not in held or model in reasons)
     ]
 
 

@@ -39,6 +39,8 @@ class Verdict(StrEnum):
     CROWDED = "crowded"
     """Would fit if other programs on the host used less memory; waiting may help."""
     DRAINING = "draining"
+    STANDBY = "standby"
+    """The node is suspended, or on its way there or back; a request that needs it wakes it."""
     UNHEALTHY = "unhealthy"
     FAILED = "failed"
     """Failed to load there within `retry_failed_after_s`."""

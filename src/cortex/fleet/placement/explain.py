@@ -118,6 +118,7 @@ _ERRORS: dict[Verdict | None, type[CortexError]] = {
     Verdict.BLOCKED: Overloaded,
     Verdict.CROWDED: Overloaded,
     Verdict.DRAINING: Draining,
+    Verdict.STANDBY: UpstreamUnavailable,
     Verdict.UNHEALTHY: UpstreamUnavailable,
     Verdict.FAILED: LoadFailed,
     Verdict.UNSUPPORTED: ModelUnsupported,

@@ -144,7 +144,7 @@ class Fitting:
             helps_waiting = found.verdict is Verdict.BLOCKED or found.waits_for_foreground
             if found.verdict in _STARTS or (helps_waiting and size <= need.wanted_bytes):
                 break
-        if found.is_short and found is not wanted and need.contexts is not None:
+        if found.verdict in _STARTS and found.is_short and found is not wanted and need.contexts is not None:
             tokens = f"{need.contexts.wanted_tokens:,}"
             reason = f"{found.reason}; a context of {tokens} tokens is not possible: {wanted.reason}"
             return msgspec.structs.replace(found, reason=reason)

@@ -7,19 +7,18 @@ the results and report them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import msgspec
 
 from cortex.fleet.topology import ModelOnNode
 from cortex.gateway.api.jobs import Job, JobBoard
-from cortex.gateway.api.live.event_streams import Following
-from cortex.gateway.api.parts import ApiRoute, read_body
+from cortex.gateway.api.live.event_streams import FollowedWork
+from cortex.gateway.api.parts import ApiRoute, ApiServices, read_body
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.gateway.dispatch.operator.commands import OperatorCommands
-from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.proxy.routes import error_response, json_response
 from cortex.http.routing import Route
 from cortex.http.server.exchange import Exchange
@@ -42,19 +41,10 @@ class _BenchOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class BenchRoutes:
     """Owns one task for each measurement."""
 
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        operator: OperatorCommands,
-        nodes: Mapping[str, NodeClient],
-        board: JobBoard,
-        metering: Metering,
-    ) -> None:
-        self._dispatcher = dispatcher
+    def __init__(self, api: ApiServices, operator: OperatorCommands, board: JobBoard) -> None:
+        self._api = api
         self._operator = operator
-        self._nodes = nodes
         self._board = board
-        self._metering = metering
         self._tasks = OwnedTasks()
 
     def routes(self) -> list[ApiRoute]:
@@ -62,9 +52,9 @@ class BenchRoutes:
 
     def _begin(self, exchange: Exchange, name: str) -> Response | None:
         request = exchange.request
-        by = self._metering.meter.authenticate_operator(request)
+        by = self._api.authenticate_operator(request)
         order = read_body(request.body, _BenchOrder)
-        model = self._dispatcher.resolve(name).model_id
+        model = self._api.dispatcher.resolve(name).model_id
         job = self._start(model, order, by)
         if not order.wait:
             return json_response(_body(job), 202)
@@ -78,7 +68,7 @@ class BenchRoutes:
     def _start(self, model: str, order: _BenchOrder, by: str) -> Job:
         targets = self._targets(model, order.node)
         request = BenchRequest(model_id=model, force=order.force, reload=order.reload)
-        runs = [_NodeRun(self._dispatcher, self._nodes[target.node], target, request) for target in targets]
+        runs = [_NodeRun(self._api.dispatcher, self._api.nodes[target.node], target, request) for target in targets]
 
         def stage() -> tuple[str, Progress | None]:
             return next((run.stage for run in runs if not run.has_ended), "starting"), None
@@ -94,8 +84,8 @@ class BenchRoutes:
 
     def _targets(self, model: str, node: str | None) -> list[ModelOnNode]:
         """Where the model is ready, else where it is being loaded from now on. Raises CortexError."""
-        self._dispatcher.check_node(node)
-        ready = [here for here, _ in self._dispatcher.fleet.replicas(model) if node in (None, here.name)]
+        self._api.dispatcher.check_node(node)
+        ready = [here for here, _ in self._api.dispatcher.fleet.replicas(model) if node in (None, here.name)]
         if ready:
             own = [ModelOnNode(here.name, model) for here in ready if here.takes_orders]
             if not own:
@@ -115,7 +105,7 @@ class _NodeRun:
         self.has_ended = False
         self._dispatcher = dispatcher
         self._target = target
-        self._following: Following[BenchStatus] = Following(
+        self._following: FollowedWork[BenchStatus] = FollowedWork(
             lambda: client.bench(request),
             lambda: client.bench_status(request.model_id),
             lambda: client.cancel_bench(request.model_id),

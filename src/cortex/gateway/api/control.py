@@ -273,7 +273,10 @@ class Control:
         depths = self._dispatcher.queue_depths
         view = self._view(exchange.request)
         nodes = view.nodes(node_statuses(self._dispatcher.fleet))
-        return json_response({"version": __version__, "nodes": nodes, "waiting": view.waiting(depths)})
+        waiting = view.waiting(depths)
+        found = {model: self._event_log.why_waiting(model) for model in waiting}
+        reasons = {model: view.decision(each)["outcome"] for model, each in found.items() if each is not None}
+        return json_response({"version": __version__, "nodes": nodes, "waiting": waiting, "waiting_reasons": reasons})
 
     def _decisions(self, exchange: Exchange) -> Response:
         """The latest decisions, and what else happened in the fleet; of one model with `model`."""

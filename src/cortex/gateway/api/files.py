@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -17,13 +17,10 @@ import msgspec
 from cortex.fleet.known_models import known_repository
 from cortex.fleet.topology import Node
 from cortex.gateway.api.jobs import Job, JobBoard
-from cortex.gateway.api.live.event_streams import Following
-from cortex.gateway.api.parts import ApiRoute, read_body
+from cortex.gateway.api.live.event_streams import FollowedWork
+from cortex.gateway.api.parts import ApiRoute, ApiServices, read_body
 from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.gateway.dispatch.nodes.neighbours import Neighbours
-from cortex.gateway.dispatch.view import DispatchView
-from cortex.gateway.ledger.meter import Metering
-from cortex.gateway.proxy.deferred_responses import DeferredResponses
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.routing import Route, query
 from cortex.http.server.exchange import Exchange
@@ -115,8 +112,8 @@ class _Pulls:
             self._done.add(client.name)
         return error
 
-    def _follow(self, client: NodeClient) -> Following[PullStatus]:
-        return Following(
+    def _follow(self, client: NodeClient) -> FollowedWork[PullStatus]:
+        return FollowedWork(
             lambda: client.pull(self._neighbours.in_pull(client.name, self._files, self._done)),
             lambda: client.pull_status(self._files.model_id),
             lambda: client.cancel_pull(self._files.model_id),
@@ -128,21 +125,10 @@ class _Pulls:
 class FileRoutes:
     """Owns one task per pull."""
 
-    def __init__(
-        self,
-        dispatcher: DispatchView,
-        nodes: Mapping[str, NodeClient],
-        neighbours: Neighbours,
-        board: JobBoard,
-        metering: Metering,
-        deferred: DeferredResponses,
-    ) -> None:
-        self._dispatcher = dispatcher
-        self._nodes = nodes
+    def __init__(self, api: ApiServices, neighbours: Neighbours, board: JobBoard) -> None:
+        self._api = api
         self._neighbours = neighbours
         self._board = board
-        self._metering = metering
-        self._deferred = deferred
         self._tasks = OwnedTasks()
 
     def routes(self) -> list[ApiRoute]:
@@ -153,19 +139,19 @@ class FileRoutes:
         ]
 
     def _begin_pull(self, exchange: Exchange) -> Response:
-        by = self._metering.meter.authenticate_operator(exchange.request)
+        by = self._api.authenticate_operator(exchange.request)
         return json_response({"job": self._pull(read_body(exchange.request.body, _Pull), by).as_json()}, 202)
 
     def _show_offer(self, exchange: Exchange, source: str) -> None:
-        self._metering.meter.authenticate_operator(exchange.request)
+        self._api.authenticate_operator(exchange.request)
         wanted = self._files(_Pull(model=source))
         asked = self._client(query(exchange.request, "node") or self._choose_node(wanted.model_id))
-        self._deferred.respond(exchange, self._offer(asked, wanted))
+        self._api.deferred.respond(exchange, self._offer(asked, wanted))
 
     def _begin_delete(self, exchange: Exchange, node: str, model: str) -> None:
-        self._metering.meter.authenticate_operator(exchange.request)
+        self._api.authenticate_operator(exchange.request)
         files = FilesRequest(model_id=model, quant=query(exchange.request, "quant"))
-        self._deferred.respond(exchange, _delete(self._client(node), files))
+        self._api.deferred.respond(exchange, _delete(self._client(node), files))
 
     async def _offer(self, client: NodeClient, files: FilesRequest) -> Response:
         """The quantisations in a repository, with their sizes and where each would fit."""
@@ -190,8 +176,8 @@ class FileRoutes:
 
     def _places(self, name: str, num_bytes: int) -> list[dict[str, Any]]:
         """The verdict of every node that loads models, by the size of the weights alone."""
-        by_name = {node.name: node for node in self._dispatcher.fleet.nodes if node.takes_orders}
-        decision = self._dispatcher.explain_new(name, num_bytes)
+        by_name = {node.name: node for node in self._api.dispatcher.fleet.nodes if node.takes_orders}
+        decision = self._api.dispatcher.explain_new(name, num_bytes)
         return [
             {
                 "node": each.node,
@@ -247,18 +233,15 @@ class FileRoutes:
         """Raises InvalidValue or ModelNotFound."""
         if not self._neighbours.is_on:
             raise InvalidValue("Nodes do not share files: set `share_files` of [gateway] to true.", param="copy")
-        if self._neighbours.is_on_path(files.model_id, files.source):
-            what = f"{shorten(files.model_id)} is a path on its node, and nodes share only files of the hub"
-            raise InvalidValue(f"{what}; copy it by other means.", param="model")
         for client in clients:
             if not self._neighbours.holders(client.name, files.model_id, files.source):
-                what = f"No other node that {client.name} can reach has {shorten(files.model_id)} in its hub cache"
+                what = f"No other node that {client.name} can reach has files of {shorten(files.model_id)}"
                 raise ModelNotFound(f"{what}; pull it instead.", param="model")
 
     def _files(self, wanted: _Pull) -> FilesRequest:
         """What to download: a model with its source, a hub id, or a name that stands for one. Raises ModelNotFound."""
         try:
-            spec = self._dispatcher.resolve(wanted.model).spec
+            spec = self._api.dispatcher.resolve(wanted.model).spec
         except ModelNotFound:
             check_name(wanted.model, "model")
             match = _HUB_ID.fullmatch(known_repository(wanted.model) or wanted.model)
@@ -275,7 +258,7 @@ class FileRoutes:
 
     def _choose_node(self, model: str) -> str:
         """The node where the model would be loaded; where that is not known, the one with the most free disk."""
-        decision = self._dispatcher.explain(model, "operator")
+        decision = self._api.dispatcher.explain(model, "operator")
         return decision.node if decision.node is not None else self.roomiest_node()
 
     def roomiest_node(self) -> str:
@@ -284,16 +267,16 @@ class FileRoutes:
         def free_bytes(node: Node) -> int:
             return node.disk.free_bytes if node.disk is not None else 0
 
-        candidates = [node for node in self._dispatcher.fleet.nodes if node.healthy and node.takes_orders]
+        candidates = [node for node in self._api.dispatcher.fleet.nodes if node.healthy and node.takes_orders]
         if not candidates:
             raise UpstreamUnavailable("No node that downloads models is up.")
         return max(candidates, key=lambda node: (not node.draining, free_bytes(node))).name
 
     def _client(self, name: str) -> NodeClient:
-        client = self._nodes.get(name)
-        node = self._dispatcher.fleet.node(name)
+        client = self._api.nodes.get(name)
+        node = self._api.dispatcher.fleet.node(name)
         if client is None or node is None or not node.takes_orders:
-            known = ", ".join(node.name for node in self._dispatcher.fleet.nodes if node.takes_orders) or "none"
+            known = ", ".join(node.name for node in self._api.dispatcher.fleet.nodes if node.takes_orders) or "none"
             raise NodeNotFound(f"There is no node {shorten(name)} that keeps files; there are: {known}.", param="node")
         return client
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import msgspec
 
-from cortex.gateway.api.parts import ApiRoute, read_body
+from cortex.gateway.api.parts import ApiRoute, ApiServices, read_body
 from cortex.gateway.dispatch.nodes.client import NodeClient
-from cortex.gateway.dispatch.view import DispatchView
 from cortex.gateway.ledger.keys import KeySection, PrefixSharing, tenant_name, tenants_of
-from cortex.gateway.ledger.meter import Metering
-from cortex.gateway.proxy.deferred_responses import DeferredResponses
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.routing import Route
 from cortex.http.server.exchange import Exchange
@@ -49,17 +46,11 @@ class KeptPromptRoutes:
 
     def __init__(
         self,
-        dispatcher: DispatchView,
-        nodes: Mapping[str, NodeClient],
-        metering: Metering,
-        deferred: DeferredResponses,
+        api: ApiServices,
         find_key: Callable[[str], KeySection],
         sharing: Callable[[], PrefixSharing],
     ) -> None:
-        self._dispatcher = dispatcher
-        self._nodes = nodes
-        self._metering = metering
-        self._deferred = deferred
+        self._api = api
         self._find_key = find_key
         self._sharing = sharing
 
@@ -67,14 +58,14 @@ class KeptPromptRoutes:
         return [Route("POST", "/fleet/forget", self._begin)]
 
     def _begin(self, exchange: Exchange) -> None:
-        self._metering.meter.authenticate_operator(exchange.request)
+        self._api.authenticate_operator(exchange.request)
         wanted = read_body(exchange.request.body, _Forget)
         order = ForgetBlocksRequest(self._model_id(wanted.model), self._tenants(wanted), wanted.unused_s)
-        self._deferred.respond(exchange, self._forget(self._asked(wanted.node), order))
+        self._api.deferred.respond(exchange, self._forget(self._asked(wanted.node), order))
 
     def _model_id(self, name: str | None) -> str | None:
         try:
-            return None if name is None else self._dispatcher.resolve(name).model_id
+            return None if name is None else self._api.dispatcher.resolve(name).model_id
         except ModelNotFound:
             return name  # nodes may keep what they computed with it
 
@@ -98,10 +89,12 @@ class KeptPromptRoutes:
 
     def _asked(self, node: str | None) -> list[NodeClient]:
         """Raises NodeNotFound."""
-        names = [each.name for each in self._dispatcher.fleet.nodes if each.takes_orders and node in (None, each.name)]
+        names = [
+            each.name for each in self._api.dispatcher.fleet.nodes if each.takes_orders and node in (None, each.name)
+        ]
         if node is not None and not names:
             raise NodeNotFound(f"There is no node {shorten(node)} that loads models.", param="node")
-        return [self._nodes[name] for name in names if name in self._nodes]
+        return [self._api.nodes[name] for name in names if name in self._api.nodes]
 
     async def _forget(self, clients: list[NodeClient], order: ForgetBlocksRequest) -> Response:
         return json_response({"nodes": await asyncio.gather(*(_forgotten(client, order) for client in clients))})

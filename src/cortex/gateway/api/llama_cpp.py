@@ -16,12 +16,10 @@ import msgspec
 from cortex.gateway.api.live.event_streams import EventStreams
 from cortex.gateway.api.models import offered
 from cortex.gateway.api.orders import OrderRoutes
-from cortex.gateway.api.parts import ApiRoute, expect, listing_key, read_body
+from cortex.gateway.api.parts import ApiRoute, ApiServices, expect, listing_key, read_body
 from cortex.gateway.dispatch.event_log import EventLog
-from cortex.gateway.dispatch.view import DispatchView
 from cortex.gateway.ledger import keys
 from cortex.gateway.ledger.keys import KeySection
-from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.proxy.admission import resolve_listed
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.routing import Route, query
@@ -59,18 +57,16 @@ class LlamaCppRoutes:
 
     def __init__(
         self,
-        dispatcher: DispatchView,
+        api: ApiServices,
         orders: OrderRoutes,
-        metering: Metering,
         open_paths: Sequence[bytes],
         event_log: EventLog,
         streams: EventStreams,
     ) -> None:
         self._event_log = event_log
         self._streams = streams
-        self._dispatcher = dispatcher
+        self._api = api
         self._orders = orders
-        self._metering = metering
         self._open_paths = open_paths
         self._created = int(time.time())
 
@@ -85,13 +81,13 @@ class LlamaCppRoutes:
         ]
 
     def _order(self, exchange: Exchange, order: Literal["load", "unload"]) -> Response:
-        by = self._metering.meter.authenticate_operator(exchange.request)
-        model = self._dispatcher.resolve(_named(read_body(exchange.request.body, _Order).model)).model_id
+        by = self._api.authenticate_operator(exchange.request)
+        model = self._api.dispatcher.resolve(_named(read_body(exchange.request.body, _Order).model)).model_id
         self._orders.begin(model, order, by)
         return json_response({"success": True})
 
     def _key(self, exchange: Exchange) -> KeySection | None:
-        return listing_key(self._metering.meter, exchange.request, self._open_paths)
+        return listing_key(self._api.metering.meter, exchange.request, self._open_paths)
 
     def _show_list(self, exchange: Exchange) -> Response:
         return json_response(self._list(self._key(exchange)))
@@ -101,7 +97,7 @@ class LlamaCppRoutes:
         return json_response(llama_cpp.router_props() if name is None else self._props(name, key))
 
     def _show_running(self, exchange: Exchange) -> Response:
-        fleet, key = self._dispatcher.fleet, self._metering.meter.key(exchange.request)
+        fleet, key = self._api.dispatcher.fleet, self._api.metering.meter.key(exchange.request)
         entries = []
         for spec in offered(fleet, with_unlisted=True):
             states = {_RUNNING_STATE[held.state] for held in self._held(spec.id) if held.state in _RUNNING_STATE}
@@ -113,20 +109,20 @@ class LlamaCppRoutes:
         return json_response({"running": entries})
 
     def _list(self, key: KeySection | None) -> dict[str, Any]:
-        fleet, may_use = self._dispatcher.fleet, partial(keys.may_use, key)
+        fleet, may_use = self._api.dispatcher.fleet, partial(keys.may_use, key)
         return llama_cpp.model_list(
             llama_cpp.entry(spec.id, self._held(spec.id), self._created) for spec in offered(fleet) if may_use(spec.id)
         )
 
     def _props(self, name: str, key: KeySection | None) -> dict[str, Any]:
-        model = resolve_listed(self._dispatcher, key, _named(name), "/models").model_id
+        model = resolve_listed(self._api.dispatcher, key, _named(name), "/models").model_id
         best = max(self._held(model), key=lambda status: status.state is ModelState.READY, default=None)
         return llama_cpp.props(best or ModelStatus(id=model, state=ModelState.COLD), name)
 
     def _stream(self, exchange: Exchange) -> None:
         """Send changes from now on. A slow reader loses some."""
         expect(exchange.request, b"GET")
-        key = self._metering.meter.key(exchange.request)
+        key = self._api.metering.meter.key(exchange.request)
 
         def send(event: dict[str, Any]) -> None:
             status, model = _STATUS_AFTER.get(event["kind"]), event.get("model")
@@ -139,7 +135,9 @@ class LlamaCppRoutes:
 
     def _held(self, model: str) -> list[ModelStatus]:
         """The model on each node that has it."""
-        return [node.residencies[model].status for node in self._dispatcher.fleet.nodes if model in node.residencies]
+        return [
+            node.residencies[model].status for node in self._api.dispatcher.fleet.nodes if model in node.residencies
+        ]
 
 
 def _named(name: str) -> str:

@@ -6,16 +6,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
-from cortex.gateway.api.parts import ApiRoute, number_in_query
-from cortex.gateway.dispatch.dispatcher import Dispatcher
+from cortex.gateway.api.parts import ApiRoute, ApiServices, number_in_query
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.nodes.client import NodeClient
-from cortex.gateway.ledger.meter import Metering
-from cortex.gateway.proxy.deferred_responses import DeferredResponses
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.request import Request
 from cortex.http.routing import Route, is_in_query, query
@@ -40,23 +37,11 @@ _TEXT = ((b"content-type", b"text/plain; charset=utf-8"), (b"cache-control", b"n
 class ModelServerRoutes:
     """Asks the nodes that know the model, all at once."""
 
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        nodes: Mapping[str, NodeClient],
-        metering: Metering,
-        deferred: DeferredResponses,
-        event_log: EventLog,
-        *,
-        follow_s: float = FOLLOW_S,
-    ) -> None:
+    def __init__(self, api: ApiServices, event_log: EventLog, *, follow_s: float = FOLLOW_S) -> None:
+        self._api = api
         self._follow_s = follow_s
         self._event_log = event_log
         self._tasks = OwnedTasks()
-        self._dispatcher = dispatcher
-        self._nodes = nodes
-        self._metering = metering
-        self._deferred = deferred
 
     def routes(self) -> list[ApiRoute]:
         return [
@@ -72,19 +57,19 @@ class ModelServerRoutes:
         await self._tasks.cancel()
 
     def _show_all(self, exchange: Exchange) -> None:
-        self._metering.meter.authenticate_operator(exchange.request)
+        self._api.authenticate_operator(exchange.request)
 
         async def shown() -> Response:
             text = "".join((*map(_line, reversed(self._event_log.events)), await self._output(None, {})))
             return Response(200, _TEXT, text.encode())
 
-        self._deferred.respond(exchange, shown())
+        self._api.deferred.respond(exchange, shown())
 
     def _stream(self, exchange: Exchange, name: str | None = None) -> None:
         """Follow events and output: `proxy` has the events, `upstream` the output of all servers, a model's id that of
         its servers. With `no-history`, from now on."""
-        self._metering.meter.authenticate_operator(exchange.request)
-        model = None if name in (None, "proxy", "upstream") else self._dispatcher.resolve(name or "").model_id
+        self._api.authenticate_operator(exchange.request)
+        model = None if name in (None, "proxy", "upstream") else self._api.dispatcher.resolve(name or "").model_id
         has_history = not is_in_query(exchange.request, "no-history")
         exchange.start(200, _TEXT)
         following = self._follow(exchange, name, model, has_history=has_history)
@@ -100,7 +85,7 @@ class ModelServerRoutes:
             if not has_history and name != "proxy":
                 await self._output(model, seen)
             while not exchange.closed:
-                self._metering.meter.authenticate_operator(exchange.request)
+                self._api.authenticate_operator(exchange.request)
                 if exchange.paused:  # it has not read the received lines; nodes keep the rest
                     await asyncio.sleep(self._follow_s)
                     continue
@@ -123,8 +108,8 @@ class ModelServerRoutes:
     async def _output(self, model: str | None, seen: dict[tuple[str, str], int]) -> str:
         """What the servers of a model, or of all, have written since `seen`, which is updated."""
         places = [
-            (self._nodes[node.name], each)
-            for node in self._dispatcher.fleet.nodes
+            (self._api.nodes[node.name], each)
+            for node in self._api.dispatcher.fleet.nodes
             if node.healthy and node.takes_orders
             for each in node.residencies
             if model in (None, each) and node.residencies[each].status.harness not in (None, ENGINE)
@@ -140,18 +125,18 @@ class ModelServerRoutes:
     def _show_log(self, exchange: Exchange, name: str) -> None:
         model, clients = self._nodes_of(exchange.request, name)
         after = number_in_query(exchange.request, "after", 0, most=_MAX_LINES)
-        self._deferred.respond(exchange, _logs(model, clients, after))
+        self._api.deferred.respond(exchange, _logs(model, clients, after))
 
     def _begin_forgetting(self, exchange: Exchange, name: str) -> None:
-        self._deferred.respond(exchange, self._forget_size(*self._nodes_of(exchange.request, name)))
+        self._api.deferred.respond(exchange, self._forget_size(*self._nodes_of(exchange.request, name)))
 
     def _nodes_of(self, request: Request, name: str) -> tuple[str, list[NodeClient]]:
         """The model, and the nodes that an operator's request is about."""
-        self._metering.meter.authenticate_operator(request)
-        model = self._dispatcher.resolve(name).model_id
+        self._api.authenticate_operator(request)
+        model = self._api.dispatcher.resolve(name).model_id
         wanted = query(request, "node")
-        fleet = [node for node in self._dispatcher.fleet.nodes if node.takes_orders and model in node.residencies]
-        clients = [self._nodes[node.name] for node in fleet if wanted in (None, node.name)]
+        fleet = [node for node in self._api.dispatcher.fleet.nodes if node.takes_orders and model in node.residencies]
+        clients = [self._api.nodes[node.name] for node in fleet if wanted in (None, node.name)]
         if not clients:
             raise NodeNotFound(f"No node{f' {shorten(wanted)}' if wanted else ''} that loads models has {model}.")
         return model, clients
@@ -159,7 +144,7 @@ class ModelServerRoutes:
     async def _forget_size(self, model: str, clients: Sequence[NodeClient]) -> Response:
         """Forget it here and on the nodes. Each node reports the size that it now assumes, or its error."""
         found = await asyncio.gather(*(_asked(client, client.forget_size(model)) for client in clients))
-        self._dispatcher.forget_size(model)
+        self._api.dispatcher.forget_size(model)
         nodes = [
             {"node": client.name, "estimate_bytes": None, "error": each.message}
             if isinstance(each, CortexError)

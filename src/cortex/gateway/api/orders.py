@@ -17,12 +17,9 @@ import msgspec
 from cortex.fleet.placement import explain
 from cortex.fleet.topology import ModelOnNode
 from cortex.gateway.api.jobs import Job, JobBoard, JobKind
-from cortex.gateway.api.parts import ApiRoute, read_body
-from cortex.gateway.dispatch.dispatcher import Dispatcher
+from cortex.gateway.api.parts import ApiRoute, ApiServices, read_body
 from cortex.gateway.dispatch.model_jobs import Watched
 from cortex.gateway.dispatch.operator.commands import OperatorCommands
-from cortex.gateway.ledger.meter import Metering
-from cortex.gateway.proxy.deferred_responses import DeferredResponses
 from cortex.gateway.proxy.routes import error_response, json_response
 from cortex.http.routing import Route
 from cortex.http.server.exchange import Exchange
@@ -63,19 +60,15 @@ class OrderRoutes:
 
     def __init__(
         self,
-        dispatcher: Dispatcher,
+        api: ApiServices,
         operator: OperatorCommands,
         board: JobBoard,
-        metering: Metering,
-        deferred: DeferredResponses,
         store: Callable[[], Awaitable[None]],
     ) -> None:
         """`store` returns when pins and drained nodes are written."""
-        self._dispatcher = dispatcher
+        self._api = api
         self._operator = operator
         self._board = board
-        self._metering = metering
-        self._deferred = deferred
         self._store = store
 
     def routes(self) -> list[ApiRoute]:
@@ -89,19 +82,19 @@ class OrderRoutes:
         ]
 
     def _drain_node(self, exchange: Exchange, name: str, order: str) -> None:
-        self._metering.meter.authenticate_operator(exchange.request)
+        self._api.authenticate_operator(exchange.request)
         read_body(exchange.request.body, _NoOptions)
         self._respond_stored(exchange, self._drain(name, order))
 
     def _load_profile(self, exchange: Exchange, name: str) -> Response:
         """Begin to load all models of a profile; a job for each."""
-        by = self._metering.meter.authenticate_operator(exchange.request)
+        by = self._api.authenticate_operator(exchange.request)
         read_body(exchange.request.body, _NoOptions)
-        profiles = self._dispatcher.catalogue.profiles
+        profiles = self._api.dispatcher.catalogue.profiles
         if name not in profiles:
             known = f"there are {', '.join(profiles)}" if profiles else "add it under [profiles] in models.toml"
             raise ModelNotFound(f"There is no profile `{shorten(name)}`; {known}.", param="profile")
-        models = [self._dispatcher.resolve(each).model_id for each in profiles[name]]
+        models = [self._api.dispatcher.resolve(each).model_id for each in profiles[name]]
         started = [(model, *self._start_of_profile(model, by)) for model in models]
         orders = [{"model": model, "nodes": nodes, "job": job.as_json()} for model, job, nodes in started]
         return json_response({"profile": name, "models": orders}, 202)
@@ -117,14 +110,14 @@ class OrderRoutes:
         """As in llama-swap. Any web page can make a browser send this, so a browser needs a key."""
         request = exchange.request
         is_browser = request.header(b"sec-fetch-site") or (request.text(b"user-agent") or "").startswith("Mozilla/")
-        if is_browser and self._metering.meter.key(request) is None:
+        if is_browser and self._api.metering.meter.key(request) is None:
             raise CrossSiteRequest("A web page may have sent this request; send POST /api/models/unload instead.")
         return self._unload_all(exchange)
 
     def _unload_all(self, exchange: Exchange) -> Response:
         """Unload every model that is not pinned, once its requests have ended."""
-        by = self._metering.meter.authenticate_operator(exchange.request)
-        fleet = self._dispatcher.fleet
+        by = self._api.authenticate_operator(exchange.request)
+        fleet = self._api.dispatcher.fleet
         places = [node for node in fleet.nodes if node.takes_orders]
         for target in [ModelOnNode(node.name, held.model_id) for node in places for held in node.active]:
             if not self._operator.is_pinned(target):
@@ -132,15 +125,15 @@ class OrderRoutes:
         return Response(200, ((b"content-type", b"text/plain; charset=utf-8"),), b"OK")
 
     def _unload_one(self, exchange: Exchange, name: str) -> Response:
-        by = self._metering.meter.authenticate_operator(exchange.request)
-        self.begin(self._dispatcher.resolve(name).model_id, "unload", by)
+        by = self._api.authenticate_operator(exchange.request)
+        self.begin(self._api.dispatcher.resolve(name).model_id, "unload", by)
         return Response(200, ((b"content-type", b"text/plain; charset=utf-8"),), b"OK")
 
     def _carry_out(self, exchange: Exchange, name: str, order: str) -> Response | None:
         request = exchange.request
-        by = self._metering.meter.authenticate_operator(request)
+        by = self._api.authenticate_operator(request)
         details = _read(request.body)
-        model = self._dispatcher.resolve(name).model_id
+        model = self._api.dispatcher.resolve(name).model_id
         if order == "unpin" or (order == "pin" and not details.pinned):
             if details.dry_run:
                 raise InvalidValue("There is no dry run of an unpin: it loads and unloads nothing.", param="dry_run")
@@ -166,7 +159,7 @@ class OrderRoutes:
             await self._store()
             return response
 
-        self._deferred.respond(exchange, stored())
+        self._api.deferred.respond(exchange, stored())
 
     def begin(self, model: str, order: Literal["load", "unload"], by: str) -> Job:
         """Carry out an order without options; its job reports the rest. Raises CortexError."""
@@ -180,7 +173,7 @@ class OrderRoutes:
         """What the order would do. Changes nothing."""
         if order == "unload":
             targets = self._operator.targets_of_unload(model, details.node)
-            fleet = self._dispatcher.fleet
+            fleet = self._api.dispatcher.fleet
             in_flight = {here.name: here.residencies[model].in_flight for here in fleet.nodes if here.name in targets}
             return {
                 "model": model,
@@ -203,13 +196,13 @@ class OrderRoutes:
             try:
                 decision = self._operator.load(model, details.node)
             except CortexError:
-                if leaving := self._dispatcher.leaving(model, details.node):
+                if leaving := self._api.dispatcher.leaving(model, details.node):
                     return self._load_later(model, details.node, leaving, by)
                 raise
             nodes = (decision.node,) if decision.node else ()
             return self._job("load", model, nodes, () if decision.action == "route" else nodes, by), nodes
         nodes = self._operator.pin(model, details.node)
-        awaited = tuple(name for name in nodes if not self._dispatcher.is_ready(model, name))
+        awaited = tuple(name for name in nodes if not self._api.dispatcher.is_ready(model, name))
         job = self._job("pin", model, nodes, awaited, by)
         job.on_end(partial(self._unpin_if_failed, job, [ModelOnNode(name, model) for name in awaited]))
         return job, nodes
@@ -227,7 +220,7 @@ class OrderRoutes:
         )
         for target in targets:
             watched: Watched = "unload" if kind == "unload" else "load"
-            self._dispatcher.watch(target, watched, partial(job.node_ended, target.node))
+            self._api.dispatcher.watch(target, watched, partial(job.node_ended, target.node))
         return job
 
     def _load_later(
@@ -257,7 +250,7 @@ class OrderRoutes:
             targets[:] = [ModelOnNode(chosen.node, model)] if chosen.node and chosen.action != "route" else []
             job.move([target.node for target in targets])
             for target in targets:
-                self._dispatcher.watch(target, "load", partial(job.node_ended, target.node))
+                self._api.dispatcher.watch(target, "load", partial(job.node_ended, target.node))
             if not targets:
                 job.end(None)
 
@@ -272,23 +265,23 @@ class OrderRoutes:
                 asyncio.get_running_loop().call_soon(load)
 
         for target in leaving:
-            self._dispatcher.watch(target, "unload", partial(unloaded, target))
+            self._api.dispatcher.watch(target, "unload", partial(unloaded, target))
         return job, job.nodes
 
     def _cancel(self, targets: Sequence[ModelOnNode]) -> None:
         for target in targets:
-            self._dispatcher.cancel_load(target)
+            self._api.dispatcher.cancel_load(target)
 
     def _unpin_if_failed(self, job: Job, targets: Sequence[ModelOnNode]) -> None:
         """Remove a pin whose load failed or was cancelled, which would be retried forever."""
         if job.state != "done":
-            self._dispatcher.change_pins(removed=targets)
+            self._api.dispatcher.change_pins(removed=targets)
 
     def _stage(self, targets: Sequence[ModelOnNode]) -> tuple[str, Progress | None]:
         """Stage and progress of the first node that still works on it."""
-        fleet = self._dispatcher.fleet
+        fleet = self._api.dispatcher.fleet
         for name, model in targets:
-            if victims := self._dispatcher.awaited_victims(ModelOnNode(name, model)):
+            if victims := self._api.dispatcher.awaited_victims(ModelOnNode(name, model)):
                 return f"unloading {', '.join(sorted(victims))}", None
             node = fleet.node(name)
             held = node.residencies.get(model) if node is not None else None

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Protocol, TypeVar
 
 import msgspec
 
+from cortex.gateway.dispatch.dispatcher import Dispatcher
+from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.gateway.ledger.keys import KeySection
-from cortex.gateway.ledger.meter import Meter, has_credentials
+from cortex.gateway.ledger.meter import Meter, Metering, has_credentials
+from cortex.gateway.proxy.deferred_responses import DeferredResponses
 from cortex.http.request import Request
 from cortex.http.routing import Route, query
 from cortex.http.server.server import Response
 from cortex.wire.errors import InvalidValue, MalformedJSON, MethodNotAllowed, shorten
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -30,6 +31,20 @@ class ApiPart(Protocol):
     """A group of routes with one owner. The client is authenticated before a handler is called."""
 
     def routes(self) -> Sequence[ApiRoute]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ApiServices:
+    """What the parts have in common."""
+
+    dispatcher: Dispatcher
+    nodes: Mapping[str, NodeClient]
+    metering: Metering
+    deferred: DeferredResponses
+
+    def authenticate_operator(self, request: Request) -> str:
+        """The name of the operator who sent the request. Raises InvalidAPIKey or OperatorOnly."""
+        return self.metering.meter.authenticate_operator(request)
 
 
 def expect(request: Request, *methods: bytes) -> None:

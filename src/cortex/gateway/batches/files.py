@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import re
 import secrets
@@ -22,8 +21,6 @@ from cortex.http.composed_body import ComposedBody
 from cortex.http.request import Headers
 from cortex.http.server.exchange import ClientPace, Exchange
 from cortex.wire.errors import DatabaseUnavailable, InvalidValue, Overloaded, RateLimitExceeded
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 CHUNK_BYTES = 256 * 1024

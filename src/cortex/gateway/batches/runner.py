@@ -38,6 +38,7 @@ from cortex.http.request import Request
 from cortex.http.server.detached import DetachedExchange
 from cortex.system.tasks import SupervisedTask, Supervisor
 from cortex.wire.errors import CortexError, InsufficientQuota, InvalidAPIKey, InvalidValue
+from cortex.wire.node.load_options import ENGINE
 
 log = logging.getLogger(__name__)
 
@@ -71,12 +72,13 @@ class BatchLimits:
 class _LineRun:
     """A line while it runs: the sink of its exchange, and the idle work of its request."""
 
-    def __init__(self, runner: BatchRunner, line: Line, node: str, avoided: frozenset[str]) -> None:
+    def __init__(self, runner: BatchRunner, line: Line, node: str, avoided: frozenset[str], *, is_paced: bool) -> None:
         self._runner = runner
         self.line = line
         self.node = node
         """The node where it counts; empty if its model is ready nowhere."""
         self.is_probe = not node
+        self.is_paced = is_paced
         self.avoided = avoided
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.exchange: DetachedExchange | None = None
@@ -419,36 +421,42 @@ class BatchRunner:
                     continue
                 room[node] -= 1
                 run.node_of[model] = node
-                avoided = frozenset(ready) - {node}
+                avoided, is_paced = frozenset(ready) - {node}, replicas[node]
             elif model in self._probing or len(self._probing) >= self.caps.most:
                 continue
             else:
                 self._probing.add(model)
-                node, avoided = "", frozenset()
+                node, avoided, is_paced = "", frozenset(), False
             line = waiting.popleft()
             if not waiting:
                 del run.pending[model]
-            work = _LineRun(self, line, node, avoided)
+            work = _LineRun(self, line, node, avoided, is_paced=is_paced)
             self.caps.lines[node] += 1
+            self.caps.paced[node] += is_paced
             task = asyncio.create_task(self._run_line(run, work), name=f"line {line.number}")
             run.running[task] = work
             task.add_done_callback(partial(self._line_ended, run))
             return True
         return False
 
-    def _replicas(self, model: str) -> list[str]:
+    def _replicas(self, model: str) -> dict[str, bool]:
+        """The nodes that have the model ready, and whether an engine runs it there."""
         dispatcher = self._services.dispatcher
         try:
             model_id = dispatcher.resolve(model).model_id
         except CortexError:
-            return []  # admission says why
-        return [node.name for node, _ in dispatcher.fleet.replicas(model_id)]
+            return {}  # admission says why
+        return {
+            node.name: node.abilities.takes_orders and held.status.harness == ENGINE
+            for node, held in dispatcher.fleet.replicas(model_id)
+        }
 
     def _line_ended(self, run: _BatchRun, task: asyncio.Task[None]) -> None:
         """Also of a task that was cancelled before it began."""
         work = run.running.pop(task)
         line = work.line
         self.caps.lines[work.node] -= 1
+        self.caps.paced[work.node] -= work.is_paced
         if work.is_probe:
             self._probing.discard(line.model)
         if not work.is_finished:

@@ -52,6 +52,11 @@ class EventLog:
         log.info(record["outcome"], extra={"model": decision.model_id, "action": decision.action})
         self._publish({"kind": "decision", **record})
 
+    def why_waiting(self, model: str) -> dict[str, Any] | None:
+        """The last decision for the model if its requests wait because of it."""
+        last = next((each for each in reversed(self._decisions) if each["model"] == model), None)
+        return last if last is not None and last["action"] in ("wait", "reject") else None
+
     def settled(self, model: str) -> None:
         """The model's situation changed: its next decision is recorded even if it equals the last one."""
         self._last.pop(model, None)

@@ -1,6 +1,6 @@
 """The gateway's side of a group, a model that one server runs on several nodes: start, sleep, end and restart.
 
-`fleet/placement/groups.py` decides where. A start has five steps: every node prepares its member, which fixes ports and
+`fleet/placement/place.py` decides where. A start has five steps: every node prepares its member, which fixes ports and
 shows the version of its server and its files; nodes that lack files get them; the leader's node checks that it reaches
 all ports; then all members but the leader are loaded, and last the leader, which takes the requests. A prepared member
 is a claim: one gateway starts the group, and others wait for it. If any member fails to start, the started ones are

@@ -3,9 +3,9 @@
 PyJWT verifies the tokens of the provider. The state of the flow is in a signed cookie, so that the gateway stores
 nothing until the user has signed in.
 
-Anybody can begin a sign-in, so a provider that hangs must not hold shared resources: calls to the provider block, one
-at a time, on their own thread. Concurrent sign-ins share one call, and a provider that failed is not called again for
-`_FAILED_S`.
+Anybody can begin a sign-in, so a provider that hangs must not hold shared resources: one sign-in at a time calls the
+provider, in a process that is ended when a call takes too long. Concurrent sign-ins share the call for the metadata,
+and a provider that did not respond is not called again for `_FAILED_S`.
 """
 
 from __future__ import annotations
@@ -19,33 +19,37 @@ import math
 import os
 import secrets
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPException
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from urllib.parse import parse_qs, urlencode
 
 import msgspec
 
 from cortex.gateway.ledger.users import MAX_NAME, SignInSection, User, openid_id
+from cortex.gateway.page import provider_requests
+from cortex.ipc.helper import Helper, function_of
+from cortex.ipc.pool import CallLost, HelperPool, PoolLost
 from cortex.settings import SettingsError
 from cortex.wire.errors import CortexError, InvalidAPIKey, Overloaded, UpstreamUnavailable
 
 if TYPE_CHECKING:
     import jwt
 
+    from cortex.gateway.page.provider_requests import ProviderResponse
+
 T = TypeVar("T")
 FLOW_S = 600
 """How long a user may take to sign in at the provider."""
 _TIMEOUT_S = 10.0
 _CACHED_S = 3600.0
+_KEYS_CACHED_S = 300.0
+_KEYS_MIN_S = 30.0
+"""The keys are not read again before, even if a token names an unknown one."""
 _FAILED_S = 5.0
 _MAX_CALLS = 16
-"""Calls to the provider that run or wait; further sign-ins are rejected."""
+"""Sign-ins that call the provider or wait for it; further ones are rejected."""
 _LEEWAY_S = 60
-_MAX_BYTES = 1 << 20
 _ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
 """Signatures with the provider's private key. Those with a shared secret are not accepted."""
 _REJECTIONS = frozenset(
@@ -96,10 +100,6 @@ class _Tokens(msgspec.Struct, frozen=True, kw_only=True):
     id_token: Annotated[str, msgspec.Meta(max_length=1 << 16)]
 
 
-class _NoResponse(UpstreamUnavailable):
-    """The provider did not respond in time, or cannot be reached."""
-
-
 def check_library(section: SignInSection) -> None:
     """Raises SettingsError if `section` needs an extra that is not installed."""
     if section.issuer is None:
@@ -123,18 +123,25 @@ class OpenIDClient:
         timeout_s: float = _TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`section` has an issuer. `timeout_s` limits each wait for the provider."""
+        """`section` has an issuer. `timeout_s` limits each call to the provider."""
         self._section = section
         self._env = env
         self._timeout_s = timeout_s
         self._clock = clock
         self._provider: _Provider | None = None
-        self._keys: jwt.PyJWKClient | None = None
         self._read_at = 0.0
         self._reading: asyncio.Task[_Provider] | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="openid")
-        self._turn = asyncio.Lock()
-        self._num_calls = 0
+        self._keys: tuple[jwt.PyJWK, ...] = ()
+        self._keys_read_at = -math.inf
+        self._process = HelperPool(
+            Helper(
+                name="cortex-openid",
+                purpose="the process that calls the sign-in provider",
+                module=provider_requests.__name__,
+            )
+        )
+        self._calling = asyncio.Lock()
+        self._num_callers = 0
         self._failure = ""
         self._failed_at = -math.inf
 
@@ -182,15 +189,23 @@ class OpenIDClient:
             details = {"error_description": description[:200]} if description else {}
             raise InvalidAPIKey(f"The provider did not sign you in: {reason}", details=details)
         provider = await self._known_provider()
-        claims = await self._call(lambda: self._claims(provider, fields["code"], flow))
+        async with self._turn():
+            claims = await self._claims(provider, fields["code"], flow)
         name = claims.get(self._section.name_claim) or claims["sub"]
         if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= MAX_NAME:
             raise InvalidAPIKey(f"The provider names you in a form that cannot be used: {str(name)[:60]!r}")
         subject = openid_id(self._section.issuer or "", str(claims["sub"]))
         return User(name=name, id=subject, roles=roles_in(claims, self._section.roles_claim))
 
-    def _claims(self, provider: _Provider, code: str, flow: Flow) -> dict[str, Any]:
-        """The verified claims of the id token for `code`. Blocking."""
+    async def rest_idle(self) -> None:
+        """Ends the process if it was not used for a while."""
+        await self._process.rest_idle()
+
+    async def close(self) -> None:
+        await self._process.close()
+
+    async def _claims(self, provider: _Provider, code: str, flow: Flow) -> dict[str, Any]:
+        """The verified claims of the id token for `code`. Within a turn."""
         import jwt
 
         section = self._section
@@ -210,11 +225,10 @@ class OpenIDClient:
             headers["authorization"] = f"Basic {base64.b64encode(pair).decode()}"
         else:
             body |= {"client_id": section.client_id or "", "client_secret": secret}
-        tokens = _decoded(self._fetch(provider.token_endpoint, urlencode(body).encode(), headers), _Tokens)
+        tokens = _decoded(await self._fetch(provider.token_endpoint, urlencode(body).encode(), headers), _Tokens)
         algorithms = [name for name in provider.id_token_signing_alg_values_supported if name in _ALGORITHMS]
         try:
-            assert self._keys is not None
-            key = self._keys.get_signing_key_from_jwt(tokens.id_token)
+            key = await self._signing_key(provider, tokens.id_token)
             claims: dict[str, Any] = jwt.decode(
                 tokens.id_token,
                 key,
@@ -224,9 +238,6 @@ class OpenIDClient:
                 leeway=_LEEWAY_S,
                 options={"require": ["exp", "iat", "iss", "aud", "sub"]},
             )
-        except jwt.PyJWKClientConnectionError as problem:
-            kind = UpstreamUnavailable if isinstance(problem.__cause__, urllib.error.HTTPError) else _NoResponse
-            raise kind(f"The sign-in provider does not send its keys: {problem}") from problem
         except jwt.PyJWTError as problem:
             raise InvalidAPIKey(f"The token of the provider is not valid: {problem}") from problem
         if not hmac.compare_digest(str(claims.get("nonce", "")).encode(), flow.nonce.encode()):
@@ -234,6 +245,23 @@ class OpenIDClient:
         if isinstance(claims["aud"], list) and len(claims["aud"]) > 1 and claims.get("azp") != section.client_id:
             raise InvalidAPIKey("The token of the provider was made for another program.")
         return claims
+
+    async def _signing_key(self, provider: _Provider, token: str) -> jwt.PyJWK:
+        """The provider's key that `token` names. The keys are read again after `_KEYS_CACHED_S`, so that one which the
+        provider withdrew stops counting, and earlier for a name that is not among them. Raises PyJWTError."""
+        import jwt
+
+        name = jwt.get_unverified_header(token).get("kid")
+        for max_age_s in (_KEYS_CACHED_S, _KEYS_MIN_S):
+            if self._clock() - self._keys_read_at > max_age_s:
+                content = _decoded(await self._fetch(provider.jwks_uri), dict[str, Any])
+                found = jwt.PyJWKSet.from_dict(content).keys
+                self._keys = tuple(key for key in found if key.public_key_use in ("sig", None) and key.key_id)
+                self._keys_read_at = self._clock()
+            for key in self._keys:
+                if key.key_id == name:
+                    return key
+        raise jwt.InvalidTokenError("it names no key of the provider")
 
     async def _known_provider(self) -> _Provider:
         """The provider's metadata, read again once an hour. Sign-ins share one call."""
@@ -244,12 +272,11 @@ class OpenIDClient:
         return await asyncio.shield(self._reading)
 
     async def _read_provider(self) -> _Provider:
-        import jwt
-
         issuer = self._section.issuer or ""
         url = f"{issuer.rstrip('/')}/.well-known/openid-configuration"
         try:
-            found = _decoded(await self._call(lambda: self._fetch(url)), _Provider)
+            async with self._turn():
+                found = _decoded(await self._fetch(url), _Provider)
             if found.issuer != issuer:
                 raise UpstreamUnavailable(
                     f"The provider calls itself {found.issuer}, not {issuer}: correct sign_in.issuer"
@@ -257,43 +284,49 @@ class OpenIDClient:
         except UpstreamUnavailable as problem:
             self._remember(problem)
             raise
+        if self._provider != found:
+            self._keys_read_at = -math.inf
         self._provider, self._read_at = found, self._clock()
-        self._keys = jwt.PyJWKClient(found.jwks_uri, cache_keys=True, timeout=self._timeout_s)
         return found
 
-    async def _call(self, work: Callable[[], T]) -> T:
-        """Run `work`, which calls the provider, on its thread. Raises what it raises, UpstreamUnavailable while an
-        earlier failure is remembered, and Overloaded."""
-        if self._num_calls >= _MAX_CALLS:
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """The block may call the provider. Raises UpstreamUnavailable while an earlier failure is remembered, and
+        Overloaded."""
+        if self._num_callers >= _MAX_CALLS:
             raise Overloaded("Too many sign-ins wait for the sign-in provider; try again.", retry_after_s=_FAILED_S)
-        self._num_calls += 1
+        self._num_callers += 1
         try:
-            async with self._turn:
+            async with self._calling:
                 if self._clock() - self._failed_at < _FAILED_S:
                     raise UpstreamUnavailable(self._failure)
-                return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-        except _NoResponse as problem:
-            self._remember(problem)
-            raise
+                yield
         finally:
-            self._num_calls -= 1
+            self._num_callers -= 1
+
+    async def _fetch(self, url: str, body: bytes = b"", headers: Mapping[str, str] | None = None) -> bytes:
+        """Raises InvalidAPIKey or UpstreamUnavailable, without what the provider sent: it may contain secrets. Within
+        a turn."""
+        arguments = url, dict(headers or {}), self._timeout_s
+        try:
+            response: ProviderResponse = await self._process.call(
+                function_of(provider_requests.request), *arguments, body=body, timeout_s=self._timeout_s
+            )
+        except (UpstreamUnavailable, TimeoutError, CallLost, PoolLost) as problem:
+            reason = UpstreamUnavailable(
+                problem.message
+                if isinstance(problem, UpstreamUnavailable)
+                else f"The sign-in provider does not respond: {str(problem) or f'no end within {self._timeout_s:g} s'}"
+            )
+            self._remember(reason)
+            raise reason from problem
+        if not 200 <= response.status < 300:
+            raise _rejected(response)
+        return response.content
 
     def _remember(self, problem: UpstreamUnavailable) -> None:
         if self._clock() - self._failed_at >= _FAILED_S:
             self._failure, self._failed_at = problem.message, self._clock()
-
-    def _fetch(self, url: str, body: bytes | None = None, headers: Mapping[str, str] | None = None) -> bytes:
-        """Raises UpstreamUnavailable, without what the provider sent: it may contain secrets. Blocking."""
-        try:
-            request = urllib.request.Request(url, body, dict(headers or {}))
-            with urllib.request.urlopen(request, timeout=self._timeout_s) as response:
-                content: bytes = response.read(_MAX_BYTES)
-                return content
-        except urllib.error.HTTPError as problem:
-            with problem:
-                raise _rejected(problem) from problem
-        except (OSError, ValueError, HTTPException) as problem:
-            raise _NoResponse(f"The sign-in provider does not respond: {problem}") from problem
 
 
 def roles_in(claims: Mapping[str, Any], path: str) -> tuple[str, ...]:
@@ -306,14 +339,14 @@ def roles_in(claims: Mapping[str, Any], path: str) -> tuple[str, ...]:
     return tuple(role for role in found if isinstance(role, str)) if isinstance(found, list) else ()
 
 
-def _rejected(problem: urllib.error.HTTPError) -> CortexError:
+def _rejected(response: ProviderResponse) -> CortexError:
     try:
-        reason = json.loads(problem.read(4096)).get("error", "")
+        reason = json.loads(response.content).get("error", "")
     except (ValueError, AttributeError):
         reason = ""
     if reason == "invalid_grant":
         return InvalidAPIKey("The provider does not accept this sign-in any more; sign in again.")
-    return UpstreamUnavailable(f"The sign-in provider responded {problem.code} {str(reason)[:60]}".rstrip())
+    return UpstreamUnavailable(f"The sign-in provider responded {response.status} {str(reason)[:60]}".rstrip())
 
 
 def _decoded(content: bytes, kind: type[T]) -> T:

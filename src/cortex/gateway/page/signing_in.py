@@ -3,6 +3,7 @@ conversations."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 from msgspec.structs import replace
@@ -24,6 +25,7 @@ from cortex.wire.errors import CortexError, InvalidAPIKey, MethodNotAllowed, Rou
 log = logging.getLogger(__name__)
 
 FLOW_COOKIE = b"cortex_sign_in"
+_REST_INTERVAL_S = 30.0
 
 
 class SigningIn:
@@ -37,19 +39,31 @@ class SigningIn:
         self._client: OpenIDClient | None = None
         self._deferred = DeferredResponses()
 
-    def use(self, section: SignInSection) -> None:
+    async def use(self, section: SignInSection) -> None:
         """Use a new configuration. Raises SettingsError."""
         check_library(section)
+        replaced = self._client
         if section != self._section:
             self._client = OpenIDClient(section) if section.issuer is not None else None
         self._section = section
+        if replaced is not None and replaced is not self._client:
+            await replaced.close()
 
     @property
     def has_conversations(self) -> bool:
         return self._section.conversations
 
+    async def rest_idle(self) -> None:
+        """Ends idle processes, until this is cancelled."""
+        while True:
+            await asyncio.sleep(_REST_INTERVAL_S)
+            if self._client is not None:
+                await self._client.rest_idle()
+
     async def close(self) -> None:
         await self._deferred.close()
+        if self._client is not None:
+            await self._client.close()
 
     def handle(self, exchange: Exchange) -> None:
         self._deferred.respond(exchange, self._response(exchange.request))

@@ -20,6 +20,7 @@ from cortex.neuron.text.preparation import Prepared
 from cortex.neuron.text.tokenizer.encoder import TextsToEncode
 from cortex.wire.node.bench import BenchRequest, BenchStatus
 from cortex.wire.node.groups import PreparedMember, PrepareMember
+from cortex.wire.node.kv_blocks import BlocksRequest
 from cortex.wire.node.neighbours import Neighbour, SharedRepository
 from cortex.wire.node.orders import (
     AssembledFiles,
@@ -65,7 +66,7 @@ class Files(Protocol):
 class KvBlocks(Protocol):
     """KV blocks of this node."""
 
-    async def offered(self, model: bytes, digests: tuple[bytes, ...]) -> Selection: ...
+    async def offered(self, wanted: BlocksRequest) -> Selection: ...
     async def forget(self, chosen: ChosenBlocks, unused_for_s: float | None = None) -> tuple[int, int]: ...
 
 
@@ -128,6 +129,7 @@ class Backend(Protocol):
     def subscribe(self) -> AsyncIterator[NodeEvent]: ...
     def generate(self, model_id: str, request: EngineRequest) -> GenerationStream: ...
 
+    def computes_fronts(self, model_id: str) -> bool: ...
     async def fetch_kv(self, model_id: str, request: EngineRequest, source: Neighbour) -> None:
         """Fetches KV of the prompt from a node that has computed it, if that is worthwhile. Never raises."""
 

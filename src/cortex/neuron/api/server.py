@@ -1,4 +1,5 @@
-"""The daemon: binds the listener, starts the node, serves its API and shuts down gracefully."""
+"""The daemon: binds the listener, starts the node, serves its API and shuts down gracefully. The API gives every
+request an id, errors in its dialect and a log line."""
 
 from __future__ import annotations
 
@@ -6,36 +7,202 @@ import asyncio
 import errno
 import gc
 import logging
+import re
 import signal
 import socket
+import time
+import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
+from prometheus_client import CONTENT_TYPE_LATEST
+
 from cortex.http.limits import ClientLimits
+from cortex.http.opaque_request import body_limit
+from cortex.http.request import Request, loggable
+from cortex.http.routing import Router
 from cortex.http.server import listener
+from cortex.http.server.exchange import Exchange
+from cortex.http.server.parser import Spooled
+from cortex.http.server.server import Response, Server
+from cortex.http.ticker import Ticker
 from cortex.http.tls import CHECK_FILES_S, ServerCertificate
+from cortex.neuron.api import responses
 from cortex.neuron.api.access import NodeAccess, NodeKeys, read_keys
-from cortex.neuron.api.app import NodeApi
+from cortex.neuron.api.backend import Backend
+from cortex.neuron.api.calls import ApiCall, Route
 from cortex.neuron.api.drain_gate import DrainGate
-from cortex.neuron.api.log_context import common_fields
+from cortex.neuron.api.inference.keep_alive import KeepAliveUnloads
+from cortex.neuron.api.inference.opaque import OpaqueRoutes
+from cortex.neuron.api.inference.pooling import PoolingRoutes
+from cortex.neuron.api.inference.routes import Inference
+from cortex.neuron.api.inference.usage import UsageRecords
+from cortex.neuron.api.log_context import common_fields, request_id, stream_failure
+from cortex.neuron.api.metrics import Metrics
+from cortex.neuron.api.routes.control import Control
+from cortex.neuron.api.routes.models import ModelRoutes
+from cortex.neuron.api.routes.ollama import OllamaRoutes
+from cortex.neuron.api.routes.tokens import Tokens
+from cortex.neuron.api.routes.transfers import KvBlocks, SharedFiles
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.config import load as load_config
 from cortex.neuron.node.node import Node
+from cortex.parsing.parser import BodyParser
 from cortex.settings import Listen, SettingsError, Stamp, stamp
 from cortex.system import open_files
 from cortex.system.service_manager import READY, STOPPING, ServiceManager
 from cortex.system.tasks import Supervisor
 from cortex.telemetry import logs
 from cortex.telemetry.spans import Tracer
-from cortex.telemetry.tracing import open_tracer
+from cortex.telemetry.tracing import NoTracer, open_tracer
+from cortex.wire.dialects.ollama.models import BLOBS_PREFIX
+from cortex.wire.dialects.registry import ROUTES
+from cortex.wire.opaque.routes import is_opaque
 from cortex.wire.words import duration, plural
 
 log = logging.getLogger(__name__)
+
+REQUEST_ID_HEADER = b"x-request-id"
+_REQUEST_ID = re.compile(rb"[\w.:/+=-]{1,128}", re.ASCII)
 
 _BUFFERED_BYTES = 1 << 30
 """Minimum limit for request bodies in memory, of all connections together."""
 _FLUSH_S = 2.0
 """How long responses that the node has ended may take to reach their clients."""
+
+
+class NodeApi:
+    """The server of a node's API: one task for each request, cancelled when its client disconnects."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        drain_gate: DrainGate,
+        *,
+        keepalive_s: float = 2.0,
+        limits: ClientLimits | None = None,
+        strip_billing_header: bool = True,
+        tracer: Tracer | None = None,
+        access: NodeAccess | None = None,
+        scheme: str = "http",
+        share_mb_per_s: int | None = None,
+    ) -> None:
+        """Without `access`, every local program may use it. `scheme`: of the URLs that clients use."""
+        self._access = access or NodeAccess(NodeKeys())
+        self._metrics = Metrics(backend)
+        self._parser = BodyParser()
+        self._unloads = KeepAliveUnloads(backend)
+        self._tasks: set[asyncio.Task[None]] = set()
+        ticker = Ticker(asyncio.get_running_loop())
+        usage_records = UsageRecords()
+        inference = Inference(
+            backend,
+            drain_gate,
+            self._metrics,
+            usage_records,
+            ticker,
+            keepalive_s,
+            strip_billing_header,
+            tracer or NoTracer(),
+            self._parser,
+            self._unloads,
+        )
+        self._router = Router(
+            [
+                *(Route("POST", path, inference.handler(name)) for path, name in ROUTES.items()),
+                *PoolingRoutes(inference).routes(),
+                *OpaqueRoutes(inference).routes(),
+                *Tokens(backend, strip_billing_header, self._parser).routes(),
+                *ModelRoutes(backend).routes(),
+                *OllamaRoutes(backend, drain_gate, ticker, keepalive_s, self._parser, self._by_path).routes(),
+                Route("GET", "/metrics", self._expose),
+                *usage_records.routes(),
+                *SharedFiles(backend, share_mb_per_s).routes(),
+                *KvBlocks(backend).routes(),
+                *Control(backend, drain_gate, self._access, ticker, keepalive_s, scheme).routes(),
+            ],
+            "the API begins at /v1 and /discovery",
+        )
+        self.server = Server(self._handle, responses.rejection, ticker, limits, self._admit_head)
+
+    async def close(self, grace_s: float = 0.0) -> None:
+        """Accept nothing more, give running responses `grace_s` to reach their clients, then cancel them. Clients that
+        have just connected get a moment for their first request, and a response to it."""
+        await self.server.stop_accepting(grace_s)
+        await self.server.close(grace_s)
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._unloads.close()
+        await self._parser.close()
+
+    def _admit_head(self, request: Request) -> int | Spooled:
+        """Reject a request before its body is read."""
+        self._access.check(request)
+        self._router.find(request)
+        self._access.check_form(request)
+        limits = self.server.limits
+        if request.path.startswith(BLOBS_PREFIX.encode()):
+            return Spooled(limits.upload_bytes)
+        if not is_opaque(request.path.decode("latin-1")):
+            return limits.body_bytes
+        return body_limit(request, body_bytes=limits.body_bytes, upload_bytes=limits.upload_bytes)
+
+    def _handle(self, exchange: Exchange) -> None:
+        task = asyncio.get_running_loop().create_task(self._serve(exchange))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+        def cancel() -> None:
+            task.cancel()
+
+        exchange.on_disconnect(cancel)
+
+    async def _serve(self, exchange: Exchange) -> None:
+        """Sets the request's id, turns exceptions of the handler into error responses, and logs the outcome."""
+        request = exchange.request
+        family = responses.family_of(request)
+        given = request.header(REQUEST_ID_HEADER) or b""
+        id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        exchange.added_headers = ((REQUEST_ID_HEADER, id),)
+        if family.id_header is not None:
+            exchange.added_headers = (*exchange.added_headers, (family.id_header, id))
+        request_id.set(id.decode())
+        stream_failure.set("")
+        began_s = time.monotonic()
+        try:
+            self._access.check(request)
+            handler, values = self._router.find(request)
+            self._access.check_form(request)
+            response = await handler(ApiCall(exchange, values))
+        except asyncio.CancelledError:
+            _log(request, "client disconnected", began_s)
+            raise
+        except Exception as problem:  # noqa: BLE001 - the boundary: every exception becomes a response
+            error = responses.error_of(problem, request)
+            response = responses.error(error, family)
+            _log(request, f"{response.status} {error.code}: {error.message}", began_s)
+        else:
+            _log(request, f"{200 if response is None else response.status}{stream_failure.get()}", began_s)
+        if response is None:
+            return
+        if exchange.started:
+            exchange.abort()
+        else:
+            exchange.respond(*response)
+
+    async def _by_path(self, call: ApiCall) -> Response | None:
+        handler, call.values = self._router.find(call.request)
+        return await handler(call)
+
+    async def _expose(self, _: ApiCall) -> Response:
+        return Response(200, ((b"content-type", CONTENT_TYPE_LATEST.encode()),), self._metrics.exposition())
+
+
+def _log(request: Request, outcome: str, began_s: float) -> None:
+    level = logging.DEBUG if request.method == b"GET" else logging.INFO
+    elapsed_ms = (time.monotonic() - began_s) * 1000
+    log.log(level, "%s %s %s in %.0f ms", loggable(request.method), loggable(request.path), outcome, elapsed_ms)
 
 
 class CannotListen(Exception):
@@ -56,7 +223,7 @@ def bind(address: Listen) -> list[socket.socket]:
         raise CannotListen(f"cannot listen on {address}: {problem.strerror or problem}; correct `listen`") from None
 
 
-class Front:
+class ReloadableSettings:
     """The node's keys and certificate, both reloaded while it runs, together with the other reloadable settings."""
 
     def __init__(self, config: NeuronConfig, path: Path | None, *, insecure: bool) -> None:
@@ -148,7 +315,7 @@ async def serve(
     logs.configure(config.log_format, config.log_level, common_fields)
     open_files.raise_limit()
     stop = stop or asyncio.Event()
-    front = Front(config, path, insecure=insecure)
+    reloadable = ReloadableSettings(config, path, insecure=insecure)
     tracer = open_tracer(config.telemetry, "neuron")
     loop = asyncio.get_running_loop()
     sockets = await asyncio.to_thread(bind, config.address)
@@ -159,7 +326,7 @@ async def serve(
         if node.discovery.driver_problem is not None:
             log.warning("%s", node.discovery.driver_problem)
         try:
-            await _serve_node(node, config, front, sockets, tracer, stop)
+            await _serve_node(node, config, reloadable, sockets, tracer, stop)
         finally:
             await node.close()
     finally:
@@ -173,13 +340,13 @@ async def serve(
 async def _serve_node(
     node: Node,
     config: NeuronConfig,
-    front: Front,
+    reloadable: ReloadableSettings,
     sockets: Sequence[socket.socket],
     tracer: Tracer,
     stop: asyncio.Event,
 ) -> None:
     drain_gate = DrainGate()
-    scheme = "http" if front.certificate is None else "https"
+    scheme = "http" if reloadable.certificate is None else "https"
     api = NodeApi(
         node,
         drain_gate,
@@ -187,16 +354,18 @@ async def _serve_node(
         limits=client_limits(config, open_files.limit()),
         strip_billing_header=config.strip_billing_header,
         tracer=tracer,
-        access=front.access,
+        access=reloadable.access,
         scheme=scheme,
         share_mb_per_s=config.limits.share_mb_per_s,
     )
-    host, port = api.server.listen_on(sockets, tls=front.certificate.context if front.certificate is not None else None)
+    host, port = api.server.listen_on(
+        sockets, tls=reloadable.certificate.context if reloadable.certificate is not None else None
+    )
     # Objects from imports live as long as the process: exclude them from garbage collection.
     gc.collect()
     gc.freeze()
-    front.use = node.reconfigure
-    watching = Supervisor().start("watch keys, certificate and configuration", front.watch)
+    reloadable.use = node.reconfigure
+    watching = Supervisor().start("watch keys, certificate and configuration", reloadable.watch)
     manager = ServiceManager()
     alive = asyncio.create_task(manager.keep_alive())
     try:

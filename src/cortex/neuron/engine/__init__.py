@@ -14,10 +14,10 @@ The contract that the device worker relies on (`engine.Engine`, every method on 
     engine.shares_device: bool   set before a step: other engines of the device had work just now
     engine.step() -> list[StepOutput]
         When it raises (out of memory, a bug), every request is still in the engine and will be computed as if the
-        step had not run: the worker cancels the requests at fault and continues. StepBlamed names the one at fault.
+        step had not run: the worker cancels the requests at fault and continues. FaultyRequest names the one at fault.
     engine.isolate() -> bool
-        After a step that raised for an unknown reason: computes its requests one at a time, so that a later StepBlamed
-        names the one at fault. False if that is not possible; raises what a self-test raises.
+        After a step that raised for an unknown reason: computes its requests one at a time, so that a later
+        FaultyRequest names the one at fault. False if that is not possible; raises what a self-test raises.
     engine.prepare() -> bool
         Builds one more thing that later steps may use, usually within a second; false if nothing is left to build.
         Call it when no engine has work. Steps also run without it, only slower.

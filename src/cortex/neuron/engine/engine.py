@@ -302,7 +302,7 @@ class Engine:
         return self._loop is not None and self._loop.has_work
 
     def step(self) -> list[StepOutput]:
-        """Raises StepBlamed if one request is known to be at fault, and anything else that a step may raise."""
+        """Raises FaultyRequest if one request is known to be at fault, and anything else that a step may raise."""
         return self._awake().step()
 
     def isolate(self) -> bool:
@@ -374,7 +374,8 @@ class Engine:
             if (len(host.store) or host.disk is not None) and self._names_alone and self._loop.host is not None:
                 self._loop.host.ensure_named()
                 if host.disk is not None and self._is_whole:
-                    self.info = replace(self.info, kv_name=self._name_by_content().hex())
+                    name, computes = self._name_by_content().hex(), self._loop.host.computes_fronts
+                    self.info = replace(self.info, kv_name=name, computes_fronts=computes)
         return host
 
     @property

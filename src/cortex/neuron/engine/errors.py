@@ -37,7 +37,7 @@ class GroupBroken(EngineError):
     """The ranks of a divided model no longer compute the same step. The model is lost on all of them."""
 
 
-class StepBlamed(EngineError):
+class FaultyRequest(EngineError):
     """A step failed because of one request; `__cause__` has the reason. The others continue once it is cancelled."""
 
     def __init__(self, request_id: str) -> None:

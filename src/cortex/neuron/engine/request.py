@@ -122,6 +122,8 @@ class EngineRequest:
     uses_prefix_cache: bool = True
     """If false, it reuses no prefix, and its pages are not kept in the prefix cache or host memory, where they would
     displace others."""
+    blocks_arrive: bool = False
+    """Whether KV of its prompt may arrive on disk while the prompt is computed, the last pages first."""
     pictures: tuple[Picture, ...] = ()
     """In the order of their positions in the prompt, which has a token for each position."""
     texts: PooledTexts | None = None
@@ -283,6 +285,8 @@ class EngineInfo:
     """The part of host memory for weights that is page-locked."""
     kv_name: str = ""
     """The name of its blocks on disk, in hex; empty if none are written."""
+    computes_fronts: bool = False
+    """Whether it computes the front of a prompt while the KV after it is fetched."""
 
     @property
     def kv_tokens(self) -> int | None:

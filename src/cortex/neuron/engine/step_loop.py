@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 from cortex.neuron.engine.active_request import ActiveRequest, draws_of, packed_tokens
-from cortex.neuron.engine.errors import RequestError, StepBlamed
+from cortex.neuron.engine.errors import FaultyRequest, RequestError
 from cortex.neuron.engine.execution.results import Launched, RowResult
 from cortex.neuron.engine.execution.runner import Runner
 from cortex.neuron.engine.host_pages.rates import prompt_s
@@ -127,7 +127,7 @@ class StepLoop:
     def step(self) -> list[StepOutput]:
         """Launches the next step and reports the latest finished one: the previous one if steps overlap, else the same.
 
-        Raises StepBlamed if one request is known to be at fault, and anything else that a step may raise."""
+        Raises FaultyRequest if one request is known to be at fault, and anything else that a step may raise."""
         self._failed = ()
         if self.host is not None:
             self.host.collect()
@@ -270,8 +270,8 @@ class StepLoop:
             launched = self._runner.launch(plan, draws, mask)
         except Exception as error:
             self._scheduler.retract(plan)
-            if self._suspects and not isinstance(error, StepBlamed):
-                raise StepBlamed(self._suspects[0].request.id) from error
+            if self._suspects and not isinstance(error, FaultyRequest):
+                raise FaultyRequest(self._suspects[0].request.id) from error
             # An error in the step before is none of these requests' faults.
             self._failed = () if self._is_reading else tuple(active for active, _ in rows)
             self._is_reading = False

@@ -34,7 +34,7 @@ FAMILIES: Final[tuple[ModelFamily, ...]] = (
 )
 
 
-class Stored(NamedTuple):
+class FamilyArchitecture(NamedTuple):
     """An architecture of GGUF files, and the family of their models."""
 
     architecture: GGUFArchitecture
@@ -43,8 +43,8 @@ class Stored(NamedTuple):
 
 BY_TYPE: Final[Mapping[str, ModelFamily]] = {name: family for family in FAMILIES for name in family.model_types}
 """By the `model_type` of a config."""
-GGUF: Final[Mapping[str, Stored]] = {
-    architecture.name: Stored(architecture, family) for family in FAMILIES for architecture in family.gguf
+GGUF: Final[Mapping[str, FamilyArchitecture]] = {
+    architecture.name: FamilyArchitecture(architecture, family) for family in FAMILIES for architecture in family.gguf
 }
 """By the `general.architecture` of a file."""
 SYNTAXES: Final[Mapping[str, ToolSyntax]] = {

@@ -20,7 +20,7 @@ from cortex.neuron.weights.hub.cache import RepositoryCache, cache_directory, in
 from cortex.neuron.weights.hub.listing import Listing, RemoteFile
 from cortex.neuron.weights.hub.selection import Objection, missing_parts, select, variants
 from cortex.neuron.weights.hub.source import HubSource, endpoint_of, is_offline, parse_source
-from cortex.wire.node.neighbours import Neighbour
+from cortex.wire.node.neighbours import Neighbour, is_of_path
 
 T = TypeVar("T")
 
@@ -138,7 +138,7 @@ def resolve(
     if parsed.quant is None:
         parsed = replace(parsed, quant=quant)
     cache = RepositoryCache(cache_dir or cache_directory(environment), parsed.repository)
-    if offline or (offline is None and is_offline(environment)):
+    if offline or (offline is None and is_offline(environment)) or is_of_path(parsed.repository):
         sources = replace(sources, uses_hub=False)
     if not sources.uses_hub and not sources.neighbours:
         reason = HubUnreachable(f"{parsed.repository} is not in the cache and the node is offline")
@@ -170,10 +170,14 @@ def _listing(
             return hub.list_files(source.repository, source.revision), sources
         except HubError as error:
             reason = error
+    is_copy = is_of_path(source.repository)
+    listing = hub.list_shared(sources.neighbours, source.repository, source.revision) if is_copy else None
+    if listing is not None:  # what it copies may have changed
+        return listing, sources
     try:
         return in_cache(cache, source, objection, reason)
     except HubError:
-        listing = hub.list_shared(sources.neighbours, source.repository, source.revision)
+        listing = None if is_copy else hub.list_shared(sources.neighbours, source.repository, source.revision)
         if listing is None:
             raise
     return listing, replace(sources, uses_hub=False)

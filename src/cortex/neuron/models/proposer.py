@@ -51,7 +51,7 @@ class Proposer(Protocol):
         ...
 
 
-class Trunk(Protocol):
+class TargetModel(Protocol):
     """The model that a head belongs to."""
 
     parameters: Parameters
@@ -72,7 +72,7 @@ class PredictionHead:
 
     def __init__(
         self,
-        model: Trunk,
+        model: TargetModel,
         config: PredictionConfig,
         hidden: int,
         layer: Callable[[Tensor, Batch], Tensor],

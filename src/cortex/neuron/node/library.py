@@ -20,14 +20,16 @@ from cortex.neuron.config import NeuronConfig
 from cortex.neuron.hub_process.resolver import FileSources
 from cortex.neuron.node.memory.ceilings import smallest
 from cortex.neuron.weights.errors import CheckpointError
+from cortex.neuron.weights.hub.cache import RepositoryCache
 from cortex.neuron.weights.hub.cache import cache_directory as hub_cache_directory
 from cortex.neuron.weights.hub.source import is_hub_id, parse_source
-from cortex.wire.errors import LoadFailed, ModelNotFound, SourceNotAllowed, shorten
+from cortex.wire.errors import InvalidValue, LoadFailed, ModelNotFound, SourceNotAllowed, shorten
 from cortex.wire.fields.body import MAX_MODEL_NAME
+from cortex.wire.model_names import check_name
 from cortex.wire.node.groups import GroupMember
 from cortex.wire.node.host_splits import HostSplit
 from cortex.wire.node.load_options import ENGINE, PlacedOptions, draft_of, is_path
-from cortex.wire.node.neighbours import Neighbour, repository_of
+from cortex.wire.node.neighbours import Neighbour, is_of_path, repository_of
 from cortex.wire.node.orders import LoadRequest
 from cortex.wire.words import os_error_in_words
 
@@ -134,6 +136,8 @@ def files_digest(path: Path) -> str:
 
 
 _CACHE_PREFIX = "models--"
+_NAME = "model_id"
+"""In the cached copy of another node's path: the id of its model."""
 _NOWHERE = Path()
 """Inside no root, because roots are absolute."""
 MAX_ADOPTED = 1000
@@ -290,6 +294,8 @@ class Library:
         """
         request = self._with_own_source(request)
         known = self._models.get(request.model_id)
+        if request.source is not None and (known is None or request.source != known.source):
+            request = replace(request, source=self._or_copy(request.source, has_senders=bool(request.neighbours)))
         source = request.source or (known.source if known is not None else request.model_id)
         if known is None or source != known.source:
             self._check_source(source)
@@ -323,6 +329,20 @@ class Library:
         own = {"quant": request.quant or base.quant, "harness": request.harness or base.harness}
         return replace(request, source=base.source, **own)
 
+    def _or_copy(self, source: str, *, has_senders: bool) -> str:
+        """The source, or the repository with a copy of another node's files at this path, if they are not here.
+        `has_senders`: a copy can be made."""
+        repository = repository_of(source) if is_path(source) else None
+        if repository is None or (self._is_allowed(source) and _exists(source)):
+            return source
+        return repository if has_senders or RepositoryCache(self.cache, repository).root.is_dir() else source
+
+    def name_copy(self, model: KnownModel) -> None:
+        """If the model's files are a copy of another node's path, keep their name for later starts. Blocks. Raises
+        OSError."""
+        if is_of_path(model.source):
+            (RepositoryCache(self.cache, model.source).root / _NAME).write_text(model.id)
+
     def neighbours(self, model: KnownModel) -> tuple[Neighbour, ...]:
         """The nodes that may have its files."""
         return self._neighbours.get(repository_of(model.source) or "", ())
@@ -332,7 +352,9 @@ class Library:
         without options. Replaces options kept before."""
         request = self._with_own_source(request)
         before = self.find(request.model_id)
-        source = request.source or before.source
+        source = before.source
+        if request.source is not None:
+            source = self._or_copy(request.source, has_senders=bool(request.neighbours))
         quant = None if is_path(source) else before.quant  # files from the hub keep their quantisation
         kept = _requested(KnownModel(id=before.id, source=source, quant=quant), request)
         own = {"devices": (), "memory_bytes": None, "min_context_tokens": None, "member": None}
@@ -365,20 +387,24 @@ class Library:
         """Raises SourceNotAllowed for a path that load requests may not name."""
         if not is_path(source) and not _exists(source):
             return  # not a path: the hub or the caller rejects unknown names
-        try:
-            path = _resolved(Path(source))
-        except (OSError, RuntimeError, ValueError):  # no valid name, an unknown user, a loop of links
-            path = _NOWHERE
-        if not any(path.is_relative_to(root) for root in self._roots):
+        if not self._is_allowed(source):
             raise SourceNotAllowed(
                 f"the path {shorten(source)!r} is outside the model roots of this node; add its directory to"
                 " `model_roots` in neuron.toml, or list the model there"
             )
 
-    def discovered(self, model_ids: list[str]) -> list[str]:
-        """Adds models found in the cache. Returns the new ids."""
-        new = [model_id for model_id in model_ids if model_id not in self._models]
-        self._models.update({model_id: KnownModel(id=model_id, source=model_id) for model_id in new})
+    def _is_allowed(self, source: str) -> bool:
+        """Whether the path is in the model roots."""
+        try:
+            path = _resolved(Path(source))
+        except (OSError, RuntimeError, ValueError):  # no valid name, an unknown user, a loop of links
+            path = _NOWHERE
+        return any(path.is_relative_to(root) for root in self._roots)
+
+    def discovered(self, sources: Mapping[str, str]) -> list[str]:
+        """Adds models found in the cache, by id. Returns the new ids."""
+        new = [model_id for model_id in sources if model_id not in self._models]
+        self._models.update({model_id: KnownModel(id=model_id, source=sources[model_id]) for model_id in new})
         return new
 
 
@@ -389,17 +415,34 @@ def cache_directory(config: NeuronConfig, env: Mapping[str, str]) -> Path:
     return hub_cache_directory(env)
 
 
-def scan_cache(cache: Path) -> list[str]:
-    """Ids of the models in the hub cache that have weights on disk. Blocks; reads directories only.
+def scan_cache(cache: Path) -> dict[str, str]:
+    """The sources of the models in the hub cache that have weights on disk, by id: the same, or for a copy of another
+    node's path the id that it has there. Blocks; reads directories and those ids only.
 
     Folders that cannot be read or whose name is not a hub id are skipped.
     """
     try:
         folders = sorted(folder for folder in cache.iterdir() if folder.name.startswith(_CACHE_PREFIX))
     except OSError:
-        return []
-    ids = {folder.name.removeprefix(_CACHE_PREFIX).replace("--", "/"): folder for folder in folders}
-    return [model_id for model_id, folder in ids.items() if is_hub_id(model_id) and _has_weights(folder)]
+        return {}
+    found = {}
+    for folder in folders:
+        source = folder.name.removeprefix(_CACHE_PREFIX).replace("--", "/")
+        if is_hub_id(source) and _has_weights(folder) and (model_id := _id_in_cache(folder, source)) is not None:
+            found[model_id] = source
+    return found
+
+
+def _id_in_cache(folder: Path, source: str) -> str | None:
+    """None for a copy whose name is not known."""
+    if not is_of_path(source):
+        return source
+    try:
+        name = (folder / _NAME).read_text()
+        check_name(name, "model")
+    except (OSError, ValueError, InvalidValue):
+        return None
+    return name
 
 
 def _has_weights(folder: Path) -> bool:

@@ -423,10 +423,18 @@ class Node:
         """Fetches KV of the prompt from a node that has computed it, if that is expected to be faster."""
         instance = self._models.controller(model_id).instance
         if instance is not None and instance.host.resident is not None:  # else its worker was lost just now
-            info, started_s = instance.resident.info, time.monotonic()
-            num_bytes = await self.kv.fetch(model_id, info, instance.stats, request, source)
-            if num_bytes and info.token_bytes:
-                instance.fetched_tokens_per_s = num_bytes / info.token_bytes / (time.monotonic() - started_s)
+            info = instance.resident.info
+            try:
+                await self.kv.fetch(model_id, info, instance.stats, request, source)
+            finally:
+                if info.token_bytes and (rate := self.kv.bytes_per_s(source)) is not None:
+                    instance.fetched_tokens_per_s = rate / info.token_bytes
+
+    def computes_fronts(self, model_id: str) -> bool:
+        """Whether a request of the model may be computed while its KV is fetched."""
+        instance = self._models.controller(model_id).instance
+        resident = None if instance is None else instance.host.resident
+        return resident is not None and resident.info.computes_fronts
 
     def upstream(self, model_id: str) -> Upstream | None:
         """The server that takes the model's requests as text; None if `generate` takes them. Raises ModelNotFound or

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from cortex.neuron.families.registry import family_of
 from cortex.neuron.pictures.spec import PROCESSOR_FILES, PictureSpec, image_processor_in, read_picture_spec
-from cortex.neuron.text.errors import TextFileMalformed
+from cortex.neuron.text.errors import TextFileMalformed, TokenizerMissing
 from cortex.neuron.weights.gguf.metadata import read_metadata
 from cortex.neuron.weights.gguf.towers import picture_config, processor_config, projector_of
 
@@ -65,12 +65,23 @@ def _gguf_picture_spec(model: Path) -> PictureSpec | None:
         raise TextFileMalformed(f"the image processor of {projector} cannot be used: {error}") from error
 
 
+def tokenizer_file(directory: Path) -> Path:
+    """Raises TokenizerMissing."""
+    for name in ("tokenizer.json", TEKKEN):
+        if (directory / name).exists():
+            return directory / name
+    raise TokenizerMissing(
+        f"{directory} has no tokenizer.json; download the whole repository, or save the tokenizer in the fast format"
+    )
+
+
 def token_search(directory: Path) -> Callable[[str], bool]:
-    """Whether a text is one token, without a tokenizer: its file then contains the text in quotes."""
-    found = [directory / name for name in ("tokenizer.json", TEKKEN) if (directory / name).exists()]
-    if not found:
-        return lambda _: False
-    content = read_limited(found[0], MAX_TOKENIZER_BYTES)
+    """Whether a text is one token, without a tokenizer: its file then contains the text in quotes. Raises
+    TokenizerMissing, or TextFileMalformed for a file that is cut off."""
+    file = tokenizer_file(directory)
+    content = read_limited(file, MAX_TOKENIZER_BYTES)
+    if not content.rstrip().endswith(b"}"):
+        raise TextFileMalformed(f"{file} is cut off after {len(content)} bytes; download the model again")
 
     def is_token(text: str) -> bool:
         return json.dumps(text).encode() in content or json.dumps(text, ensure_ascii=False).encode() in content

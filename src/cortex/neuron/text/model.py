@@ -1,9 +1,11 @@
-"""The text side of a model: tokenizer, templates and output syntax, without its weights."""
+"""The text side of a model: tokenizer, templates and output syntax, without its weights; and the prompts of models that
+fill in text between a prefix and a suffix.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +32,6 @@ from cortex.neuron.text.output.reasoning import (
 from cortex.neuron.text.template import template_source
 from cortex.neuron.text.template.chat_template import CHATML, ChatTemplate
 from cortex.neuron.text.template.detect import reasoning_markers, tool_syntax
-from cortex.neuron.text.template.fill_in import fill_in_prompt, has_markers, markers
 from cortex.neuron.text.template.literal_content import LiteralContent
 from cortex.neuron.text.template.pictures import pictures_in
 from cortex.neuron.text.template.prompt import (
@@ -49,11 +50,26 @@ from cortex.neuron.text.tokenizer.tokenizer import Tokenizer
 from cortex.neuron.text.tools.scanner import CallScanner
 from cortex.neuron.text.tools.syntaxes import call_syntax
 from cortex.neuron.weights.gguf.metadata import read_metadata
-from cortex.wire.errors import TemplateRenderFailed
+from cortex.wire.errors import TemplateRenderFailed, UnsupportedModality
 from cortex.wire.fields.constraints import is_constrained
 from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.node.protocol import Capabilities
 from cortex.wire.requests import EFFORT_TOKENS, GenerateRequest
+
+_MARKERS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),
+)
+"""The control tokens before prefix, suffix and middle: Qwen, StarCoder, SantaCoder, GLM, DeepSeek, CodeLlama."""
+
+_REPOSITORY_MARKERS = (("<|repo_name|>", "<|file_sep|>"), ("<repo_name>", "<file_sep>"), ("<reponame>", "<filename>"))
+"""The control tokens before the name of a repository and of each of its files: Qwen, StarCoder 2, StarCoder."""
+_PROJECT, _FILE = "myproject", "filename"
+"""Names for the repository and the file of the gap, which clients do not send; those of llama.cpp."""
 
 
 @dataclass(frozen=True)
@@ -362,3 +378,41 @@ def _reasoning_end(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int, .
 def _capabilities(template: ChatTemplate, notes: tuple[str, ...], *, vision: bool) -> Capabilities:
     has_reasoning = tool_syntax(template) is HARMONY or reasoning_markers(template) is not None
     return Capabilities(tools=True, reasoning=has_reasoning, vision=vision, notes=notes)
+
+
+def markers(tokenizer: Tokenizer) -> tuple[str, str, str] | None:
+    """The markers in the vocabulary; None for a model that was not trained to fill in."""
+    return next((three for three in _MARKERS if all(tokenizer.whole_id(each) is not None for each in three)), None)
+
+
+def has_markers(is_token: Callable[[str], bool]) -> bool:
+    """Whether a vocabulary that has not been built has all tokens of one model family."""
+    return any(all(map(is_token, three)) for three in _MARKERS)
+
+
+def fill_in_prompt(
+    prefix: str, suffix: str, tokenizer: Tokenizer, middle: str = "", files: Sequence[tuple[str, str]] = ()
+) -> str:
+    """`middle`: the beginning of the text to fill in. `files`: names and texts of other files, which come first, with
+    the tokens for repositories if the vocabulary has them.
+
+    Raises UnsupportedModality for a model without the tokens.
+    """
+    found = markers(tokenizer)
+    if found is None:
+        raise UnsupportedModality(
+            "This model has no tokens for filling in; choose one with the capability `insert` in /v1/models.",
+            param="suffix",
+        )
+    return f"{_before(files, tokenizer)}{found[0]}{prefix}{found[1]}{suffix}{found[2]}{middle}"
+
+
+def _before(files: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> str:
+    if not files:
+        return ""
+    for repository, separator in _REPOSITORY_MARKERS:
+        if tokenizer.whole_id(separator) is not None:
+            begin = f"{repository}{_PROJECT}\n" if tokenizer.whole_id(repository) is not None else ""
+            parts = "".join(f"{separator}{name}\n{text}" for name, text in files)
+            return f"{begin}{parts}{separator}{_FILE}\n"
+    return "".join(f"{text}\n" for _, text in files)

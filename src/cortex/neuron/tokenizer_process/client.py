@@ -11,7 +11,7 @@ import msgspec
 from cortex.ipc.channel import Unsendable
 from cortex.ipc.helper import Function, Helper
 from cortex.ipc.pool import CallLost, HelperPool, PoolLost
-from cortex.neuron.text.errors import TextFileMalformed, TextModelError, TokenizerUnsupported
+from cortex.neuron.text.errors import TextFileMalformed, TextModelError, TokenizerMissing, TokenizerUnsupported
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import Prepared
 from cortex.neuron.text.template.prompt import PromptRules
@@ -19,7 +19,14 @@ from cortex.neuron.text.tokenizer.encoder import TextsToEncode
 from cortex.neuron.tokenizer_process import protocol
 from cortex.neuron.tokenizer_process.protocol import Described, FilesUnreadable, PackedPrepared, PackedTexts
 from cortex.neuron.weights.errors import CheckpointError, Unsupported
-from cortex.wire.errors import BodyTooLarge, LoadFailed, ModelUnsupported, PreparationLimitExceeded, Recovering
+from cortex.wire.errors import (
+    BodyTooLarge,
+    FilesDamaged,
+    LoadFailed,
+    ModelUnsupported,
+    PreparationLimitExceeded,
+    Recovering,
+)
 
 T = TypeVar("T")
 
@@ -35,7 +42,11 @@ UNREADABLE = (OSError, TextModelError, CheckpointError)
 
 def load_error(what_failed: str, error: Exception) -> LoadFailed:
     """What a load reports for an error in `UNREADABLE`."""
-    kind = ModelUnsupported if isinstance(error, (TokenizerUnsupported, Unsupported)) else LoadFailed
+    kind: type[LoadFailed] = LoadFailed
+    if isinstance(error, (TokenizerUnsupported, Unsupported)):
+        kind = ModelUnsupported
+    elif isinstance(error, (TokenizerMissing, TextFileMalformed)):
+        kind = FilesDamaged
     return kind(f"{what_failed}: {error}")
 
 

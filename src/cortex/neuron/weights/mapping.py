@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import stat
@@ -41,7 +42,7 @@ class MappedFile:
                 raise Malformed(f"{path} is empty; download it again")
         except OSError as error:
             self.close()
-            raise FilesMissing(f"cannot read {path}: {error.strerror}; is its file system supported?") from error
+            raise FilesMissing(f"cannot read {path}: {error.strerror}; {_remedy(error)}") from error
         except BaseException:
             self.close()
             raise
@@ -73,7 +74,7 @@ class MappedFile:
         try:
             return mmap.mmap(self.descriptor, num_bytes, flags=flags, prot=prot)
         except OSError as error:
-            raise FilesMissing(f"cannot map {self.path}: {error.strerror}; is its file system supported?") from error
+            raise FilesMissing(f"cannot map {self.path}: {error.strerror}; {_remedy(error)}") from error
 
     def close(self) -> None:
         """Close the descriptor; idempotent. Views of `buffer` stay valid."""
@@ -91,3 +92,7 @@ class MappedFile:
 
     def __del__(self) -> None:
         self.close()
+
+
+def _remedy(error: OSError) -> str:
+    return "free memory on the host" if error.errno == errno.ENOMEM else "check that its file system is supported"

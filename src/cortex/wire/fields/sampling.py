@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 
@@ -19,15 +19,27 @@ MAX_STOPS = 64
 MAX_STOP_TOKENS = 1024
 MAX_LOGIT_BIASES = 1024
 """Limited, because every step of the batch applies all of them."""
-MAX_TEMPERATURE = 100
-"""At about this temperature sampling is uniform."""
+
+
+class Bounds(NamedTuple):
+    """The largest values that the API of a dialect accepts."""
+
+    temperature: float
+    penalty: float
+    """Of `presence_penalty` and `frequency_penalty`, and its negative the least."""
+
+
+OPENAI = Bounds(temperature=2, penalty=2)
+ANTHROPIC = Bounds(temperature=1, penalty=0)
+LOCAL = Bounds(temperature=100, penalty=100)
+"""Ollama and llama.cpp have no bounds: beyond these, nothing changes any more."""
 MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 100
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _MAX_TOKEN_DIGITS = len(str(LARGEST_TOKEN))
 
 
-def read_sampling(fields: Fields) -> Sampling:
+def read_sampling(fields: Fields, bounds: Bounds = OPENAI) -> Sampling:
     """The sampling fields that every OpenAI dialect spells alike: all but the counts of tokens, of choices and of
     log-probabilities. Raises `InvalidValue`."""
     top_k = fields.integer("top_k", low=-1, high=LARGEST_COUNT)
@@ -38,14 +50,14 @@ def read_sampling(fields: Fields) -> Sampling:
         window = "repeat_last_n"
     repetition_window = fields.integer(window, low=-1, high=LARGEST_COUNT)
     sampling = Sampling(
-        temperature=fields.number("temperature", low=0, high=MAX_TEMPERATURE),
+        temperature=fields.number("temperature", low=0, high=bounds.temperature),
         top_k=0 if top_k == -1 else top_k,
         top_p=fields.number("top_p", low=0, high=1),
         min_p=fields.number("min_p", low=0, high=1),
         repetition_penalty=fields.number(penalty, low=MIN_REPETITION_PENALTY, high=MAX_REPETITION_PENALTY),
         repetition_window=0 if repetition_window == -1 else repetition_window,
-        presence_penalty=fields.number("presence_penalty", low=-2, high=2),
-        frequency_penalty=fields.number("frequency_penalty", low=-2, high=2),
+        presence_penalty=fields.number("presence_penalty", low=-bounds.penalty, high=bounds.penalty),
+        frequency_penalty=fields.number("frequency_penalty", low=-bounds.penalty, high=bounds.penalty),
         logit_bias=_read_logit_bias(fields),
         allowed_token_ids=_read_allowed(fields),
         seed=fields.integer("seed", low=-LARGEST_INTEGER, high=LARGEST_INTEGER),

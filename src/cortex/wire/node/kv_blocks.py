@@ -31,6 +31,8 @@ class BlocksRequest(NodeValue, frozen=True):
     """The fingerprint of weights, dtypes and layout, which must be equal."""
     digests: Annotated[tuple[Annotated[bytes, Meta(min_length=24, max_length=24)], ...], Meta(max_length=1 << 17)]
     """Of the pages of the prefix, in order. They begin with the tenant."""
+    last_first: bool = False
+    """Whether the last pages are sent first, because the first ones are computed meanwhile."""
 
 
 def source_header(source: Neighbour) -> bytes:

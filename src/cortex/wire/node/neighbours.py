@@ -14,6 +14,7 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
+from cortex.wire.node.load_options import is_path
 from cortex.wire.node.protocol import NodeValue
 
 PATH: Final = "/files/shared/"
@@ -21,6 +22,8 @@ PATH: Final = "/files/shared/"
 /files/shared/{owner}/{name}/{digest}` sends a file of it, from the `offset` of the query on."""
 TICKET_S: Final = 24 * 3600.0
 MAX_NEIGHBOURS: Final = 8
+LOCAL: Final = "files-of-nodes"
+"""The owner of repositories that stand for paths on nodes."""
 _TICKET: Final = re.compile(r"ticket-(?P<expires>\d{1,12})-(?P<code>[0-9a-f]{64})")
 _REPOSITORY: Final = re.compile(r"(?P<name>[^/@:\s]+/[^/@:\s]+)(?:@[^:\s]+)?(?::[\w.-]+)?")
 
@@ -52,9 +55,18 @@ class SharedRepository(NodeValue, frozen=True):
 
 
 def repository_of(source: str) -> str | None:
-    """The repository of a hub id, also with a revision or a quantisation; None for a path."""
-    match = None if source.startswith((".", "~", "/")) else _REPOSITORY.fullmatch(source)
+    """The repository of a hub id, also with a revision or a quantisation. For a path the name under which nodes share
+    its files; None for what is neither."""
+    if is_path(source):
+        name = re.sub(r"[^A-Za-z0-9]+", "-", source.rstrip("/").rpartition("/")[2])[:40].strip("-")
+        return f"{LOCAL}/{name or 'model'}-{hashlib.sha256(source.encode()).hexdigest()[:16]}"
+    match = _REPOSITORY.fullmatch(source)
     return None if match is None else match["name"]
+
+
+def is_of_path(repository: str) -> bool:
+    """Whether it is a copy of files at a path, which no hub has."""
+    return repository.startswith(f"{LOCAL}/")
 
 
 def key_hash(key: str) -> bytes:

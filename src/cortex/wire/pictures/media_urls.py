@@ -22,6 +22,8 @@ from cortex.wire.requests import PicturePart
 _ADDRESS = re.compile(r"(?:https?|wss?|ftps?|file|data):|[a-z][a-z0-9+.-]*:[/\\]{2}", re.IGNORECASE)
 """Also without slashes: some libraries add them."""
 _PATH = re.compile(r"[/\\~.]|[a-z]:[/\\]", re.IGNORECASE)
+_FOLDER = re.compile(r"[/\\~]|\.\.?[/\\]|[a-z]:[/\\]|.*[/\\]\.\.[/\\]", re.IGNORECASE | re.DOTALL)
+"""The start of a text that is a path, while a name may have slashes and dots."""
 _SPACES = "".join(map(chr, range(33)))
 _IGNORED_IN_ADDRESSES = str.maketrans("", "", "\t\r\n")
 """As URLs are read by browsers and by Python."""
@@ -55,6 +57,13 @@ _MEDIA = frozenset(
     )
 )
 """Words in the names of fields that hold media, at their end."""
+_NAMES = frozenset(
+    (
+        *("adapter", "adapters", "checkpoint", "ckpt", "embedding", "embeddings", "lora", "loras", "vae"),
+        *("reference", "references", "speaker", "speakers", "template", "voice", "voices"),
+    )
+)
+"""Words at the end of the names of fields that choose something of the server's, which some servers take as a path."""
 _HOLDERS = frozenset(("data", "input", "inputs", "bytes", "b64", "base64", "prompt", "prompts"))
 """Words that may follow those."""
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+")
@@ -139,6 +148,8 @@ def _is_elsewhere(name: str, value: str) -> bool:
         return False
     if words[-1] in _MEDIA:
         return not _is_file(value)
+    if words[-1] in _NAMES:
+        return _FOLDER.match(value.translate(_IGNORED_IN_ADDRESSES).lstrip(_SPACES)) is not None and not _is_file(value)
     is_held = words[-1] in _HOLDERS and not _MEDIA.isdisjoint(words)
     return is_held and _PATH.match(head) is not None and not _is_file(value)
 

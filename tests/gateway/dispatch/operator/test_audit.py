@@ -11,17 +11,9 @@ from cortex.gateway.ledger.keys import generate
 NOW = 1_800_000_000.0
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-def location(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "sqlite":
-        return str(tmp_path / "audit.db")
-    url: str = request.getfixturevalue("postgres_url")
-    return url
-
-
-async def test_entries_are_kept_until_they_are_too_old_or_too_many(location: str) -> None:
+async def test_entries_are_kept_until_they_are_too_old_or_too_many(database: str) -> None:
     now = NOW
-    log = AuditLog(Database(location), 2, lambda: now)
+    log = AuditLog(Database(database), 2, lambda: now)
     log.record("POST /keys", 201, key_id="abcdefgh", key_name="anna", client="10.0.0.1", detail='{"name": "ben"}')
     now += 1
     log.record("DELETE /keys/ben", 403, key_id="ijklmnop", key_name="eve", client="10.0.0.2", detail="x" * 2000)
@@ -34,7 +26,7 @@ async def test_entries_are_kept_until_they_are_too_old_or_too_many(location: str
         assert [entry.key_name for entry in await log.read(0, NOW + 2, 10, key)] == ["anna"]
     await log.flush()
 
-    again = AuditLog(Database(location), 2, lambda: now, AuditLimits(entries=3))
+    again = AuditLog(Database(database), 2, lambda: now, AuditLimits(entries=3))
     now = NOW + 2 * DAY_S + 0.5
     assert [entry.key_name for entry in await again.read(0, now, 10)] == ["eve"]
     for number in range(5):
@@ -79,8 +71,8 @@ async def test_keys_that_a_reload_changes_are_recorded(tmp_path: Path) -> None:
     await log.flush()
 
 
-async def test_nul_characters_are_recorded_and_do_not_end_the_log(location: str) -> None:
-    log = AuditLog(Database(location), 1, lambda: NOW + 10 * DAY_S)
+async def test_nul_characters_are_recorded_and_do_not_end_the_log(database: str) -> None:
+    log = AuditLog(Database(database), 1, lambda: NOW + 10 * DAY_S)
     log.record("POST /fleet/models/\0/load", 403, key_name="e\0ve", detail="\0")
     (entry, *_) = await log.read(NOW + 9 * DAY_S, NOW + 11 * DAY_S, 10)
     assert (entry.action, entry.key_name, entry.detail) == ("POST /fleet/models/\ufffd/load", "e\ufffdve", "\ufffd")
@@ -111,9 +103,9 @@ async def test_rejected_requests_do_not_push_out_changes(tmp_path: Path) -> None
     await log.flush()
 
 
-async def test_sign_ins_do_not_push_out_changes(location: str) -> None:
+async def test_sign_ins_do_not_push_out_changes(database: str) -> None:
     now = NOW + 20 * DAY_S
-    log = AuditLog(Database(location), 1, lambda: now, AuditLimits(sign_ins=2))
+    log = AuditLog(Database(database), 1, lambda: now, AuditLimits(sign_ins=2))
     log.record("POST /fleet/pull", 200, detail="a change")
     for number in range(5):
         now += 1

@@ -16,26 +16,14 @@ from ...fake_fleet import GB, FakeFleet
 PIN = ModelOnNode("n", "a")
 
 
-@pytest.fixture(params=["sqlite", "postgres"])
-def location(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "sqlite":
-        return str(tmp_path / "state" / "gateway.db")
-    url: str = request.getfixturevalue("postgres_url")
-    import psycopg
-
-    with psycopg.connect(url, autocommit=True) as connection:
-        connection.execute("DROP TABLE IF EXISTS pin, drained")
-    return url
-
-
 class Gateway:
     """A dispatcher and its stored decisions."""
 
-    def __init__(self, location: str) -> None:
+    def __init__(self, database: str) -> None:
         self.fleet = FakeFleet({"n": {"a": GB}, "m": {"a": GB}})
         self.fleet.poll()
         self.dispatcher = self.fleet.dispatcher
-        self.state = OperatorState(self.dispatcher, Database(location))
+        self.state = OperatorState(self.dispatcher, Database(database))
 
     async def synchronise(self) -> None:
         """As many calls as it takes to read what other gateways decided."""
@@ -43,8 +31,8 @@ class Gateway:
             await self.state.synchronise()
 
 
-async def test_decisions_outlive_a_gateway_and_reach_the_others(location: str) -> None:
-    first, second = Gateway(location), Gateway(location)
+async def test_decisions_outlive_a_gateway_and_reach_the_others(database: str) -> None:
+    first, second = Gateway(database), Gateway(database)
     first.dispatcher.change_pins(added=[PIN])
     first.dispatcher.drain("m", drained=True)
     await first.state.synchronise()
@@ -53,15 +41,15 @@ async def test_decisions_outlive_a_gateway_and_reach_the_others(location: str) -
     second.dispatcher.change_pins(removed=[PIN])
     second.dispatcher.drain("m", drained=False)
     await second.state.synchronise()
-    third = Gateway(location)
+    third = Gateway(database)
     await third.synchronise()
     assert (third.dispatcher.pins, third.dispatcher.drained) == (frozenset(), frozenset())
     for gateway in (second, third):
         await gateway.state.synchronise()
 
 
-async def test_changes_of_two_gateways_are_merged(location: str) -> None:
-    first, second = Gateway(location), Gateway(location)
+async def test_changes_of_two_gateways_are_merged(database: str) -> None:
+    first, second = Gateway(database), Gateway(database)
     first.dispatcher.change_pins(added=[PIN])
     second.dispatcher.change_pins(added=[ModelOnNode("m", "a")])
     for gateway in (first, second, first, second):

@@ -47,18 +47,10 @@ def record(number: int, ended_at: float) -> RequestRecord:
     )
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-def location(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "sqlite":
-        return str(tmp_path / "log.db")
-    url: str = request.getfixturevalue("postgres_url")
-    return url
-
-
-async def test_keeps_requests_without_texts_until_they_are_too_old(location: str) -> None:
+async def test_keeps_requests_without_texts_until_they_are_too_old(database: str) -> None:
     now = NOW
     activity = ActivityLog(ActivitySection())
-    kept = RequestLog(activity, Database(location), lambda: now)
+    kept = RequestLog(activity, Database(database), lambda: now)
     activity.append(record(1, NOW))
     await kept.flush()
     assert await kept.read(0, NOW + 1, 10, lambda _: True) == [], "it is off"
@@ -126,10 +118,10 @@ async def test_waits_in_memory_while_the_database_is_away(tmp_path: Path, caplog
 
 
 async def test_reads_pages_of_requests_that_ended_at_the_same_time_and_those_of_one_key_alone(
-    location: str,
+    database: str,
 ) -> None:
-    activity, database = ActivityLog(ActivitySection()), Database(location)
-    kept = RequestLog(activity, database, lambda: NOW, LogLimits(page=2))
+    activity, opened = ActivityLog(ActivitySection()), Database(database)
+    kept = RequestLog(activity, opened, lambda: NOW, LogLimits(page=2))
     kept.retention_days = 1
     for number, age_s in ((1, 9), (2, 5), (3, 5), (4, 5), (5, 5), (6, 5), (7, 1)):
         activity.append(
@@ -148,7 +140,7 @@ async def test_reads_pages_of_requests_that_ended_at_the_same_time_and_those_of_
     assert len(await kept.read(0, NOW + 1, 99, matches, key_id="ijklmnop", request_id="same")) == 2
     assert sorted(seen) == [3, 6], "no others are read"
     assert await kept.read(0, NOW + 1, 99, matches, request_id="another") == []
-    bounded = RequestLog(activity, database, lambda: NOW, LogLimits(page=2, searched=4))
+    bounded = RequestLog(activity, opened, lambda: NOW, LogLimits(page=2, searched=4))
     assert len(await bounded.read(0, NOW + 1, 3, matches)) == 3
     with pytest.raises(SearchTooLong):
         await bounded.read(0, NOW + 1, 3, lambda each: each.number == 1)

@@ -12,7 +12,7 @@ import pytest
 from anthropic.types import TextBlock, ThinkingBlock
 
 from cortex.neuron.api.backend import Backend
-from cortex.neuron.api.inference.reasoning_budget import generate_within_budget
+from cortex.neuron.api.inference.session import generate_within_budget
 from cortex.neuron.engine.request import EngineRequest, StepOutput
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import prepare

@@ -11,7 +11,7 @@ import pytest
 from cortex.foreign.body import Access
 from cortex.http.request import Request
 from cortex.neuron.api import bodies
-from cortex.neuron.api.inference.relayed import RelayedSession
+from cortex.neuron.api.inference.routes import RelayedSession
 from cortex.parsing.parser import BodyParser
 from cortex.wire.errors import CortexError, InsufficientQuota
 from cortex.wire.node.headers import FIELDS, PRINCIPAL, TOKEN_LIMIT

@@ -13,7 +13,7 @@ from cortex.neuron.engine.memory.plan import PAGE_TOKENS
 from cortex.neuron.engine.memory.sequences import SequenceMemory
 from cortex.neuron.engine.request import LoadSpec
 
-from ..random_engine import filled
+from ...engine_runs import filled
 from .engines import CPU, EngineMaker
 
 

@@ -14,7 +14,7 @@ from cortex.neuron.engine.host_pages.memory import HostSlabs
 from cortex.neuron.engine.host_pages.store import HostPages
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
 
-from ..random_engine import response_to
+from ...engine_runs import response_to
 
 PROMPT = tuple(index * 7 % 83 + 3 for index in range(170))
 CPU = torch.device("cpu")

@@ -23,6 +23,7 @@ from cortex.neuron.engine.host_pages.disk import BUFFERS, DiskPages
 from cortex.neuron.engine.host_pages.rates import WORTH, CopyRate, end_of_front, saves_time
 from cortex.neuron.engine.host_pages.store import BlockKind, ChosenBlocks
 from cortex.neuron.engine.kv.pages import ROOT, page_digests
+from cortex.neuron.engine.request import EngineRequest, SamplingParams
 
 from ..test_sleep import DENSE, HYBRID
 from .engines import CPU, PROMPT, EngineMaker, new_host, respond
@@ -348,6 +349,29 @@ def test_large_blocks_have_few_buffers(tmp_path: Path) -> None:
     pages.free_buffers.pop()
     assert not pages.buffers_of(1 << 21), "one of them is in use"
     pages.close()
+
+
+def test_pages_that_arrive_while_a_prompt_is_computed_are_not_computed(
+    make_engine: EngineMaker, tmp_path: Path
+) -> None:
+    expected = saved(make_engine, tmp_path)
+    host = new_host(folder=tmp_path)
+    engine = make_engine(DENSE, host, prefill_chunk_tokens=32)
+    assert host.disk is not None
+    (stored,) = files(tmp_path)
+    stored.rename(stored.with_suffix(".tmp"))
+    host.disk.find_again(bytes.fromhex(engine.info.kv_name))
+    greedy = SamplingParams(temperature=0.0)
+    engine.submit(EngineRequest("r", PROMPT, len(expected), greedy, blocks_arrive=True))
+    outputs = engine.step()
+    stored.with_suffix(".tmp").rename(stored)
+    host.disk.find_again(bytes.fromhex(engine.info.kv_name))
+    while engine.has_work:
+        outputs += engine.step()
+    assert [token for output in outputs for token in output.tokens] == expected
+    stats = engine.stats()
+    assert stats.fetched_tokens == stats.cached_tokens == 4 * 32
+    assert stats.prompt_tokens == 32 + len(PROMPT) % 32
 
 
 def test_slow_disk_is_not_read(make_engine: EngineMaker, tmp_path: Path) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import hypothesis
 import pytest
@@ -18,18 +18,32 @@ from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
 from cortex.neuron.engine.host_pages.store import ChosenBlocks
 from cortex.neuron.engine.host_pages.tier import HostTier
-from cortex.neuron.engine.kv.pages import ROOT, page_digests
+from cortex.neuron.engine.kv.pages import ROOT, Digest, page_digests
 from cortex.neuron.engine.loading.loading import build_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 
-from ..random_engine import filled
-from ..test_sleep import DENSE, HYBRID, wake
+from ...engine_runs import filled
+from ..test_sleep import DENSE, HYBRID, LATENT, wake
 from .engines import CPU, new_host
 from .late_copies import LateCopies
 from .test_tier import WINDOWED
 
-FAMILIES = {"dense": (DENSE, 190_000), "hybrid": (HYBRID, 450_000), "windows": (WINDOWED, 600_000)}
-"""With memory for weights and some twelve pages."""
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    config: dict[str, Any]
+    memory_bytes: int
+    """For weights and some twelve pages."""
+    kv_dtype: Literal["auto", "fp8"] = "auto"
+
+
+FAMILIES = {
+    "dense": Family(DENSE, 190_000),
+    "hybrid": Family(HYBRID, 450_000),
+    "windows": Family(WINDOWED, 600_000),
+    "latents": Family(LATENT, 170_000),
+    "fp8": Family(DENSE, 108_000, "fp8"),
+}
 CONTEXT_TOKENS = 256
 MAX_TOKENS = 4
 NUM_CONVERSATIONS = 6
@@ -47,17 +61,32 @@ DISK_HISTORIES = st.lists(st.tuples(st.sampled_from(DISK_EVENTS), st.integers(0,
 HISTORIES = st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 1 << 30)), min_size=8, max_size=20)
 
 
+@dataclass
+class Reached:
+    """How often histories came to what they are to test."""
+
+    num_shortened: int = 0
+    """Prompts that got further pages while they were computed."""
+
+
 @pytest.fixture(autouse=True)
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Reached:
     """Pages are copied while steps run, and copies end late."""
+    reached = Reached()
 
     class CopyingTier(HostTier):
+        def shortened_front(self, request_id: str, digests: Sequence[Digest], num_computed: int, front: int) -> int:
+            earlier = super().shortened_front(request_id, digests, num_computed, front)
+            reached.num_shortened += earlier != front
+            return earlier
+
         def __init__(self, *arguments: Any, **options: Any) -> None:
             forced = {"copies_ahead": True, "end_of_front": any_end_of_front, "steps_between_scans": 2}
             super().__init__(*arguments, **options | forced)
 
     monkeypatch.setattr(engines, "HostTier", CopyingTier)
     monkeypatch.setattr(engines, "BlockCopies", LateCopies)
+    return reached
 
 
 @dataclass
@@ -103,13 +132,16 @@ def run(
     cancelled: str = "",
     after: int = 0,
     meanwhile: Callable[[], object] = lambda: None,
+    *,
+    blocks_arrive: bool = False,
 ) -> dict[str, list[int]]:
     """The greedy responses to concurrent requests; `cancelled` is cancelled after some steps, when `meanwhile` is
     called, too."""
     responses: dict[str, list[int]] = {name: [] for name in prompts}
     greedy = SamplingParams(temperature=0.0)
     for name, prompt in prompts.items():
-        engine.submit(EngineRequest(name, prompt, MAX_TOKENS, greedy, checkpoint_at=(64, 100)))
+        request = EngineRequest(name, prompt, MAX_TOKENS, greedy, checkpoint_at=(64, 100), blocks_arrive=blocks_arrive)
+        engine.submit(request)
     steps = 0
     while engine.has_work:
         if steps == after:
@@ -122,10 +154,18 @@ def run(
 
 
 def load(family: str, host: DeviceHostMemory | None, seed: int = 0) -> Engine:
-    config, memory_bytes = FAMILIES[family]
-    memory = None if host is None else memory_bytes
-    spec = LoadSpec(path="", dtype="float32", max_num_seqs=4, context_tokens=CONTEXT_TOKENS, memory_bytes=memory)
-    engine = Engine(build_model(config, spec, CPU, filled(seed)), spec)
+    chosen = FAMILIES[family]
+    memory = None if host is None else chosen.memory_bytes
+    spec = LoadSpec(
+        path="",
+        dtype="float32",
+        max_num_seqs=4,
+        prefill_chunk_tokens=64,
+        context_tokens=CONTEXT_TOKENS,
+        memory_bytes=memory,
+        kv_dtype=chosen.kv_dtype,
+    )
+    engine = Engine(build_model(chosen.config, spec, CPU, filled(seed)), spec)
     if host is not None:
         engine.keep_pages(host)
     return engine
@@ -196,9 +236,13 @@ class History:
         cancelled = random.choice([*prompts, "", ""])
         asked = random.choice(self._talks.prompts)
         meanwhile = [lambda: None, lambda: self._offer(asked)]
-        if self._folder is not None:
+        arrives = self._folder is not None and random.random() < 0.5
+        if arrives:
+            meanwhile = [self._hidden_files(random)]
+        elif self._folder is not None:
             meanwhile.append(lambda: self._forget(random))
-        responses = run(self.engine, prompts, cancelled, random.randint(0, 4), random.choice(meanwhile))
+        after = random.randint(0, 4)
+        responses = run(self.engine, prompts, cancelled, after, random.choice(meanwhile), blocks_arrive=arrives)
         for number, (name, prompt) in zip(numbers, prompts.items(), strict=True):
             expected = self._talks.plain.response(prompt)
             if name == cancelled:
@@ -206,6 +250,29 @@ class History:
             else:
                 assert responses[name] == expected
                 self._talks.grow(number, random)
+
+    def _hidden_files(self, random: Random) -> Callable[[], None]:
+        """Nothing but some files is left; the others arrive when the result is called, as from another node."""
+        disk = self.host.disk
+        assert disk is not None
+        assert self._folder is not None
+        model = bytes.fromhex(self.engine.info.kv_name)
+        self.engine.save_pages()
+        self.host.settle()
+        self.engine.forget_pages(lambda _: True)
+        self.host.store.shrink(0)
+        hidden = [path for path in sorted(self._folder.rglob("*.kv")) if random.random() < 0.7]
+        for path in hidden:
+            path.rename(path.with_suffix(".tmp"))
+        disk.find_again(model)
+
+        def arrive() -> None:
+            for path in hidden:
+                if path.with_suffix(".tmp").exists():
+                    path.with_suffix(".tmp").rename(path)
+            disk.find_again(model)
+
+        return arrive
 
     def _offer(self, prompt: tuple[int, ...]) -> None:
         """Another node asks for what was computed of a prompt."""
@@ -271,13 +338,17 @@ def test_model_with_any_history_of_restarts_kills_and_damage_responds_as_one_wit
         history.end()
 
 
-def test_pages_come_back_from_disk_after_restarts(plain: dict[str, PlainModel], tmp_path: Path) -> None:
-    """Else those histories would show nothing."""
-    history = History("dense", Conversations(plain["dense"]), tmp_path)
-    for seed in range(6):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_histories_reach_the_disk(plain: dict[str, PlainModel], family: str, tmp_path: Path, on_a_gpu: Reached) -> None:
+    """Else they would show nothing."""
+    history = History(family, Conversations(plain[family]), tmp_path)
+    for seed in range(12):
         history.happen("ask", Random(seed))
         history.happen("restart", Random(seed))
+        if history.num_fetched_tokens and (on_a_gpu.num_shortened or family in ("hybrid", "windows")):
+            break
     assert history.num_fetched_tokens > 0
+    assert (on_a_gpu.num_shortened > 0) == (family not in ("hybrid", "windows")), "states and windows wait"
     history.end()
 
 

@@ -13,8 +13,8 @@ from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
 from cortex.neuron.engine.request import LoadSpec
 
+from ...engine_runs import run, tokens_of
 from ...models.vision_models import Prompt, random_image, spec_of, text, write_vision_model
-from ...rank_threads import run, tokens_of
 from .engines import CPU, new_host
 
 

@@ -32,6 +32,8 @@ from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.weights.checkpoint import open_checkpoint
 from cortex.neuron.weights.placement import PieceSizes
 
+from ...engine_runs import responses, run, tokens_of
+
 CPU = torch.device("cpu")
 HIDDEN, INNER, HEADS, KV_HEADS, VOCAB = 128, 192, 4, 2, 320
 TYPES = {"Q4_0": (2, 18), "Q4_1": (3, 20), "Q8_0": (8, 34), "F32": (0, 4)}
@@ -196,22 +198,24 @@ def test_recorded_steps_draw_the_tokens_of_others(
         replay(recording, rows)
 
     monkeypatch.setattr(Recording, "replay", counted)
-    responses: list[dict[str, list[int]]] = []
+    said: list[list[list[int]]] = []
     for capture in (model_graphs.default_capture, lambda *_, **__: None):
         monkeypatch.setattr(runner, "default_capture", capture)
         spec = LoadSpec(str(tmp_path / "model.gguf"), max_num_seqs=3, context_tokens=64, speculation="off")
         engine = Engine.load(spec, CPU, lambda *_: None, lambda: False)
-        for number in range(6):
-            sampling = SamplingParams(temperature=temperature, seed=number)
-            prompt = tuple(range(number, 3 * number + 2))
-            engine.submit(EngineRequest(str(number), prompt, max_tokens=3 + 4 * number, sampling=sampling))
-        responses.append({})
-        while engine.has_work:
-            for output in engine.step():
-                responses[-1].setdefault(output.request_id, []).extend(output.tokens)
+        requests = [
+            EngineRequest(
+                str(number),
+                tuple(range(number, 3 * number + 2)),
+                max_tokens=3 + 4 * number,
+                sampling=SamplingParams(temperature=temperature, seed=number),
+            )
+            for number in range(6)
+        ]
+        said.append([tokens_of(outputs) for outputs in run(engine, *requests).values()])
     assert set(replayed) == {1, 2, 3}
-    assert responses[0] == responses[1]
-    assert [len(responses[0][str(number)]) for number in range(6)] == [3 + 4 * number for number in range(6)]
+    assert said[0] == said[1]
+    assert list(map(len, said[0])) == [3 + 4 * number for number in range(6)]
 
 
 def test_recorded_steps_may_be_read_late_and_survive_sleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +225,7 @@ def test_recorded_steps_may_be_read_late_and_survive_sleep(tmp_path: Path, monke
     write_model(tmp_path / "model.gguf", "Q4_1", "Q8_0")
     monkeypatch.setattr(loading, "multiplies_codes", lambda _: True)
     spec = LoadSpec(str(tmp_path / "model.gguf"), max_num_seqs=3, context_tokens=64)
-    responses: list[list[list[int]]] = []
+    said: list[list[list[int]]] = []
     for is_recorded in (True, False):
         if not is_recorded:
             monkeypatch.setattr(runner, "default_capture", lambda *_, **__: None)
@@ -229,18 +233,11 @@ def test_recorded_steps_may_be_read_late_and_survive_sleep(tmp_path: Path, monke
         engine = Engine(loaded, spec, overlaps=is_recorded, moves_weights=is_recorded)
         engine.warm_up()
         for sleeps in (is_recorded, False):
-            tokens: list[list[int]] = [[], [], []]
-            for number in range(3):
-                sampling = SamplingParams(temperature=0.0)
-                engine.submit(EngineRequest(str(number), (7 * number,), max_tokens=9, sampling=sampling))
-            while engine.has_work:
-                for output in engine.step():
-                    tokens[int(output.request_id)] += output.tokens
-            responses.append(tokens)
+            said.append(responses(engine, [(7 * number,) for number in range(3)], 9))
             if sleeps:
                 engine.sleep()
                 engine.wake(lambda *_: None)
-    assert all(tokens == responses[-1] for tokens in responses), responses
+    assert all(tokens == said[-1] for tokens in said), said
 
 
 def test_dense_model_is_loaded_without_measuring_quantised_products(

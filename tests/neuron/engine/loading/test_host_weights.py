@@ -24,9 +24,9 @@ from cortex.neuron.kernels.moe.host_team import HostRates, HostTeam
 from cortex.neuron.kernels.quantised.layout import Q4, Q6, Q8
 from cortex.neuron.models.config import UnsupportedModel
 
+from ...engine_runs import response_to
 from ...named_weights import fill_by_name, named_weights
 from ...tiny_models import tiny_delta, tiny_experts, tiny_sizes, write_checkpoint
-from ..random_engine import response_to
 
 CPU = torch.device("cpu")
 MIXTURE: dict[str, Any] = {

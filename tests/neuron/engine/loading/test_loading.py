@@ -21,6 +21,7 @@ from cortex.neuron.engine.memory.device import DeviceMemory
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.layers.parallel import SingleRank
 
+from ...engine_runs import run
 from ...tiny_models import tiny_sizes
 
 CPU = torch.device("cpu")
@@ -88,10 +89,7 @@ def test_loaded_engine_reports_its_info(checkpoint: Path) -> None:
 def test_weights_have_the_requested_dtype(checkpoint: Path, dtype: str) -> None:
     engine = load(checkpoint, dtype=dtype)
     assert engine.info.dtype == dtype
-    engine.submit(EngineRequest("r", (1, 2, 3), 4, SamplingParams(temperature=0.0)))
-    outputs = []
-    while engine.has_work:
-        outputs += engine.step()
+    outputs = run(engine, EngineRequest("r", (1, 2, 3), 4, SamplingParams(temperature=0.0)))["r"]
     assert outputs[-1].finish == "length"
     engine.close()
 

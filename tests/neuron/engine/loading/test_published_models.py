@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tests.neuron.models.test_parity import Driver
+from tests.neuron.models.driver import Driver
 from tests.neuron.weights.safetensors.test_published import words
 from torch import Tensor
 
@@ -30,7 +30,8 @@ from cortex.neuron.models.packing import MatrixDevice, choose_layouts
 from cortex.neuron.node.inspection_process.preflight import inspect
 from cortex.wire.errors import LoadFailed
 
-from ...rank_threads import RankThreads, run, tokens_of
+from ...engine_runs import run, tokens_of
+from ...rank_threads import RankThreads
 from ...tiny_models import tiny_sizes
 
 CPU = torch.device("cpu")

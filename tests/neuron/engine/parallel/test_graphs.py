@@ -29,7 +29,8 @@ from cortex.neuron.kernels.peer_buffer import MAX_BYTES, MAX_RANKS
 from cortex.neuron.layers.parallel import UNLIMITED_BYTES
 
 from ....waiting import WAIT_S
-from ...rank_threads import RankThreads, run, tokens_of
+from ...engine_runs import run, tokens_of
+from ...rank_threads import RankThreads
 from ...tiny_models import write_llama
 
 MAX_ROWS = 3

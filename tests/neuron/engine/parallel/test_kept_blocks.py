@@ -17,12 +17,13 @@ from torch import Tensor
 from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors, RunningCopy
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
 from cortex.neuron.engine.parallel.group import TorchGroup
-from cortex.neuron.engine.parallel.kept_blocks import FollowingBlocks
+from cortex.neuron.engine.parallel.ranks import FollowingBlocks
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams, StageSpec
 from cortex.neuron.engine.scheduling.step_plan import BlockOrder, NamedBlocks, StepPlan
 from cortex.neuron.layers.configs import Shard
 
-from ...rank_threads import RankThreads, run, tokens_of
+from ...engine_runs import run, tokens_of
+from ...rank_threads import RankThreads
 from ...tiny_models import write_llama
 from ..host_pages.engines import new_host
 from .test_ranks import write_hybrid

@@ -13,15 +13,14 @@ import torch
 import transformers
 
 from cortex.neuron.engine.loading.loading import load_model
-from cortex.neuron.engine.memory.plan import PAGE_TOKENS
 from cortex.neuron.engine.parallel.group import TorchGroup
 from cortex.neuron.engine.request import LoadSpec, RankSpec
-from cortex.neuron.kernels.batch import Batch, PrefillRow
 
+from ...models.driver import CPU, Driver, some_tokens
 from ...models.family_models import TABLE, reference_of
+from ...models.reference_models import randomised
 from ...tiny_models import tiny_delta, tiny_experts, tiny_sizes
 
-CPU = torch.device("cpu")
 SIZES: dict[str, Any] = tiny_sizes(
     vocab_size=97,  # odd: the ranks have different shares
     hidden_size=48,
@@ -42,11 +41,8 @@ TIED = {"tie_word_embeddings": True}
 
 
 def build(model: str, config: str, **sizes: Any) -> Any:
-    torch.manual_seed(0)
-    reference = getattr(transformers, model)(getattr(transformers, config)(**(SIZES | sizes))).eval()
-    for parameter in reference.parameters():
-        torch.nn.init.normal_(parameter, std=0.3 if parameter.dim() == 1 else 0.12)
-    return reference
+    configured = getattr(transformers, config)(**(SIZES | sizes))
+    return randomised(lambda: getattr(transformers, model)(configured), std=0.12, vector_std=0.3)
 
 
 FAMILIES = {
@@ -71,27 +67,10 @@ def logits_of(
     spec = LoadSpec(str(path), dtype=dtype, max_num_seqs=2, rank=rank)
     group = None if rank is None else TorchGroup.join(rank, CPU, lambda: None)
     model = load_model(spec, CPU, lambda _stage, _done, total: on_read(total), lambda: False, group).model
-    tokens = torch.randint(0, SIZES["vocab_size"], (40,), generator=torch.Generator().manual_seed(1))
-    pages = torch.arange(1, 5, dtype=torch.int32)
-    start, logits = 0, []
-    for count in (33, 5, 1, 1):
-        positions = torch.arange(start, start + count)
-        batch = Batch(
-            tokens=tokens[start : start + count],
-            positions=positions,
-            slots=pages[positions // PAGE_TOKENS].long() * PAGE_TOKENS + positions % PAGE_TOKENS,
-            rows=torch.tensor([0]),
-            lengths=torch.tensor([start + count], dtype=torch.int32),
-            page_table=pages[None],
-            num_decodes=int(count == 1),
-            max_length=start + count,
-            prefills=() if count == 1 else (PrefillRow(0, start, count, 0),),
-        )
-        logits.append(model.logits(model(batch)))
-        start += count
+    (logits,) = Driver(model, 1).logits([some_tokens(40, seed=1)], [[33, 5, 1, 1]])
     if group is not None:
         group.close()
-    return torch.cat(logits)
+    return logits
 
 
 @pytest.mark.parametrize("family", FAMILIES)

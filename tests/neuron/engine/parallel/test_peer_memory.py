@@ -44,7 +44,7 @@ from cortex.neuron.layers.configs import Shard
 from cortex.neuron.layers.parallel import UNLIMITED_BYTES
 from cortex.neuron.worker.faults import FaultKind, classify
 
-from ...rank_threads import run, tokens_of
+from ...engine_runs import run, tokens_of
 from ...tiny_models import write_llama
 
 pytestmark = pytest.mark.gpu

@@ -22,7 +22,9 @@ from cortex.neuron.engine.parallel.ranks import load_engine
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec, SamplingParams
 
 from ....waiting import WAIT_S, wait_until
-from ...rank_threads import QueueLink, RankThreads, run, tokens_of
+from ...engine_runs import run, tokens_of
+from ...models.reference_models import randomised
+from ...rank_threads import QueueLink, RankThreads
 from ...tiny_models import tiny_delta, tiny_sizes
 
 SIZES: dict[str, Any] = {
@@ -34,10 +36,8 @@ SIZES: dict[str, Any] = {
 
 def write_hybrid(folder: Path) -> Path:
     """A model with attention and recurrent layers."""
-    torch.manual_seed(0)
-    model = transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**SIZES))
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3 if parameter.dim() == 1 else 0.12)
+    config = transformers.Qwen3_5TextConfig(**SIZES)
+    model = randomised(lambda: transformers.Qwen3_5ForCausalLM(config), std=0.12, vector_std=0.3)
     model.save_pretrained(folder)
     return folder
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cortex.neuron.engine.errors import LoadCancelled
-from cortex.neuron.engine.parallel.sockets import MAX_DIRECT_BYTES, Sockets
+from cortex.neuron.engine.parallel.group import MAX_DIRECT_BYTES, Sockets
 from cortex.neuron.layers.configs import Shard
 
 from ....waiting import WAIT_S

@@ -18,7 +18,9 @@ from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.models.registry import open_model
 from cortex.neuron.models.sizes import WeightStorage
 
-from ...rank_threads import RankThreads, run, tokens_of
+from ...engine_runs import run, tokens_of
+from ...models.reference_models import randomised
+from ...rank_threads import RankThreads
 from ...tiny_models import tiny_delta, tiny_experts, tiny_sizes
 
 VOCAB = 97
@@ -105,10 +107,8 @@ no recurrent layer, or no window."""
 
 def write_family(family: str, folder: Path) -> str:
     model, config, sizes = FAMILIES[family]
-    torch.manual_seed(0)
-    reference = getattr(transformers, model)(getattr(transformers, config)(**(SIZES | sizes))).eval()
-    for parameter in reference.parameters():
-        torch.nn.init.normal_(parameter, std=0.3 if parameter.dim() == 1 else 0.12)
+    configured = getattr(transformers, config)(**(SIZES | sizes))
+    reference = randomised(lambda: getattr(transformers, model)(configured), std=0.12, vector_std=0.3)
     reference.save_pretrained(folder)
     return str(folder)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cortex.neuron.engine.errors import RequestError, StepBlamed
+from cortex.neuron.engine.errors import FaultyRequest, RequestError
 from cortex.neuron.engine.pooling.engine import SLICE_S, PoolingEngine, batch_tokens
 from cortex.neuron.engine.request import EngineRequest, PooledTexts
 
@@ -133,7 +133,7 @@ def test_request_that_makes_a_batch_fail_is_found_and_the_others_are_served(
     for _ in range(200):
         try:
             ended |= {output.request_id: output.finish for output in engine.step()}
-        except StepBlamed as error:
+        except FaultyRequest as error:
             engine.cancel(error.request_id)
     assert ended == {"good": "stop", "bad": "cancelled", "fine": "stop"}
 

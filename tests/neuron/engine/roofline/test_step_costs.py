@@ -74,6 +74,27 @@ def test_one_prompt_is_enough_where_the_guess_was_far_off() -> None:
     assert costs.seconds(shape(1, 512)) == pytest.approx(device.seconds(shape(1, 512)), rel=0.6)
 
 
+@pytest.mark.parametrize("slower", [0.3, 1.0, 4.0, 20.0, 60.0])
+@pytest.mark.parametrize(
+    ("limits", "first"),
+    [
+        pytest.param(DeviceLimits(2e10, 2e11), [shape(0, 4), *[shape(1)] * 6], id="streams on a CPU"),
+        pytest.param(DeviceLimits(4e12, 7.5e14), [shape(0, 16), *[shape(1)] * 20], id="streams on a GPU"),
+        pytest.param(DeviceLimits(2e10, 2e11), [shape(0, 512, each) for each in (0, 512)], id="a prompt"),
+    ],
+)
+def test_long_prompt_is_expected_from_the_first_steps_of_any_kind(
+    limits: DeviceLimits, first: list[StepShape], slower: float
+) -> None:
+    """As after a restart, when nothing like it was computed."""
+    device = StepCosts(WORK, DeviceLimits(limits.bytes_per_s / slower, limits.flops / slower))
+    costs = StepCosts(WORK, limits)
+    for step in first:
+        costs.record(step, device.seconds(step))
+    for step in (shape(0, 512, 60_000), shape(0, 2048), shape(1)):
+        assert costs.seconds(step) == pytest.approx(device.seconds(step), rel=0.5)
+
+
 def test_learns_that_steps_of_a_size_are_slow() -> None:
     device = StepCosts(WORK, RIGHT)
 

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cortex.neuron.engine.engine import Engine
-from cortex.neuron.engine.errors import RequestError, StepBlamed
+from cortex.neuron.engine.errors import FaultyRequest, RequestError
 from cortex.neuron.engine.loading.loading import load_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.engine.sampling.constraints import Constraint, Constraints
@@ -24,6 +24,8 @@ from cortex.neuron.kernels.sampling.rows import MASKED_BY, Draws, number
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.text.grammar.matcher import MatchState
 
+from ... import engine_runs
+from ...engine_runs import tokens_of
 from ...tiny_models import tiny_sizes
 
 END = 256
@@ -73,17 +75,13 @@ def new_engine(
 def run(
     engine: Engine, *requests: EngineRequest, errors: dict[str, str] | None = None
 ) -> tuple[dict[str, list[int]], dict[str, str | None]]:
-    for request in requests:
-        engine.submit(request)
-    tokens: dict[str, list[int]] = {}
-    finish: dict[str, str | None] = {}
-    while engine.has_work:
-        for output in engine.step():
-            tokens.setdefault(output.request_id, []).extend(output.tokens)
-            finish[output.request_id] = output.finish
-            if output.error is not None and errors is not None:
-                errors[output.request_id] = output.error
-    return tokens, finish
+    found = engine_runs.run(engine, *requests)
+    if errors is not None:
+        errors |= {name: error for name, outputs in found.items() for output in outputs if (error := output.error)}
+    return (
+        {name: tokens_of(outputs) for name, outputs in found.items()},
+        {name: outputs[-1].finish for name, outputs in found.items()},
+    )
 
 
 def request(name: str, grammar: str | None, **sampling: Any) -> EngineRequest:
@@ -270,7 +268,7 @@ def test_error_in_the_callback_of_a_mask_is_blamed_on_its_request(
     while engine.has_work:
         try:
             outputs = engine.step()
-        except StepBlamed as error:
+        except FaultyRequest as error:
             blamed.append(error.request_id)
             engine.cancel(error.request_id)
             continue

@@ -15,10 +15,10 @@ from cortex.neuron.engine.scheduling.budget import (
     LEAST_TOKENS,
     READS_PER_STEP,
     STREAM_SHARE,
+    Flow,
     PrefillShares,
     Prompt,
     SchedulerLimits,
-    Sharer,
     StepShares,
     fair_shares,
     turns,
@@ -28,9 +28,9 @@ from cortex.system.fair_turns import FLEX, PRIORITY
 NONE: Mapping[int, tuple[int, ...]] = {}
 MIXED_SIZES = {48: (16, 64, 80, 208, 336, 464, 592, 720, 976), 256: (16, 64, 128, 256, 384, 512, 768, 1024)}
 
-SHARERS = [Sharer(name) for name in "abcdefgh"]
-A, B, C, *_ = SHARERS
-NEEDED = st.dictionaries(st.sampled_from(SHARERS), st.integers(1, 5000), max_size=8)
+FLOWS = [Flow(name) for name in "abcdefgh"]
+A, B, C, *_ = FLOWS
+NEEDED = st.dictionaries(st.sampled_from(FLOWS), st.integers(1, 5000), max_size=8)
 
 
 @pytest.mark.parametrize(
@@ -46,12 +46,12 @@ NEEDED = st.dictionaries(st.sampled_from(SHARERS), st.integers(1, 5000), max_siz
         (0, {A: 5}, {A: 0}),
     ],
 )
-def test_shares(budget: int, needed: dict[Sharer, int], expected: dict[Sharer, int]) -> None:
+def test_shares(budget: int, needed: dict[Flow, int], expected: dict[Flow, int]) -> None:
     assert fair_shares(budget, needed) == expected
 
 
 @given(st.integers(0, 20_000), NEEDED)
-def test_nobody_gets_more_than_another_who_needs_more(budget: int, needed: dict[Sharer, int]) -> None:
+def test_nobody_gets_more_than_another_who_needs_more(budget: int, needed: dict[Flow, int]) -> None:
     shares = fair_shares(budget, needed)
     assert sum(shares.values()) == min(budget, sum(needed.values()))
     assert all(0 <= shares[each] <= needed[each] for each in needed)
@@ -60,8 +60,8 @@ def test_nobody_gets_more_than_another_who_needs_more(budget: int, needed: dict[
         assert all(share <= least + len(needed) for least in unmet for share in shares.values())
 
 
-@given(st.integers(1, 500), st.lists(st.sampled_from(SHARERS), min_size=2, max_size=8, unique=True))
-def test_over_many_steps_principals_that_always_wait_get_the_same(budget: int, principals: list[Sharer]) -> None:
+@given(st.integers(1, 500), st.lists(st.sampled_from(FLOWS), min_size=2, max_size=8, unique=True))
+def test_over_many_steps_principals_that_always_wait_get_the_same(budget: int, principals: list[Flow]) -> None:
     shares, total = PrefillShares(), dict.fromkeys(principals, 0)
     for _ in range(40):
         for principal, share in shares.of_step(budget, dict.fromkeys(principals, 10**6)).items():
@@ -71,7 +71,7 @@ def test_over_many_steps_principals_that_always_wait_get_the_same(budget: int, p
 
 
 def test_higher_class_gets_its_shares_first_and_a_lower_one_what_is_left() -> None:
-    high, low = Sharer("a", PRIORITY), Sharer("a", FLEX)
+    high, low = Flow("a", PRIORITY), Flow("a", FLEX)
     needed = {low: 9000, A: 100, high: 300}
     assert PrefillShares().of_step(512, needed) == {high: 300, A: 100, low: 112}
     assert PrefillShares().of_step(256, needed) == {high: 256, A: 0, low: 0}
@@ -121,6 +121,13 @@ def test_prompts_of_a_step_by_its_expected_time(
     assert limits(step_ms, mixed_sizes).prompt_budget(costs(), streams, num_prompts) == expected
 
 
+@pytest.mark.parametrize(
+    ("num_streams", "tokens", "expected"), [(48, 500, 464), (48, 464, 464), (48, 5, 5), (500, 300, 300)]
+)
+def test_prompts_fill_a_graph_if_there_is_one(num_streams: int, tokens: int, expected: int) -> None:
+    assert limits(50, MIXED_SIZES).graph_tokens(num_streams, tokens) == expected
+
+
 @given(st.floats(1.0, 500.0), st.integers(0, 512), st.integers(0, 40_000), st.integers(1, 300), st.booleans())
 def test_streams_wait_no_longer_than_the_bound(
     step_ms: float, num_streams: int, context: int, num_prompts: int, has_graphs: bool
@@ -165,7 +172,7 @@ def test_the_oldest_prompt_of_each_principal_keeps_half_of_its_share(prompts: li
     assert sorted([*order.overtaking, *order.by_age]) == list(range(len(prompts)))
     assert order.by_age == sorted(order.by_age)
     for principal, share in shares.items():
-        own = [index for index, prompt in enumerate(prompts) if prompt.sharer == principal]
+        own = [index for index, prompt in enumerate(prompts) if prompt.flow == principal]
         taken = [index for index in own if index in order.overtaking]
         assert sum(prompts[index].worth for index in taken) <= share // 2
         assert not taken or own[0] not in taken

@@ -74,11 +74,12 @@ class Elsewhere:
         return request_id in self.fetches
 
     def shortened_front(self, request_id: str, digests: Ordered[Digest], num_computed: int, front: int) -> int:
-        """Sometimes the next pages before those that have arrived come, too."""
-        if request_id in self.fetches or num_computed >= front or self.random.random() < 0.3:
+        """Sometimes the next pages before those that have arrived come, too, or some without any planned."""
+        end, pages = front or self.random.randint(0, len(digests)), self.scheduler.pages
+        if request_id in self.fetches or num_computed >= end or self.random.random() < 0.3:
             return front
-        earlier, pages = self.random.randint(num_computed, front - 1), self.scheduler.pages
-        expected = pages.expect(digests, front, front * pages.page_tokens, earlier)
+        earlier = self.random.randint(num_computed, end - 1)
+        expected = pages.expect(digests, end, end * pages.page_tokens, earlier)
         if expected is None:
             return front
         (sequence,) = (each for each in self.scheduler.running if each.request.id == request_id)

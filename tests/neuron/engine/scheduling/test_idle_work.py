@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,10 +14,14 @@ from cortex.neuron.engine.scheduling.budget import LEAST_TOKENS
 from cortex.neuron.engine.scheduling.idle_work import (
     FORCED_READS,
     GROWTH,
+    LONG_SHARE,
+    MOST_GROWTH,
     MOST_PROMPT_STEPS,
+    MOST_ROW_STEPS,
     MOST_SKIPPED,
     READS,
     IdleWork,
+    Turn,
 )
 from cortex.neuron.engine.scheduling.scheduler import Scheduler
 from cortex.neuron.engine.scheduling.step_plan import StepPlan
@@ -61,16 +67,61 @@ def test_rows_make_a_step_of_others_little_longer_and_as_many_join_as_do_so(
     assert count == len(contexts) or seconds(count + 1) > GROWTH * known.seconds(others)
 
 
+def having_seen(known: StepCosts, part: float, prompts: list[int], streams: StepShape, num_steps: int) -> IdleWork:
+    """After steps of these streams, of which `part` have prompts of other requests."""
+    work, draw = IdleWork(), random.Random(1)
+    for _ in range(num_steps):
+        is_long = draw.random() < part
+        work.room(known, streams.with_prompts(draw.choice(prompts)) if is_long else streams)
+    return work
+
+
 @given(shapes, st.integers(0, 4096))
-def test_prompts_make_a_step_of_others_little_longer(others: StepShape, room: int) -> None:
-    known = costs()
-    worth = IdleWork().room(known, others).prompt_worth(others, room)
-    assert worth == 0 or LEAST_TOKENS <= worth <= room
-    if worth:
-        longer = StepShape(
-            others.num_streams, others.context_tokens, others.prompt_tokens + worth, others.prompt_worth + worth
-        )
-        assert known.seconds(longer) <= GROWTH * known.seconds(others) * 1.01
+def test_prompts_do_not_join_others_whose_steps_have_few_prompts(others: StepShape, room: int) -> None:
+    assert IdleWork().room(costs(), others).prompt_worth(others, room) == 0
+
+
+@pytest.mark.parametrize("part", [0.0, 0.003, 0.006, 0.03, 0.1, 0.3])
+@pytest.mark.parametrize("prompts", [[200], [40, 200, 1000]])
+@pytest.mark.parametrize("num_streams", [1, 8])
+def test_idle_class_keeps_the_99th_percentile_of_the_gaps_of_others(
+    part: float, prompts: list[int], num_streams: int
+) -> None:
+    known, streams = costs(), StepShape(num_streams, 500 * num_streams)
+    work, draw = having_seen(known, part, prompts, streams, 8000), random.Random(2)
+    alone, longest = [], []
+    for _ in range(8000):
+        others = streams.with_prompts(draw.choice(prompts)) if draw.random() < part else streams
+        room = work.room(known, others)
+        alone.append(known.seconds(others))
+        longest.append(room.most_s)
+        assert room.most_s <= MOST_GROWTH * known.seconds(others)
+    assert percentile(longest, 0.99) <= 1.2 * percentile(alone, 0.99)
+    takes_prompts = [room.prompt_worth(streams, 16_384) > 0 for room in [work.room(known, streams)]]
+    assert takes_prompts == [part >= 2 * LONG_SHARE], "only where prompts of others are usual"
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[int(share * len(values))]
+
+
+def test_prompts_and_rows_take_turns_and_prompts_wait_until_they_fill_a_step() -> None:
+    known, work = costs(), IdleWork()
+    room, contexts = work.room(known, NOTHING), [500] * 64
+    worth = room.prompt_worth(NOTHING, 16_384)
+
+    def turns(prompt_tokens: int, count: int) -> list[Turn]:
+        found = []
+        for _ in range(count):
+            found.append(work.turn(room, contexts, prompt_tokens, worth))
+            work.planned(room, found[-1], leaves_out=False)
+        return found
+
+    assert turns(worth, 2) == ["prompts"] * 2
+    assert turns(worth - 1, MOST_ROW_STEPS + 1) == ["rows"] * MOST_ROW_STEPS + ["prompts"], "at last"
+    assert turns(0, 1) == ["both"], "nothing waits for its turn"
+    assert turns(worth, MOST_PROMPT_STEPS + 1) == ["prompts"] * MOST_PROMPT_STEPS + ["rows"]
+    assert work.turn(room, [], 1, worth) == "both", "no rows"
 
 
 @pytest.mark.parametrize(
@@ -99,7 +150,7 @@ def test_prompt_advances_at_last_beside_streams_and_only_now_and_then() -> None:
         room = work.room(known, streams)
         worth = room.prompt_worth(streams, 16_384)
         advanced.append(worth)
-        work.planned(room, leaves_out=not worth, skips_rows=False)
+        work.planned(room, "both", leaves_out=not worth)
     chunks = [worth for worth in advanced if worth]
     assert len(chunks) == 2
     assert known.seconds(streams.with_prompts(chunks[0])) <= 1.01 * FORCED_READS * known.seconds(StepShape(1))

@@ -20,6 +20,8 @@ from cortex.neuron.engine.speculation.drafter import Draft
 from cortex.neuron.engine.speculation.width_rule import StepTime
 from cortex.neuron.layers.parameters import Parameters
 
+from ...engine_runs import run, tokens_of
+
 CPU = torch.device("cpu")
 END = 256
 VOCAB = 258
@@ -128,13 +130,9 @@ Response = tuple[tuple[int, ...], tuple[Any, ...], str | None]
 
 
 def responses(engine: Engine, requests: Sequence[EngineRequest]) -> dict[str, Response]:
-    found: dict[str, Response] = {request.id: ((), (), None) for request in requests}
-    for request in requests:
-        engine.submit(request)
-    while engine.has_work:
-        for output in engine.step():
-            assert output.error is None
-            tokens, logprobs, _ = found[output.request_id]
-            found[output.request_id] = (*tokens, *output.tokens), (*logprobs, *output.logprobs), output.finish
-        engine.check_integrity()
+    found: dict[str, Response] = {}
+    for name, outputs in run(engine, *requests).items():
+        assert all(output.error is None for output in outputs)
+        logprobs = tuple(each for output in outputs for each in output.logprobs)
+        found[name] = tuple(tokens_of(outputs)), logprobs, outputs[-1].finish
     return found

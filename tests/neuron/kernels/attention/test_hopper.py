@@ -15,9 +15,7 @@ from cortex.neuron.private_api.triton import GLUON
 
 from ...failed_probes import fail_probe
 
-ON_HOPPER = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a card of Hopper's kind"
-)
+ON_HOPPER = pytest.mark.usefixtures("on_hopper")
 CUDA = torch.device("cuda")
 ROWS = [
     [(0, 1)],

@@ -14,9 +14,7 @@ from cortex.neuron.kernels.quantised import hopper_experts
 from cortex.neuron.kernels.quantised.layout import FP4, INT4, IQ4, Q4, Q6, Layout
 from cortex.neuron.kernels.quantised.unpack import small_floats_by_half
 
-ON_HOPPER = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a card of Hopper's kind"
-)
+ON_HOPPER = pytest.mark.usefixtures("on_hopper")
 CUDA = torch.device("cuda")
 
 

@@ -115,13 +115,13 @@ CUTS = [(20, 1.0), (1, 1.0), (900, 1.0), (0, 0.9), (0, 1e-6), (0, 0.999), (50, 0
 
 
 @pytest.mark.parametrize(
-    ("listed", "kind", "half", "cut"),
-    combinations([1024, 64], ["flat", "peaked", "ties"], [False, True], CUTS, one_of=3),
+    ("lists", "kind", "half", "cut"),
+    combinations([(1024, 1024), (1024, 16), (64, 64)], ["flat", "peaked", "ties"], [False, True], CUTS, one_of=5),
 )
 def test_cut_keeps_the_tokens_of_the_reference(
-    listed: int, kind: str, half: bool, cut: tuple[int, float], device: torch.device
+    lists: tuple[int, int], kind: str, half: bool, cut: tuple[int, float], device: torch.device
 ) -> None:
-    """Also where the list of candidates is too short, and all tokens are searched."""
+    """Also where the list of candidates is too long to be sorted, or to be kept, and all tokens are searched."""
     vocab, count = (1500 if INTERPRETED else 128_256), (2 if INTERPRETED else 5)
     top_k, top_p = cut
     params = SamplingParams(temperature=0.8, top_k=top_k, top_p=top_p, seed=1)
@@ -129,7 +129,7 @@ def test_cut_keeps_the_tokens_of_the_reference(
     draws, _ = place(sampler, [EngineRequest("r", (1,), 9, params)] * count, [()] * count, None)
     logits = logits_of(kind, count, vocab, device, torch.bfloat16 if half else torch.float32)
     values = logits.float()
-    kept = _kept(logits, draws, sampler, listed)
+    kept = _kept(logits, draws, sampler, *lists)
     for own, row in zip(kept, values, strict=True):
         expected = cut_reference(row / 0.8, top_k or vocab, top_p) > -torch.inf
         if top_p == 1.0:
@@ -139,12 +139,13 @@ def test_cut_keeps_the_tokens_of_the_reference(
         assert weights[own != expected].sum() <= max(1e-5, float(weights[expected].min()) * 1.01)
 
 
-def _kept(logits: Tensor, draws: Draws, sampler: Sampler, most_listed: int) -> Tensor:
+def _kept(logits: Tensor, draws: Draws, sampler: Sampler, most_listed: int, most_sorted: int) -> Tensor:
     from cortex.neuron.kernels.sampling.draw import first_pass
 
     tables = sampler.tables
     figures, _, highest, _ = first_pass(logits, draws, tables, adjusts=False)
-    found = cuts.cut_vocabulary(logits, draws, tables, highest, figures, adjusts=False, most_listed=most_listed)
+    given = (logits, draws, tables, highest, figures)
+    found = cuts.cut_vocabulary(*given, adjusts=False, most_listed=most_listed, most_sorted=most_sorted)
     shift = 16 if logits.dtype == torch.bfloat16 else 0
     values = logits.float()
     values[values == 0] = 0.0

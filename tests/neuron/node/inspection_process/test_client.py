@@ -15,7 +15,7 @@ from faulty_models import write_model
 
 from cortex.neuron.node.inspection_process.client import InspectionProcess
 from cortex.neuron.node.inspection_process.reading import Read
-from cortex.wire.errors import LoadFailed
+from cortex.wire.errors import FilesDamaged, LoadFailed
 
 from ....processes import alive
 
@@ -29,6 +29,7 @@ async def inspector() -> AsyncIterator[InspectionProcess]:
 
 def model_with(folder: Path, template: str) -> Path:
     write_model(folder)
+    (folder / "tokenizer.json").write_text("{}")
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     return folder
 
@@ -40,6 +41,21 @@ async def test_reads_facts_and_text(inspector: InspectionProcess, tmp_path: Path
     assert (await inspector.read_text(path, "m")).capabilities.reasoning
     assert await inspector.find_local(str(path), tmp_path, None) == path
     assert await inspector.find_local("org/absent", tmp_path, None) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [('{"model": {"vo', "is cut off after 14 bytes"), ("", "is cut off"), (None, "has no tokenizer")],
+)
+async def test_model_without_a_whole_tokenizer_is_damaged(
+    inspector: InspectionProcess, tmp_path: Path, content: str | None, problem: str
+) -> None:
+    path = model_with(tmp_path / "m", "{{ messages }}")
+    (path / "tokenizer.json").unlink()
+    if content is not None:
+        (path / "tokenizer.json").write_text(content)
+    with pytest.raises(FilesDamaged, match=f"m: its text files cannot be read: .*{problem}"):
+        await inspector.read_text(path, "m")
 
 
 @pytest.mark.parametrize(

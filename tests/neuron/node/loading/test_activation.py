@@ -1,5 +1,7 @@
 """The default models of a node, and downloads from the hub."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
@@ -7,11 +9,27 @@ from pathlib import Path
 from faulty_models import running_node, write_model
 
 from cortex.neuron.hub_process.resolver import FileSources
+from cortex.neuron.node.loading.startup_models import StartupModels
 from cortex.neuron.weights.errors import HubUnreachable
+from cortex.wire.errors import LoadFailed
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import ModelState
 
 from ....waiting import WAIT_S, until, wait_until
+
+
+async def test_reports_why_a_default_model_failed_and_loads_the_others() -> None:
+    async def load(model_id: str) -> None:
+        if model_id == "broken":
+            raise LoadFailed("the file has no header")
+        if model_id == "buggy":
+            raise KeyError("layers")
+
+    startup = StartupModels(["broken", "buggy", "fine"], load, lambda: None)
+    await startup.run()
+    status = startup.status()
+    assert (status.state, status.completed, status.failed) == ("done", ("fine",), ("broken", "buggy"))
+    assert status.reasons == {"broken": "the file has no header", "buggy": "unexpected KeyError: 'layers'"}
 
 
 async def test_failed_default_model_does_not_stop_the_next(tmp_path: Path) -> None:

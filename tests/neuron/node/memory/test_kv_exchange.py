@@ -10,6 +10,7 @@ import struct
 import zlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,7 @@ from aiohttp import web
 
 from cortex.neuron.engine.host_pages import block_files
 from cortex.neuron.engine.host_pages.block_files import DamagedFile, Selection
+from cortex.neuron.engine.host_pages.rates import CopyRate
 from cortex.neuron.engine.host_pages.store import BlockKind, ChosenBlocks
 from cortex.neuron.engine.kv.pages import ROOT, Digest, page_digests
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats
@@ -161,6 +163,61 @@ async def test_fetches_what_it_lacks_and_tells_its_workers(tmp_path: Path) -> No
     assert select(tmp_path / "b", DIGESTS[10:]).num_pages == 22
 
 
+async def test_blocks_that_arrive_while_the_prompt_is_computed_are_reported_one_file_after_another(
+    tmp_path: Path,
+) -> None:
+    fill(tmp_path / "a")
+    worker, seen = Worker(), list[BlocksRequest]()
+    exchange = KvExchange(tmp_path / "b", 1 << 30, [worker])
+    files = block_files.scan(tmp_path / "a", MODEL, {}).values()
+    body = stream(block_files.select(files, DIGESTS, last_first=True))
+    fast = EngineStats(prompt_token_s=1e-3)
+    async with node_with(body, 32, seen) as source:
+        info = replace(INFO, computes_fronts=True)
+        assert await exchange.fetch("m", info, fast, REQUEST, source) == 32 * 4096
+    assert seen[0].last_first
+    assert worker.sent == [FindBlocks(MODEL)] * (len(files) + 1)
+    exchange.close()
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "prompt_token_s", "computes_fronts", "is_fetched"),
+    [
+        pytest.param(None, 0.1, True, True, id="nothing waits while the link is measured"),
+        pytest.param(None, 1e-6, False, False, id="assumed to be slower than computing"),
+        pytest.param(1e3, 1.0, False, True, id="131 s instead of 1,024 s"),
+        pytest.param(1e3, 0.1, False, False, id="131 s instead of 102 s"),
+        pytest.param(1e3, 0.1, True, True, id="half of it while the other half is computed"),
+        pytest.param(1e2, 0.1, True, False, id="a small part of it"),
+    ],
+)
+async def test_fetches_what_is_expected_to_save_time(
+    tmp_path: Path, bytes_per_s: float | None, prompt_token_s: float, *, computes_fronts: bool, is_fetched: bool
+) -> None:
+    fill(tmp_path / "a")
+    rates: dict[str, CopyRate] = {}
+    exchange = KvExchange(tmp_path / "b", 1 << 30, [], rates=rates)
+    info, stats = replace(INFO, computes_fronts=computes_fronts), EngineStats(prompt_token_s=prompt_token_s)
+    async with node_with(stream(select(tmp_path / "a", DIGESTS)), 32, []) as source:
+        rates[source.url] = CopyRate(bytes_per_s=bytes_per_s)
+        assert (await exchange.fetch("m", info, stats, REQUEST, source) > 0) == is_fetched
+    exchange.close()
+
+
+@pytest.mark.parametrize("last_first", [False, True])
+def test_blocks_are_sent_in_the_order_of_their_pages(tmp_path: Path, last_first: bool) -> None:
+    fill(tmp_path)
+    found = block_files.select(block_files.scan(tmp_path, MODEL, {}).values(), DIGESTS, last_first=last_first)
+    pages = [
+        min(DIGESTS.index(file.digests[(piece.first_byte - file.first_byte) // 4096]) for file in [by_path[piece.path]])
+        for by_path in [block_files.scan(tmp_path, MODEL, {})]
+        for piece in found.pieces
+        if piece.path is not None
+    ]
+    assert pages == sorted(pages, reverse=last_first)
+    assert len(pages) > 2
+
+
 @pytest.mark.parametrize(
     ("stats", "budget"),
     [
@@ -248,11 +305,11 @@ async def test_offers_what_is_on_disk_and_writes_the_rest_first(tmp_path: Path) 
     fill(tmp_path, 20)
     worker = Worker()
     exchange = KvExchange(tmp_path, 1 << 30, [worker])
-    assert (await exchange.offered(MODEL, DIGESTS[:20])).num_pages == 20
+    assert (await exchange.offered(BlocksRequest(MODEL, DIGESTS[:20]))).num_pages == 20
     assert worker.saves == []
-    assert (await exchange.offered(MODEL, DIGESTS)).num_pages == 20
+    assert (await exchange.offered(BlocksRequest(MODEL, DIGESTS))).num_pages == 20
     assert worker.saves == [DIGESTS, DIGESTS], "it is asked until it has written all"
-    assert (await KvExchange(tmp_path, 0, [worker]).offered(MODEL, DIGESTS)).num_pages == 0
+    assert (await KvExchange(tmp_path, 0, [worker]).offered(BlocksRequest(MODEL, DIGESTS))).num_pages == 0
 
 
 async def test_node_that_cannot_be_reached_is_not_asked_again_soon(tmp_path: Path) -> None:

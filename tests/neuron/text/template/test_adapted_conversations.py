@@ -12,7 +12,7 @@ from cortex.neuron.families.tool_calls import ToolSyntax
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.template.chat_template import ChatTemplate
 from cortex.neuron.text.template.literal_content import LiteralContent
-from cortex.neuron.text.tools.write import SpelledText, Written
+from cortex.neuron.text.tools.write import MarkupText, TextPiece
 from cortex.wire.errors import TemplateRenderFailed
 from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.requests import GenerateRequest, Message, Text, ToolCall, ToolChoice, ToolResult
@@ -78,9 +78,9 @@ def test_calls_that_a_template_does_not_show_are_written_in_the_syntax_of_the_mo
 def test_markers_of_written_calls_are_control_tokens_and_those_in_their_values_are_not(make_model: Any) -> None:
     template = ChatTemplate("{{ tools }}<|im_start|>{% for m in messages %}{{ m.content }}{% endfor %}")
     model = TextModel(make_model("chatml").tokenizer, template, template, SamplingDefaults())
-    pieces = (Written("<|im_start|>", True), Written("<|im_end|>", False))
+    pieces = (TextPiece("<|im_start|>", True), TextPiece("<|im_end|>", False))
     spelled = LiteralContent(model.tokenizer.vocabulary, template)
-    values = {"messages": [{"content": SpelledText(pieces)}], "tools": None}
+    values = {"messages": [{"content": MarkupText(pieces)}], "tools": None}
     rendered = spelled.render(template.render, values, ())
     assert [rendered.text[place:] for place in rendered.literal_at] == ["<|im_end|>"]
 

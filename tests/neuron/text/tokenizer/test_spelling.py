@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 
-from cortex.neuron.text.tokenizer.library import LibraryTokenizer
-from cortex.neuron.text.tokenizer.spelling import is_utf8
+from cortex.neuron.text.tokenizer.library import LibraryTokenizer, is_utf8
 from cortex.neuron.text.tokenizer.tokenizer import Tokenizer as TextTokenizer
 
 from ..conftest import local, write_model

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cortex.neuron.weights.errors import CheckpointError
-from cortex.neuron.weights.gguf.config import rope_scaling
+from cortex.neuron.weights.gguf.checkpoint import rope_scaling
 from cortex.neuron.weights.gguf.metadata import read_metadata
 
 Writer = Callable[[], Any]

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import errno
+import mmap
+import os
 import struct
 import tracemalloc
 from collections.abc import Callable
@@ -10,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cortex.neuron.weights.errors import CheckpointError, Malformed, Unsupported
+from cortex.neuron.weights.errors import CheckpointError, FilesMissing, Malformed, Unsupported
 from cortex.neuron.weights.mapping import MappedFile
 from cortex.neuron.weights.safetensors.checkpoint import parse_header
 from cortex.neuron.weights.stored import StoredTensor
@@ -28,6 +31,23 @@ def parse(path: Path, raw: bytes) -> dict[str, StoredTensor]:
 
 def entry(dtype: Any = "F32", shape: Any = (2,), span: Any = (0, 8)) -> dict[str, Any]:
     return {"dtype": dtype, "shape": shape, "data_offsets": span}
+
+
+@pytest.mark.parametrize(
+    ("code", "remedy"), [(errno.ENOMEM, "free memory on the host"), (errno.ENODEV, "its file system is supported")]
+)
+def test_file_that_cannot_be_mapped_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, remedy: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(bytes(8))
+    with MappedFile(path) as file:
+        monkeypatch.setattr(mmap, "mmap", fail)
+        with pytest.raises(FilesMissing, match=f"{os.strerror(code)}; .*{remedy}"):
+            _ = file.buffer
 
 
 def test_valid_header_yields_the_tensors(tmp_path: Path, write_safetensors_bytes: Compose) -> None:

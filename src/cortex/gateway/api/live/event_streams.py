@@ -102,7 +102,7 @@ class WorkStatus(Protocol):
 StatusT = TypeVar("StatusT", bound=WorkStatus)
 
 
-class Following(Generic[StatusT]):
+class FollowedWork(Generic[StatusT]):
     """One piece of work on one node. Owned by the task that runs `outcome`."""
 
     def __init__(

@@ -16,12 +16,9 @@ from cortex.fleet.catalogue import Alias, Catalogue, ModelSpec, Resolution
 from cortex.fleet.topology import Fleet
 from cortex.gateway.api.files import FileRoutes
 from cortex.gateway.api.ollama import listing
-from cortex.gateway.api.parts import ApiRoute
+from cortex.gateway.api.parts import ApiRoute, ApiServices
 from cortex.gateway.created_models import CreatedModels
 from cortex.gateway.dispatch.nodes.client import NodeClient
-from cortex.gateway.dispatch.view import DispatchView
-from cortex.gateway.ledger.meter import Metering
-from cortex.gateway.proxy.deferred_responses import DeferredResponses
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.composed_body import Body
 from cortex.http.head import stream_headers
@@ -51,20 +48,14 @@ class CreationRoutes:
 
     def __init__(
         self,
-        dispatcher: DispatchView,
-        nodes: Mapping[str, NodeClient],
+        api: ApiServices,
         files: FileRoutes,
-        metering: Metering,
-        deferred: DeferredResponses,
         created: CreatedModels,
         change: Change,
     ) -> None:
         """`change` adds or removes an entry of the catalogue and puts that in force."""
-        self._dispatcher = dispatcher
-        self._nodes = nodes
+        self._api = api
         self._files = files
-        self._metering = metering
-        self._deferred = deferred
         self._created_models = created
         self._change = change
         self._upload_node = ""
@@ -99,27 +90,27 @@ class CreationRoutes:
         return True
 
     def _show_created(self, exchange: Exchange) -> Response:
-        self._metering.meter.authenticate_operator(exchange.request)
+        self._api.authenticate_operator(exchange.request)
         created = self._created_models.read()
         return json_response({"models": sorted((*created.ids, *created.aliases))})
 
     def _begin_delete(self, exchange: Exchange, name: str) -> None:
-        self._metering.meter.authenticate_operator(exchange.request)
+        self._api.authenticate_operator(exchange.request)
 
         async def deleted() -> Response:
             if not await self.delete(name):
                 raise ModelNotFound(f"No model {shorten(name)} was created here.", param="model")
             return json_response({"model": name})
 
-        self._deferred.respond(exchange, deleted())
+        self._api.deferred.respond(exchange, deleted())
 
     def _begin_finding(self, exchange: Exchange, digest: str) -> None:
-        self._metering.meter.authenticate_operator(exchange.request)
-        self._deferred.respond(exchange, self._find_upload(digest))
+        self._api.authenticate_operator(exchange.request)
+        self._api.deferred.respond(exchange, self._find_upload(digest))
 
     def _begin_upload(self, exchange: Exchange, digest: str) -> None:
-        self._metering.meter.authenticate_operator(exchange.request)
-        self._deferred.respond(exchange, self._upload(digest, exchange.request.upload or exchange.request.body))
+        self._api.authenticate_operator(exchange.request)
+        self._api.deferred.respond(exchange, self._upload(digest, exchange.request.upload or exchange.request.body))
 
     async def _find_upload(self, digest: str) -> Response:
         found = await self._node_with([digest])
@@ -130,10 +121,10 @@ class CreationRoutes:
 
     async def _upload(self, digest: str, body: Body) -> Response:
         """Store a file on a node: all files of a model on the same one."""
-        node = self._dispatcher.fleet.node(self._upload_node)
+        node = self._api.dispatcher.fleet.node(self._upload_node)
         if node is None or not (node.healthy and node.takes_orders):
             self._upload_node = self._files.roomiest_node()
-        client = self._nodes[self._upload_node]
+        client = self._api.nodes[self._upload_node]
         try:
             await client.upload(digest, body)
         except UpstreamFault as fault:
@@ -146,30 +137,30 @@ class CreationRoutes:
 
     async def _node_with(self, digests: list[str]) -> NodeClient | None:
         """The node that has all these uploads, if there is one."""
-        places = [node.name for node in self._dispatcher.fleet.nodes if node.healthy and node.takes_orders]
+        places = [node.name for node in self._api.dispatcher.fleet.nodes if node.healthy and node.takes_orders]
         for name in sorted(places, key=lambda place: place != self._upload_node):
             try:
-                if all([await self._nodes[name].has_upload(digest) for digest in digests]):
-                    return self._nodes[name]
+                if all([await self._api.nodes[name].has_upload(digest) for digest in digests]):
+                    return self._api.nodes[name]
             except UpstreamFault as fault:
                 log.debug("%s cannot list its uploads: %s", name, fault)
         return None
 
     def _begin_create(self, exchange: Exchange) -> None:
-        self._metering.meter.authenticate_operator(exchange.request)
+        self._api.authenticate_operator(exchange.request)
         creation = modelfile.read_creation(exchange.request.body)
         streams = wire_body.parse(exchange.request.body).flag("stream") is not False
-        self._deferred.respond(exchange, self._create(creation, streams=streams))
+        self._api.deferred.respond(exchange, self._create(creation, streams=streams))
 
     def _begin_copy(self, exchange: Exchange) -> None:
-        self._metering.meter.authenticate_operator(exchange.request)
+        self._api.authenticate_operator(exchange.request)
         fields = wire_body.parse(exchange.request.body)
         source, name = (plain_name(fields.text(key) or "") for key in ("source", "destination"))
         if not source or not name or len(name) > MAX_MODEL_NAME:
             raise InvalidValue("Give 'source' and 'destination', the names of a model and of its copy.")
         check_name(name, "destination")
-        self._dispatcher.resolve(source)
-        self._deferred.respond(exchange, self._copy(modelfile.Creation(name=name, source=source)))
+        self._api.dispatcher.resolve(source)
+        self._api.deferred.respond(exchange, self._copy(modelfile.Creation(name=name, source=source)))
 
     async def _copy(self, creation: modelfile.Creation) -> Response:
         await self._make(creation)
@@ -199,9 +190,9 @@ class CreationRoutes:
         """Raises InvalidValue for a name that is a pattern, or that of a model which was not created."""
         if not {*"*?["}.isdisjoint(name):
             raise InvalidValue(f"{shorten(name)} is a pattern; give a name without *, ? and [.", param="model")
-        catalogue = self._dispatcher.catalogue
+        catalogue = self._api.dispatcher.catalogue
         is_configured = name in (*catalogue.ids, *catalogue.aliases) and name not in (*created.ids, *created.aliases)
-        if is_configured or (name in self._dispatcher.fleet.live_models() and name not in created.ids):
+        if is_configured or (name in self._api.dispatcher.fleet.live_models() and name not in created.ids):
             raise InvalidValue(f"There is a model {shorten(name)} already; choose another name.", param="model")
 
     async def _entry_of_files(self, creation: modelfile.Creation) -> ModelSpec:
@@ -233,19 +224,19 @@ class CreationRoutes:
 
     async def _entry_of_source(self, creation: modelfile.Creation) -> ModelSpec | Alias:
         """A model made from one in the fleet, one on the hub, or a path on a node."""
-        fleet, source = self._dispatcher.fleet, creation.source
+        fleet, source = self._api.dispatcher.fleet, creation.source
         try:
-            base = None if is_path(source) else self._dispatcher.resolve(source)
+            base = None if is_path(source) else self._api.dispatcher.resolve(source)
         except ModelNotFound:
             base = None
         if base is not None:
-            described = listing.described(fleet, base.spec, 0.0, self._dispatcher.now)
+            described = listing.described(fleet, base.spec, 0.0, self._api.dispatcher.now)
             named = None if described.is_loaded else base.spec.context_tokens
             context_tokens = min(filter(None, (described.context_tokens, named)), default=None)
             template = None
             if creation.template:
                 own = base.spec.chat_template or await chat_template(
-                    fleet, self._nodes, listing.files_of(fleet, base.spec)
+                    fleet, self._api.nodes, listing.files_of(fleet, base.spec)
                 )
                 template = _converted(creation.template, own)
             return created_entry(creation, base, None, context_tokens, template)
@@ -257,7 +248,7 @@ class CreationRoutes:
         """Delete the files that were uploaded for `spec`, unless another model has them. Raises ModelInUse."""
         source = spec.source or ""
         if is_uploaded(source) and not any(each.source == source for each in created.models if each != spec):
-            for node in self._dispatcher.fleet.listing(source):
+            for node in self._api.dispatcher.fleet.listing(source):
                 await self._files.delete(node.name, source, None)
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,14 +16,10 @@ from cortex.gateway.api.files import FileRoutes
 from cortex.gateway.api.jobs import Job
 from cortex.gateway.api.ollama import listing
 from cortex.gateway.api.ollama.creation import PREFIX, CreationRoutes, chat_template
-from cortex.gateway.api.parts import ApiRoute, listing_key
-from cortex.gateway.dispatch.nodes.client import NodeClient
-from cortex.gateway.dispatch.view import DispatchView
+from cortex.gateway.api.parts import ApiRoute, ApiServices, listing_key
 from cortex.gateway.ledger import keys
 from cortex.gateway.ledger.keys import KeySection
-from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.proxy.admission import resolve_listed
-from cortex.gateway.proxy.deferred_responses import DeferredResponses
 from cortex.gateway.proxy.routes import error_response, json_response
 from cortex.http.head import stream_headers
 from cortex.http.request import Request
@@ -45,8 +40,6 @@ from cortex.wire.fields import body as wire_body
 from cortex.wire.model_names import split_quant
 from cortex.wire.preset import Preset
 
-log = logging.getLogger(__name__)
-
 POLL_S = 0.25
 
 
@@ -55,22 +48,16 @@ class OllamaRoutes:
 
     def __init__(
         self,
-        dispatcher: DispatchView,
-        nodes: Mapping[str, NodeClient],
+        api: ApiServices,
         files: FileRoutes,
-        metering: Metering,
-        deferred: DeferredResponses,
         open_paths: Sequence[bytes],
         creations: CreationRoutes,
     ) -> None:
         """`open_paths` need no key."""
         self._creations = creations
         self._open_paths = open_paths
-        self._dispatcher = dispatcher
-        self._nodes = nodes
+        self._api = api
         self._files = files
-        self._metering = metering
-        self._deferred = deferred
         self._created = time.time()
         self._tasks = OwnedTasks()
 
@@ -84,22 +71,22 @@ class OllamaRoutes:
         ]
 
     def _key(self, request: Request) -> KeySection | None:
-        return listing_key(self._metering.meter, request, self._open_paths)
+        return listing_key(self._api.metering.meter, request, self._open_paths)
 
     def _list(self, exchange: Exchange, name: str) -> Response:
         return json_response(self._listing(name, self._key(exchange.request)))
 
     def _show_model(self, exchange: Exchange) -> None:
         name = models.read_name(exchange.request.body)
-        resolution = resolve_listed(self._dispatcher, self._key(exchange.request), name, "/api/tags")
-        self._deferred.respond(exchange, self._show(resolution, name))
+        resolution = resolve_listed(self._api.dispatcher, self._key(exchange.request), name, "/api/tags")
+        self._api.deferred.respond(exchange, self._show(resolution, name))
 
     def _begin_pull(self, exchange: Exchange) -> None:
-        self._pull(exchange, self._metering.meter.authenticate_operator(exchange.request))
+        self._pull(exchange, self._api.authenticate_operator(exchange.request))
 
     def _begin_delete(self, exchange: Exchange) -> None:
-        self._metering.meter.authenticate_operator(exchange.request)
-        self._deferred.respond(exchange, self._delete(models.read_name(exchange.request.body)))
+        self._api.authenticate_operator(exchange.request)
+        self._api.deferred.respond(exchange, self._delete(models.read_name(exchange.request.body)))
 
     async def close(self) -> None:
         """Stop following; nodes finish their downloads by themselves."""
@@ -108,16 +95,16 @@ class OllamaRoutes:
     def _listing(self, name: str, key: KeySection | None) -> dict[str, Any]:
         if name == "version":
             return {"version": models.VERSION}
-        fleet, now = self._dispatcher.fleet, self._dispatcher.now
+        fleet, now = self._api.dispatcher.fleet, self._api.dispatcher.now
         found = listing.listed(fleet, self._created, now, partial(keys.may_use, key))
         return models.tags(found) if name == "tags" else models.loaded(found)
 
     async def _show(self, resolution: Resolution, name: str) -> Response:
         spec = resolution.spec
-        files = listing.files_of(self._dispatcher.fleet, spec)
-        template = spec.chat_template or await chat_template(self._dispatcher.fleet, self._nodes, files)
-        described = listing.described(self._dispatcher.fleet, spec, self._created, self._dispatcher.now, name)
-        alias = self._dispatcher.catalogue.aliases.get(resolution.alias or "")
+        files = listing.files_of(self._api.dispatcher.fleet, spec)
+        template = spec.chat_template or await chat_template(self._api.dispatcher.fleet, self._api.nodes, files)
+        described = listing.described(self._api.dispatcher.fleet, spec, self._created, self._api.dispatcher.now, name)
+        alias = self._api.dispatcher.catalogue.aliases.get(resolution.alias or "")
         license = alias.license if isinstance(alias, Alias) else None
         described = dataclasses.replace(
             described,
@@ -132,7 +119,7 @@ class OllamaRoutes:
         """Deletes a model's files, or only the quantisation in `name`, from every node that has them."""
         if await self._creations.delete(name):
             return Response(200, (), b"")
-        resolution = self._dispatcher.resolve(name)
+        resolution = self._api.dispatcher.resolve(name)
         if resolution.alias is not None:
             raise ModelNotFound(
                 f"{shorten(name)} is an alias: delete {resolution.model_id}, if that is what you mean.", param="model"
@@ -140,7 +127,7 @@ class OllamaRoutes:
         quant = None if name == resolution.model_id else split_quant(name)[1]
         nodes = [
             node.name
-            for node in self._dispatcher.fleet.nodes
+            for node in self._api.dispatcher.fleet.nodes
             if (held := node.residencies.get(resolution.model_id)) is not None and held.status.disk_bytes
         ]
         if not nodes:

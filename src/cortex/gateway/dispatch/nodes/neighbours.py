@@ -11,7 +11,8 @@ import msgspec
 
 from cortex.fleet.topology import Fleet
 from cortex.gateway.dispatch.nodes.client import NodeClient
-from cortex.wire.node.neighbours import MAX_NEIGHBOURS, Neighbour, repository_of
+from cortex.wire.node.load_options import is_path
+from cortex.wire.node.neighbours import MAX_NEIGHBOURS, Neighbour, is_of_path, repository_of
 from cortex.wire.node.orders import FilesRequest, LoadRequest
 
 log = logging.getLogger(__name__)
@@ -27,11 +28,13 @@ class Neighbours:
 
     def in_load(self, node: str, request: LoadRequest) -> LoadRequest:
         """The order, with the neighbours for `node` filled in."""
-        return msgspec.structs.replace(request, neighbours=self._named(node, request.model_id, request.source))
+        named = self._named(node, request.model_id, request.source)
+        return msgspec.structs.replace(request, source=self._source(node, request), neighbours=named)
 
     def in_pull(self, node: str, request: FilesRequest, also: Collection[str] = ()) -> FilesRequest:
         """`also`: nodes that have the files since their last report."""
-        return msgspec.structs.replace(request, neighbours=self._named(node, request.model_id, request.source, also))
+        named = self._named(node, request.model_id, request.source, also)
+        return msgspec.structs.replace(request, source=self._source(node, request), neighbours=named)
 
     def holders(self, node: str, model: str, source: str | None, also: Collection[str] = ()) -> list[str]:
         """The other nodes that are up, have files of the model and can be reached from `node`."""
@@ -47,14 +50,11 @@ class Neighbours:
             if reaches(target.section.endpoint, self._nodes[other.name].section.endpoint)
             if other.name in also
             or any(
-                held.status.disk_bytes and repository_of(held.status.source or held.model_id) == repository
+                (held.status.disk_bytes or is_path(held.status.source or ""))
+                and repository_of(held.status.source or held.model_id) == repository
                 for held in other.residencies.values()
             )
         ]
-
-    def is_on_path(self, model: str, source: str | None) -> bool:
-        """Whether the model's files are at a path on a node; such files are not shared."""
-        return self._repository(self._read_fleet(), model, source) is None
 
     def _named(self, node: str, model: str, source: str | None, also: Collection[str] = ()) -> tuple[Neighbour, ...]:
         repository = self._repository(self._read_fleet(), model, source)
@@ -70,10 +70,22 @@ class Neighbours:
 
     def _repository(self, fleet: Fleet, model: str, source: str | None) -> str | None:
         """The model's repository: from the order, from a node that knows it, or from its name."""
-        if source is None:
-            held = (node.residencies.get(model) for node in fleet.nodes)
-            source = next((each.status.source for each in held if each is not None and each.status.source), model)
-        return repository_of(source)
+        return repository_of(source or _known_source(fleet, model) or model)
+
+    def _source(self, node: str, request: LoadRequest | FilesRequest) -> str | None:
+        """That of the order, or the path, or copy of one, of another node's model that `node` does not know."""
+        fleet = self._read_fleet()
+        known = _known_source(fleet, request.model_id)
+        target = fleet.node(node)
+        if request.source is not None or known is None or not (is_path(known) or is_of_path(known)):
+            return request.source
+        return request.source if target is None or request.model_id in target.residencies else known
+
+
+def _known_source(fleet: Fleet, model: str) -> str | None:
+    """Of the first node that knows the model."""
+    held = (node.residencies.get(model) for node in fleet.nodes)
+    return next((each.status.source for each in held if each is not None and each.status.source), None)
 
 
 def reaches(endpoint: str, other: str) -> bool:

@@ -8,6 +8,8 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Final
 
+import msgspec
+
 from cortex.http.server.exchange import ClientPace, Exchange
 from cortex.http.server.server import Response
 from cortex.neuron.api import responses
@@ -24,6 +26,7 @@ from cortex.wire.node.orders import ForgetBlocksRequest, ForgottenBlocks
 
 _CHUNK_BYTES: Final = 1 << 20
 _BLOCK_CHUNK_BYTES: Final = 8 << 20
+QUIET_S: Final = 5.0
 _MAX_BLOCK_TRANSFERS: Final = 4
 """At once; others wait."""
 _OCTETS: Final = ((b"content-type", b"application/octet-stream"),)
@@ -32,11 +35,13 @@ _OCTETS: Final = ((b"content-type", b"application/octet-stream"),)
 class SharedFiles:
     """Files of models, at the rate that `limits.share_mb_per_s` leaves them. Belongs to the daemon's loop.
 
-    Only complete files of repositories in the hub cache are sent, by their digest: no request names a path.
+    Only complete files of this node's models are sent, by their digest: no request names a path.
     """
 
-    def __init__(self, backend: Backend, mb_per_s: int | None) -> None:
+    def __init__(self, backend: Backend, mb_per_s: int | None, quiet_s: float = QUIET_S) -> None:
+        """`quiet_s`: how long a client that waits for a listing gets nothing."""
         self._backend = backend
+        self._quiet_s = quiet_s
         self._mb_per_s = mb_per_s
         self._free_s = 0.0
         """When the next chunk of any transfer may be sent."""
@@ -45,11 +50,25 @@ class SharedFiles:
         repository = f"{FILES_PATH}(?P<repository>[^/]+/[^/]+)"
         return [Route("GET", repository, self.list), Route("GET", f"{repository}/(?P<digest>[^/]+)", self.send)]
 
-    async def list(self, call: ApiCall) -> Response:
+    async def list(self, call: ApiCall) -> Response | None:
+        """Files at a path are read for their digests first: meanwhile spaces, which JSON may begin with, keep the
+        client waiting."""
         self._check_shares()
-        return responses.json(
-            await self._backend.files.shared(call.values["repository"], call.query("revision") or "main")
-        )
+        shared = self._backend.files.shared(call.values["repository"], call.query("revision") or "main")
+        listing = asyncio.create_task(shared)
+        try:
+            done, _ = await asyncio.wait({listing}, timeout=self._quiet_s)
+            if done:
+                return responses.json(await listing)
+            call.exchange.start(200, ((b"content-type", b"application/json"),))
+            while not listing.done():
+                call.exchange.write(b" ")
+                await asyncio.wait({listing}, timeout=self._quiet_s)
+            call.exchange.write(msgspec.json.encode(await listing))
+            call.exchange.finish()
+            return None
+        finally:
+            listing.cancel()
 
     async def send(self, call: ApiCall) -> None:
         self._check_shares()
@@ -106,7 +125,7 @@ class KvBlocks:
     async def send(self, call: ApiCall) -> None:
         wanted = decode(call.request.body, BlocksRequest)
         async with self._turns:
-            found = await self._backend.kv.offered(wanted.model, wanted.digests)
+            found = await self._backend.kv.offered(wanted)
             exchange = call.exchange
             client = ClientPace(exchange)
             headers = (*_OCTETS, (PAGES.encode(), b"%d" % found.num_pages))

@@ -229,6 +229,10 @@ class SizedGraphs(ABC):
         """Whether a graph for a step of `num_rows` is captured."""
         return self._sizes.serving(num_rows) is not None
 
+    def padded(self, num_rows: int) -> int:
+        """The size of the graph for `num_rows`; themselves if there is none."""
+        return self._sizes.serving(num_rows) or num_rows
+
     @property
     def smallest_missing(self) -> int | None:
         """The smallest size that `prepare` will capture; None if none is left."""

@@ -93,6 +93,7 @@ class ModelGraphs:
         prompts = prompt_sizes(min(step_tokens, context_tokens), most) if has_kernels(last_tokens) else ()
         if prompts:
             self.prompts = PromptGraphs(*arguments, prompts, capture)
+            self.mixed_sizes[0] = prompts
         for streams in stream_sizes(max_rows) if prompts else ():
             mixed = [size for size in mixed_sizes(streams) if size <= prompts[-1] and streams + size <= most]
             if mixed:

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cortex.neuron.engine.errors import StepBlamed
+from cortex.neuron.engine.errors import FaultyRequest
 from cortex.neuron.engine.execution import batch_invariant
 from cortex.neuron.engine.execution.draw_graphs import DrawGraphs
 from cortex.neuron.engine.execution.graphs import (
@@ -190,13 +190,13 @@ class Runner:
     def launch(self, plan: StepPlan, draws: Sequence[Draw], mask: NewMask | None = None) -> Launched:
         """Starts a step. `draws`: the plan's drawing rows in order; `mask`: returns the tokens that they may draw.
 
-        Raises StepBlamed if the parameters of one request are at fault; retract the plan then."""
+        Raises FaultyRequest if the parameters of one request are at fault; retract the plan then."""
         with torch.inference_mode():
             for row, request, past in plan.new_rows:
                 try:
                     self.sampler.assign(row, request, past)
                 except Exception as error:
-                    raise StepBlamed(request.id) from error
+                    raise FaultyRequest(request.id) from error
             return self._run(plan, draws, mask)
 
     def _run(self, plan: StepPlan, draws: Sequence[Draw], mask: NewMask | None) -> Launched:
@@ -326,9 +326,17 @@ class Runner:
         scores += score_prompts(self._logits, hidden, plan, inputs, self._upload)
         if not draws:
             return None, hidden
-        logits = self._logits(hidden.index_select(0, self._upload(inputs.last)))
+        logits = self._logits(hidden.index_select(0, self._upload(self._padded(inputs.last))))
         allowed = None if mask is None else mask()
         return self._draw_from(logits, np.arange(len(draws)), inputs, draws, allowed), hidden
+
+    def _padded(self, last: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The places of drawn tokens, repeated up to a number of rows that has a graph: for other numbers, libraries
+        load other kernels when they are first used, and wait for all launched steps then."""
+        steps = self._graphs.steps
+        if self._graphs.prompts is None or steps is None:
+            return last
+        return np.pad(last, (0, steps.padded(len(last)) - len(last)), mode="edge")
 
     def _hidden(self, plan: StepPlan, inputs: StepInputs) -> Tensor:
         """The residual stream after the last layer, of the tokens that are drawn after or scored: [tokens, hidden]"""

@@ -16,6 +16,7 @@ import stat
 import struct
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -37,6 +38,10 @@ _ALIGNMENT = 4096
 """Of blocks in files and memory, for reads that bypass the page cache."""
 _MAX_HEADER_BYTES = 64 << 20
 _MAX_BLOCK_BYTES = 1 << 30
+_WRITERS = 2
+"""One core checks and writes about as fast as a link of 10 Gbit/s delivers."""
+_SENT_BYTES = 32 << 20
+"""Of blocks between nodes that become a file together: what has arrived is used before the rest has."""
 _MODEL = re.compile("[0-9a-f]{32}")
 
 
@@ -274,19 +279,24 @@ class Selection:
         return sum(piece.num_bytes for piece in self.pieces)
 
 
-def select(files: Iterable[BlockFile], digests: Sequence[Digest]) -> Selection:
-    """The blocks of the prefix whose pages have these digests."""
-    wanted, known, pieces = set(digests), set[tuple[int, Digest]](), list[Piece]()
+def select(files: Iterable[BlockFile], digests: Sequence[Digest], *, last_first: bool = False) -> Selection:
+    """The blocks of the prefix whose pages have these digests, those of its first pages first."""
+    wanted = {digest: page for page, digest in enumerate(digests)}
+    known, pieces = set[tuple[int, Digest]](), list[Piece]()
+    groups: list[tuple[int, BlockFile, list[int]]] = []
     for file in files:
-        size, part = file.kind.num_bytes, file.kind.part
+        part, most = file.kind.part, max(1, _SENT_BYTES // file.kind.num_bytes)
         chosen = [number for number, each in enumerate(file.digests) if each in wanted and (part, each) not in known]
-        if not chosen:
-            continue
         known |= {(part, file.digests[number]) for number in chosen}
-        names = [file.digests[number] for number in chosen], [file.checksums[number] for number in chosen]
+        for first in range(0, len(chosen), most):
+            numbers = chosen[first : first + most]
+            groups.append((min(wanted[file.digests[number]] for number in numbers), file, numbers))
+    for _, file, numbers in sorted(groups, key=lambda each: each[0], reverse=last_first):
+        size = file.kind.num_bytes
+        names = [file.digests[number] for number in numbers], [file.checksums[number] for number in numbers]
         header = _header(file.kind, file.model_id, *names)
         pieces.append(Piece(header, num_bytes=len(header)))
-        for number in chosen:
+        for number in numbers:
             last = pieces[-1]
             start = file.first_byte + number * size
             if last.path == file.path and last.first_byte + last.num_bytes == start:
@@ -299,13 +309,19 @@ def select(files: Iterable[BlockFile], digests: Sequence[Digest]) -> Selection:
 
 
 def receive(
-    read_into: Callable[[memoryview], int], root: Path, model: bytes, model_id: str, wanted: Collection[Digest]
+    read_into: Callable[[memoryview], int],
+    root: Path,
+    model: bytes,
+    model_id: str,
+    wanted: Collection[Digest],
+    written: Callable[[], None] = lambda: None,
 ) -> int:
     """Writes a stream of `Selection` as files; returns the bytes. `read_into`: as of a file. `wanted`: the requested
-    blocks. Raises DamagedFile for other or altered blocks, and what `read_into` raises; complete files stay."""
+    blocks. `written`: called on a thread for each file. Raises DamagedFile for other or altered blocks, and what
+    `read_into` raises; complete files stay."""
     total = 0
-    with ThreadPoolExecutor(1, "kv-file") as writer:
-        writing: Future[None] | None = None
+    with ThreadPoolExecutor(_WRITERS, "kv-file") as writers:
+        writing: deque[Future[bytearray]] = deque()
         while fixed := _exactly(read_into, _FIXED.size, may_end=True):
             magic, length, checksum = _FIXED.unpack(fixed)
             if magic != _MAGIC or length > _MAX_HEADER_BYTES:
@@ -318,13 +334,18 @@ def receive(
                 raise DamagedFile("blocks that were not asked for")
             if len(digests) > max(1, SLAB_BYTES // kind.num_bytes):
                 raise DamagedFile("more blocks than a file has")
-            blocks = [memoryview(_exactly(read_into, kind.num_bytes)) for _ in digests]
-            total += len(blocks) * kind.num_bytes
-            if writing is not None:
-                writing.result()  # at most one file is in memory while the next one arrives
-            writing = writer.submit(_write_checked, root, kind, model_id, digests, blocks, checksums)
-        if writing is not None:
-            writing.result()
+            num_bytes = len(digests) * kind.num_bytes
+            # Memory that was used before costs no page faults.
+            buffer = writing.popleft().result() if len(writing) > _WRITERS else bytearray(num_bytes)
+            if len(buffer) < num_bytes:
+                buffer = bytearray(num_bytes)
+            view = memoryview(buffer)[:num_bytes]
+            _fill(read_into, view)
+            facts = (kind, model_id, digests, checksums)
+            writing.append(writers.submit(_write_checked, root, *facts, buffer, view, written))
+            total += num_bytes
+        for each in writing:
+            each.result()
     return total
 
 
@@ -333,26 +354,37 @@ def _write_checked(
     kind: BlockKind,
     model_id: str,
     digests: Sequence[Digest],
-    blocks: Sequence[memoryview],
     checksums: Sequence[int],
-) -> None:
-    """Raises DamagedFile, or OSError."""
+    buffer: bytearray,
+    view: memoryview,
+    written: Callable[[], None],
+) -> bytearray:
+    """Writes the blocks in `view`, a part of `buffer`, which is returned. Raises DamagedFile, or OSError."""
+    size = kind.num_bytes
+    blocks = [view[start : start + size] for start in range(0, view.nbytes, size)]
     if any(zlib.crc32(block) != checksum for block, checksum in zip(blocks, checksums, strict=True)):
         raise DamagedFile("a block")
-    write_file(root, kind, model_id, digests, blocks, checksums)
+    write_file(root, kind, model_id, digests, [view], checksums)
+    written()
+    return buffer
 
 
 def _exactly(read_into: Callable[[memoryview], int], num_bytes: int, *, may_end: bool = False) -> bytearray:
-    found, done = bytearray(num_bytes), 0
-    view = memoryview(found)
-    while done < num_bytes:
+    found = bytearray(num_bytes)
+    return found if _fill(read_into, memoryview(found), may_end=may_end) else bytearray()
+
+
+def _fill(read_into: Callable[[memoryview], int], view: memoryview, *, may_end: bool = False) -> bool:
+    """False: the stream has ended before."""
+    done = 0
+    while done < view.nbytes:
         count = read_into(view[done:])
         if not count:
             if may_end and not done:
-                return bytearray()
+                return False
             raise DamagedFile("the stream has ended")
         done += count
-    return found
+    return True
 
 
 # -- removal -------------------------------------------------------------------------------------------------------

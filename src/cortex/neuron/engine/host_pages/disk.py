@@ -92,6 +92,8 @@ class DiskPages:
         """By model, as of the last scan."""
         self._places: dict[tuple[BlockKind, Digest], tuple[BlockFile, int]] = {}
         self._num_blocks: dict[BlockKind, int] = {}
+        self.num_found = 0
+        """Files found or written so far."""
         self._writes: list[_Write] = []
         self._writer = ThreadPoolExecutor(1, "kv-writer")
         self.readers = ThreadPoolExecutor(READERS, "kv-reader")
@@ -152,6 +154,7 @@ class DiskPages:
                 self._num_blocks[file.kind] -= 1
 
     def _add(self, file: BlockFile) -> None:
+        self.num_found += 1
         self._files.setdefault(file.kind.model, {})[file.path] = file
         for number, digest in enumerate(file.digests):
             if (file.kind, digest) not in self._places:

@@ -24,7 +24,7 @@ from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors, Ru
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
 from cortex.neuron.engine.host_pages.disk import DiskFetch, DiskPages
 from cortex.neuron.engine.host_pages.outgoing import OutgoingBlocks
-from cortex.neuron.engine.host_pages.rates import end_of_front, fetch_s, saves_time
+from cortex.neuron.engine.host_pages.rates import WORTH, end_of_front, fetch_s, saves_time
 from cortex.neuron.engine.host_pages.store import BlockKind, BlockPlace
 from cortex.neuron.engine.kv.page_groups import IncomingPages, KVPages
 from cortex.neuron.engine.kv.pages import Digest
@@ -71,7 +71,7 @@ class _Fetch:
 
 
 class OtherRanks(Protocol):
-    """The other ranks of a divided model, each with its own host memory: see `parallel/kept_blocks.py`."""
+    """The other ranks of a divided model, each with its own host memory: see `parallel/ranks.py`."""
 
     def keep(self, blocks: NamedBlocks, *, may_wait: bool) -> None: ...
     def fetch(self, blocks: Sequence[NamedBlocks]) -> bool: ...
@@ -131,6 +131,8 @@ class HostTier:
         """By the id of the waiting request."""
         self._fetched: set[str] = set()
         """Requests whose prefix was fetched or not worth fetching, until they end."""
+        self._searched: dict[str, tuple[int, int]] = {}
+        """Files found and the front when further pages of a request were last looked for."""
         self._remaining: list[tuple[int, list[tuple[int, Digest]]]] | None = None
         """Blocks left to copy while the model is idle; None if not known yet."""
         self._steps_to_scan = 0
@@ -206,6 +208,12 @@ class HostTier:
         self._looks_on_disk = False
         return counts[-1]
 
+    @property
+    def computes_fronts(self) -> bool:
+        """Whether a request computes pages while those after them are fetched. Windows and states need few blocks at
+        the front, and ranks of a divided model do not read from disk."""
+        return self._disk is not None and self._checkpoints is None and not self._pages.has_windows
+
     def is_fetching(self, request_id: str) -> bool:
         return request_id in self._fetches
 
@@ -216,6 +224,7 @@ class HostTier:
 
     def ended(self, request_id: str) -> None:
         self._fetched.discard(request_id)
+        self._searched.pop(request_id, None)
         if (fetch := self._fetches.get(request_id)) is not None and fetch.from_disk is not None:
             fetch.from_disk.cancel()
 
@@ -252,52 +261,73 @@ class HostTier:
         nearer = max(cached, count)
         if further <= nearer:
             return 0, 0
-        # Copies from host memory are short, and windows and states need few blocks at the front.
-        divides = count <= cached and self._checkpoints is None and not self._pages.has_windows
+        # Copies from host memory are short.
+        divides = count <= cached and self.computes_fronts
         front = self._front(disk, digests[:further], nearer, divides=divides)
         if front is None:
             return 0, 0
         return front if front > nearer else 0, further
 
-    def _front(self, disk: DiskPages, digests: Sequence[Digest], first: int, *, divides: bool = True) -> int | None:
-        """The page up to which to compute from `first` on while the rest is read from disk; None if computing
-        everything is expected to be faster. `divides`: it may be after `first`."""
+    def _front(
+        self, disk: DiskPages, digests: Sequence[Digest], first: int, num_computed: int = 0, *, divides: bool = True
+    ) -> int | None:
+        """The page up to which to compute while the pages after it are read from disk, those from `first` on at most;
+        None if computing everything is expected to be faster. `num_computed`: pages before `first` from which on it is
+        computed; 0: from `first` on. `divides`: it may be after `first`."""
         end, page_tokens = len(digests), self._pages.page_tokens
         read = [
             (kind, digest)
             for part, kind in enumerate(self._kinds)
-            for digest in (digests if part < len(self._pages.groups) else digests[-1:])
+            for digest in (digests[first:] if part < len(self._pages.groups) else digests[-1:])
             if self._blocks[part].num_bytes and not self._store.has(kind, digest) and disk.has(kind, digest)
             if self._id_of(part, digest) is None
         ]
         parts = disk.parts(read)
 
         def compute_s(page: int) -> float:
-            return self._compute_s(first * page_tokens, page * page_tokens)
+            return disk.worth / WORTH * self._compute_s((num_computed or first) * page_tokens, page * page_tokens)
 
         front = self._end_of_front(first, end, fetch_s(parts, READ_DELAY_S), compute_s) if divides else first
-        if front == first and not saves_time(parts, READ_DELAY_S, compute_s(end), worth=disk.worth):
+        rest_s = self._compute_s(first * page_tokens, end * page_tokens)
+        if front == first and not saves_time(parts, READ_DELAY_S, rest_s, worth=disk.worth):
             disk.rate.was_too_slow()
             return None
         return front if disk.buffers_of(max(kind.num_bytes for kind in self._kinds)) else None
 
     def shortened_front(self, request_id: str, digests: Sequence[Digest], num_computed: int, front: int) -> int:
         disk = self._disk
-        if disk is None or request_id in self._fetches or num_computed >= front:
+        if disk is None or not self.computes_fronts or request_id in self._fetches:
             return front
-        self._looks_on_disk = True
-        is_there = all(
-            self._id_of(part, digest) is not None or self._has_page(part, digest)
-            for part in range(len(self._pages.groups))
-            for digest in digests[num_computed:front]
-        )
-        self._looks_on_disk = False
-        earlier = self._front(disk, digests[:front], num_computed) if is_there else None
+        if self._searched.get(request_id) == (disk.num_found, front):
+            return front
+        self._searched[request_id] = disk.num_found, front
+        first, end = self._last_run(digests, num_computed, front or len(digests))
+        if front and end < front:
+            return front  # the pages right before it have not arrived
+        earlier = self._front(disk, digests[:end], first, num_computed) if first < end else None
         if earlier is None:
             return front
-        start = front * self._pages.page_tokens
-        self._fetch(request_id, digests, num_computed, earlier, front, start)
+        self._fetch(request_id, digests, num_computed, earlier, end, end * self._pages.page_tokens)
         return earlier if request_id in self._fetches else front
+
+    def _last_run(self, digests: Sequence[Digest], first: int, end: int) -> tuple[int, int]:
+        """The last of the pages from `first` to `end` that need not be computed, with those before them that follow
+        each other. Both are equal if there are none."""
+        self._looks_on_disk = True
+
+        def is_there(page: int) -> bool:
+            return all(
+                self._id_of(part, digests[page]) is not None or self._has_page(part, digests[page])
+                for part in range(len(self._pages.groups))
+            )
+
+        while end > first and not is_there(end - 1):
+            end -= 1
+        start = end
+        while start > first and is_there(start - 1):
+            start -= 1
+        self._looks_on_disk = False
+        return start, end
 
     def _fetch(
         self, request_id: str, digests: Sequence[Digest], cached: int, front: int, count: int, start: int

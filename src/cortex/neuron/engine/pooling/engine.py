@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cortex.neuron.engine.engine import Engine
-from cortex.neuron.engine.errors import RequestError, StepBlamed
+from cortex.neuron.engine.errors import FaultyRequest, RequestError
 from cortex.neuron.engine.loading.loading import LoadedModel
 from cortex.neuron.engine.request import Counters, EngineRequest, EngineStats, LoadSpec, PooledTexts, StepOutput
 from cortex.neuron.engine.uploads import upload
@@ -291,7 +291,7 @@ class PoolingLoop:
         except Exception as error:
             self._retract(texts)
             if self._suspects:
-                raise StepBlamed(self._suspects[0]) from error
+                raise FaultyRequest(self._suspects[0]) from error
             self._failed = tuple(dict.fromkeys(text.request_id for text in texts if text.request_id in self._requests))
             raise
         outputs, self._outputs = self._outputs, []

@@ -2,7 +2,8 @@
 
 A step reads weights, states and KV, and multiplies its tokens with the weights. Both parts count in full, which is
 right within a tenth for what was measured on GPUs. Every step corrects the rates of the two parts, each by its share
-of the step, and then the time of steps of its size, because kernels, graphs and launches differ by size.
+of the step, and then the time of steps of its size, because kernels, graphs and launches differ by size. Until a part
+is measured, its rate follows that of the other: a machine that reads more slowly than assumed also computes so.
 """
 
 from __future__ import annotations
@@ -85,8 +86,10 @@ class StepCosts:
             return
         most = MOST_CHANGE if is_known else FIRST_CHANGE
         change = min(max(seconds / expected_s, 1 / most), most)
-        self._read_s *= change ** (reads * max(PACE, 1 / (1 + self._num_reads)))
-        self._flop_s *= change ** (computes * max(PACE, 1 / (1 + self._num_computes)))
+        of_reads = change ** (reads * max(PACE, 1 / (1 + self._num_reads)))
+        of_computes = change ** (computes * max(PACE, 1 / (1 + self._num_computes)))
+        self._read_s *= of_reads * of_computes ** max(0.0, 1 - self._num_reads)
+        self._flop_s *= of_computes * of_reads ** max(0.0, 1 - self._num_computes)
         self._num_reads += reads
         self._num_computes += computes
         for size, ratio in self._sizes.items():

@@ -49,8 +49,8 @@ class OffloadedPages(Protocol):
     def is_fetching(self, request_id: str) -> bool: ...
 
     def shortened_front(self, request_id: str, digests: Ordered[Digest], num_computed: int, front: int) -> int:
-        """The page up to which a request computes now, after its first `num_computed` pages; `front` was planned. Less
-        if the fetched pages have already arrived, because further pages are then fetched."""
+        """The page up to which a request computes now, after its first `num_computed` pages; `front` was planned, 0 for
+        all of the prompt. Less if the fetched pages have already arrived, because further pages are then fetched."""
         ...
 
     def ended(self, request_id: str) -> None:

@@ -12,7 +12,6 @@ long one with half of its share.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Mapping
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
@@ -67,35 +66,40 @@ class SchedulerLimits:
         tokens = max(min(self.least_prompt_tokens, room), costs.prompt_tokens(streams, most_s, room))
         if not streams.num_streams:
             return tokens
-        sizes = next((sizes for most, sizes in self.mixed_sizes.items() if most >= streams.num_streams), ())
-        graph = sizes[bisect_right(sizes, tokens) - 1] if sizes else tokens
+        graph = self.graph_tokens(streams.num_streams, tokens)
         # Two graphs compute as many tokens as one longer step in the same time, and streams wait for half as long. But
         # where streams take most of the time, it is their number of steps that counts.
         is_fast = 0 < graph < tokens and streams_s < costs.seconds(streams.with_prompts(graph)) / 2
         return graph if is_fast else tokens
 
+    def graph_tokens(self, num_streams: int, tokens: int) -> int:
+        """The prompt tokens of the largest graph with so many streams that has at most `tokens`; `tokens` if there is
+        none."""
+        sizes = next((sizes for most, sizes in self.mixed_sizes.items() if most >= num_streams), ())
+        return max((size for size in sizes if size <= tokens), default=tokens)
 
-class Sharer(NamedTuple):
-    """The unit of sharing: the requests of one principal and class."""
+
+class Flow(NamedTuple):
+    """The requests of one principal and class, which fair queueing serves as one flow."""
 
     principal: str
     level: int = DEFAULT
 
 
-def fair_shares(budget: int, needed: Mapping[Sharer, int]) -> dict[Sharer, int]:
-    """Tokens of each sharer. Their sum is at most `budget`, and less only if no sharer needs more.
+def fair_shares(budget: int, needed: Mapping[Flow, int]) -> dict[Flow, int]:
+    """Tokens of each flow. Their sum is at most `budget`, and less only if no flow needs more.
 
-    `needed` has the tokens that each sharer could use, in the order in which they are considered.
+    `needed` has the tokens that each flow could use, in the order in which they are considered.
     """
     num_served = max(1, budget // LEAST_TOKENS)
     served = dict(list(needed.items())[:num_served])
-    shares: dict[Sharer, int] = {}
-    for position, (sharer, tokens) in enumerate(sorted(served.items(), key=lambda entry: entry[1])):
-        shares[sharer] = min(tokens, budget // (len(served) - position))
-        budget -= shares[sharer]
-    for sharer, tokens in needed.items():  # the remainder of the division, and the unused parts of the first ones
-        added = min(budget, tokens - shares.get(sharer, 0))
-        shares[sharer] = shares.get(sharer, 0) + added
+    shares: dict[Flow, int] = {}
+    for position, (flow, tokens) in enumerate(sorted(served.items(), key=lambda entry: entry[1])):
+        shares[flow] = min(tokens, budget // (len(served) - position))
+        budget -= shares[flow]
+    for flow, tokens in needed.items():  # the remainder of the division, and the unused parts of the first ones
+        added = min(budget, tokens - shares.get(flow, 0))
+        shares[flow] = shares.get(flow, 0) + added
         budget -= added
     return shares
 
@@ -103,7 +107,7 @@ def fair_shares(budget: int, needed: Mapping[Sharer, int]) -> dict[Sharer, int]:
 class Prompt(NamedTuple):
     """The remaining need of a waiting or running prompt, as input of its turn."""
 
-    sharer: Sharer
+    flow: Flow
     worth: int
 
 
@@ -115,24 +119,22 @@ class Turns(NamedTuple):
     by_age: list[int]
 
 
-def turns(prompts: Ordered[Prompt], shares: Mapping[Sharer, int]) -> Turns:
-    """The turns of prompts, which are given by age. A sharer whose oldest prompt exceeds its share gives up to half of
+def turns(prompts: Ordered[Prompt], shares: Mapping[Flow, int]) -> Turns:
+    """The turns of prompts, which are given by age. A flow whose oldest prompt exceeds its share gives up to half of
     the share to other prompts of its own that the share completes. They wait for a chunk of the long prompt, not for
     all of it, and the long one always advances."""
-    oldest: dict[Sharer, int] = {}
+    oldest: dict[Flow, int] = {}
     for index, prompt in enumerate(prompts):
-        oldest.setdefault(prompt.sharer, index)
+        oldest.setdefault(prompt.flow, index)
     left = {
-        sharer: shares.get(sharer, 0) // 2
-        for sharer, index in oldest.items()
-        if prompts[index].worth > shares.get(sharer, 0)
+        flow: shares.get(flow, 0) // 2 for flow, index in oldest.items() if prompts[index].worth > shares.get(flow, 0)
     }
     overtaking = []
     for index in sorted(range(len(prompts)), key=lambda index: prompts[index].worth) if left else ():
-        sharer, worth = prompts[index]
-        if index != oldest[sharer] and worth <= left.get(sharer, 0):
+        flow, worth = prompts[index]
+        if index != oldest[flow] and worth <= left.get(flow, 0):
             overtaking.append(index)
-            left[sharer] -= worth
+            left[flow] -= worth
     first = set(overtaking)
     return Turns(overtaking, [index for index in range(len(prompts)) if index not in first])
 
@@ -140,45 +142,45 @@ def turns(prompts: Ordered[Prompt], shares: Mapping[Sharer, int]) -> Turns:
 class StepShares:
     """The rest of the principals' shares while a step is planned."""
 
-    def __init__(self, work: StepWork, shares: dict[Sharer, int]) -> None:
+    def __init__(self, work: StepWork, shares: dict[Flow, int]) -> None:
         """`work` gives the work of tokens."""
         self._work = work
         self.left = shares
 
-    def tokens(self, sharer: Sharer, start: int, remaining: int) -> int:
+    def tokens(self, flow: Flow, start: int, remaining: int) -> int:
         """How many of the `remaining` tokens of a prompt from `start` on the share allows; at least one if there is any
         left."""
-        share = self.left.get(sharer, 0)
+        share = self.left.get(flow, 0)
         return min(remaining, max(1, self._work.tokens_worth(start, share))) if share > 0 else 0
 
-    def take(self, sharer: Sharer, start: int, count: int) -> int:
+    def take(self, flow: Flow, start: int, count: int) -> int:
         """Subtracts a chunk and returns its work."""
         worth = ceil(self._work.prompt_worth(start, count))
-        self.left[sharer] -= worth
+        self.left[flow] -= worth
         return worth
 
 
 class PrefillShares:
-    """Tokens that each sharer has received while it had prompts to prefill. Belongs to the scheduler."""
+    """Tokens that each flow has received while it had prompts to prefill. Belongs to the scheduler."""
 
     def __init__(self) -> None:
-        self._prefilled: list[VirtualTime[Sharer]] = [VirtualTime() for _ in range(PRIORITY + 1)]
-        self._waiting: set[Sharer] = set()
+        self._prefilled: list[VirtualTime[Flow]] = [VirtualTime() for _ in range(PRIORITY + 1)]
+        self._waiting: set[Flow] = set()
 
-    def of_step(self, budget: int, needed: Mapping[Sharer, int]) -> dict[Sharer, int]:
+    def of_step(self, budget: int, needed: Mapping[Flow, int]) -> dict[Flow, int]:
         """The shares of the next step: those of the highest class first, and within it see `fair_shares`."""
-        for sharer in needed.keys() - self._waiting:
-            self._prefilled[sharer.level].joins(sharer)
-        for sharer in self._waiting - needed.keys():
-            self._prefilled[sharer.level].leaves(sharer)
+        for flow in needed.keys() - self._waiting:
+            self._prefilled[flow.level].joins(flow)
+        for flow in self._waiting - needed.keys():
+            self._prefilled[flow.level].leaves(flow)
         self._waiting = set(needed)
-        shares: dict[Sharer, int] = {}
-        for level in sorted({sharer.level for sharer in needed}, reverse=True):
+        shares: dict[Flow, int] = {}
+        for level in sorted({flow.level for flow in needed}, reverse=True):
             order = sorted((each for each in needed if each.level == level), key=self._prefilled[level].used)
-            shares |= fair_shares(budget, {sharer: needed[sharer] for sharer in order})
-            budget -= sum(shares[sharer] for sharer in order)
+            shares |= fair_shares(budget, {flow: needed[flow] for flow in order})
+            budget -= sum(shares[flow] for flow in order)
         return shares
 
-    def count(self, sharer: Sharer, worth: int) -> None:
+    def count(self, flow: Flow, worth: int) -> None:
         """Record prefilled tokens."""
-        self._prefilled[sharer.level].charge(sharer, worth)
+        self._prefilled[flow.level].charge(flow, worth)

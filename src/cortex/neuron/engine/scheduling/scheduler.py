@@ -28,14 +28,14 @@ from cortex.neuron.engine.roofline.step_work import StepWork
 from cortex.neuron.engine.scheduling.admission import OffloadedPages, PromptTails, SequenceAdmission
 from cortex.neuron.engine.scheduling.budget import (
     LEAST_CHUNK,
+    Flow,
     PrefillShares,
     Prompt,
     SchedulerLimits,
-    Sharer,
     StepShares,
     turns,
 )
-from cortex.neuron.engine.scheduling.idle_work import IdleWork
+from cortex.neuron.engine.scheduling.idle_work import IdleBudget, IdleWork
 from cortex.neuron.engine.scheduling.picture_positions import NO_PICTURES, PicturePositions
 from cortex.neuron.engine.scheduling.sequence import NO_ROW, Sequence
 from cortex.neuron.engine.scheduling.sequence_states import SequenceStates
@@ -207,22 +207,31 @@ class Scheduler:
         decoding = [sequence for sequence in self.decoding if sequence.level == IDLE]
         contexts = [sequence.scheduled for sequence in decoding]
         room = work.room(self.costs, others)
-        has_prompts = not is_full and any(
-            each.level == IDLE and not each.drew_in_row for each in (*self.running, *self.waiting)
-        )
-        num_rows, skips_rows = 0, False
-        if room.is_alone and has_prompts and not work.rows_are_due and not room.leaves_prompts_room(contexts):
-            self._plan_prompts(draft, room.prompt_worth(others, self.limits.step_tokens))
-            skips_rows = bool(draft.rows)
-        if not skips_rows:
-            num_rows = room.num_rows(contexts)
-            self._plan_decodes(draft, decoding[:num_rows], drafted if room.is_alone else NOTHING_DRAFTED)
-            if has_prompts:
-                left = self.limits.step_tokens - draft.num_tokens
-                self._plan_prompts(draft, room.prompt_worth(self._shape(draft), left))
+        prompt_tokens = 0 if is_full else self._idle_prompt_tokens()
+        turn = work.turn(room, contexts, prompt_tokens, self._idle_worth(room, draft) if prompt_tokens else 0)
+        if turn == "prompts":
+            self._plan_prompts(draft, self._idle_worth(room, draft))
+            if self._shape(draft).prompt_tokens == others.prompt_tokens:
+                turn = "both"  # no page is free
+        num_rows = 0 if turn == "prompts" else room.num_rows(contexts)
+        self._plan_decodes(draft, decoding[:num_rows], drafted if room.is_alone else NOTHING_DRAFTED)
+        if turn == "both" and prompt_tokens:
+            self._plan_prompts(draft, self._idle_worth(room, draft))
         advances = self._shape(draft).prompt_tokens > others.prompt_tokens
-        leaves_out = (bool(decoding) and not num_rows) or (has_prompts and not advances)
-        work.planned(room, leaves_out=leaves_out, skips_rows=skips_rows)
+        leaves_out = (bool(decoding) and not num_rows) or (prompt_tokens > 0 and not advances)
+        work.planned(room, turn, leaves_out=leaves_out)
+
+    def _idle_prompt_tokens(self) -> int:
+        """The tokens of prompts of the idle class that could be computed."""
+        waiting = [len(each.tokens) for each in islice(self.waiting, len(self._free_rows)) if each.level == IDLE]
+        running = [each.remaining for each in self.running if each.level == IDLE and not each.drew_in_row]
+        return sum(waiting) + sum(running)
+
+    def _idle_worth(self, room: IdleBudget, draft: StepDraft) -> int:
+        """The maximum work of prompts of the idle class in this step."""
+        planned = self._shape(draft)
+        worth = room.prompt_worth(planned, self.limits.step_tokens - draft.num_tokens)
+        return self.limits.graph_tokens(planned.num_streams, worth)
 
     def _shape(self, draft: StepDraft) -> StepShape:
         return step_shape(draft.rows, self.costs.work)
@@ -242,12 +251,12 @@ class Scheduler:
         """Sequences that have computed all pages before the fetched ones wait for these without a row. Their pages are
         known and idle meanwhile, and they are admitted again with their whole prefix."""
         page_tokens = self.pages.page_tokens
-        for sequence in [each for each in self.running if each.leaves_row_at]:
-            if self._offloaded is not None and sequence.scheduled < sequence.leaves_row_at:
-                progress = -(-sequence.scheduled // page_tokens), sequence.leaves_row_at // page_tokens
+        for sequence in [each for each in self.running if each.awaits_blocks]:
+            if self._offloaded is not None and sequence.scheduled < (sequence.leaves_row_at or sequence.length):
+                progress = max(1, -(-sequence.scheduled // page_tokens)), sequence.leaves_row_at // page_tokens
                 front = self._offloaded.shortened_front(sequence.request.id, sequence.digests, *progress)
                 sequence.leaves_row_at = front * page_tokens
-            if sequence.scheduled >= sequence.leaves_row_at:
+            if sequence.leaves_row_at and sequence.scheduled >= sequence.leaves_row_at:
                 sequence.front_tokens = sequence.scheduled - (sequence.cached or 0)
                 sequence.cached = None
                 self._requeue(sequence)
@@ -346,20 +355,20 @@ class Scheduler:
             return bool(waiting)
         streams = self._shape(draft)
         # Fetched blocks go to the device between steps, so steps are as short as if another prompt waited.
-        num_prompts = len(sequences) + sum([each.leaves_row_at > 0 for each in sequences])
+        num_prompts = len(sequences) + sum([each.awaits_blocks for each in sequences])
         budget = self.limits.prompt_budget(self.costs, streams, num_prompts) if idle_budget is None else idle_budget
         work = _COUNT if budget is None else self.costs.work
         prompts = self._prompts(sequences, draft, work)
-        needed: dict[Sharer, int] = {}
-        for sharer, worth in prompts:
-            needed[sharer] = needed.get(sharer, 0) + worth
+        needed: dict[Flow, int] = {}
+        for flow, worth in prompts:
+            needed[flow] = needed.get(flow, 0) + worth
         budget = self.limits.step_tokens - draft.num_tokens if budget is None else budget
         prefill_shares = self._idle_shares if is_idle else self._shares
         shares = StepShares(work, prefill_shares.of_step(budget, needed))
         order, preemptions, num_streams = turns(prompts, shares.left), self.preemptions, len(draft.rows)
         for index in (*order.overtaking, *order.by_age):
             sequence, overtakes = sequences[index], index in order.overtaking
-            share = shares.left.get(_sharer(sequence), 0)
+            share = shares.left.get(_flow(sequence), 0)
             if share <= 0 or (share < min(LEAST_CHUNK, prompts[index].worth) and len(draft.rows) > num_streams):
                 continue
             if has_row[index]:
@@ -386,7 +395,7 @@ class Scheduler:
                     sequence.expected_start = None if cached is None else self._admission.start(sequence, cached)
                 start = sequence.expected_start or 0
                 remaining = max(1, len(sequence.tokens) - start)
-            prompts.append(Prompt(_sharer(sequence), ceil(work.prompt_worth(start, remaining))))
+            prompts.append(Prompt(_flow(sequence), ceil(work.prompt_worth(start, remaining))))
         return prompts
 
     def _admit(self, sequence: Sequence, draft: StepDraft, shares: StepShares, *, is_next: bool = False) -> bool:
@@ -410,10 +419,10 @@ class Scheduler:
 
     def _prefill_share(self, sequence: Sequence, draft: StepDraft, shares: StepShares) -> int:
         """Prefills what the share of the sequence's principal allows, and subtracts it."""
-        sharer, start = _sharer(sequence), sequence.scheduled
-        num_tokens = self._prefill(sequence, draft, shares.tokens(sharer, start, sequence.remaining))
-        prefilled = self._idle_shares if sharer.level == IDLE else self._shares
-        prefilled.count(sharer, shares.take(sharer, start, num_tokens))
+        flow, start = _flow(sequence), sequence.scheduled
+        num_tokens = self._prefill(sequence, draft, shares.tokens(flow, start, sequence.remaining))
+        prefilled = self._idle_shares if flow.level == IDLE else self._shares
+        prefilled.count(flow, shares.take(flow, start, num_tokens))
         return num_tokens
 
     def _try_admit(self, sequence: Sequence, cached: int, draft: StepDraft) -> bool:
@@ -445,7 +454,7 @@ class Scheduler:
         if room is None:
             return True
         remaining = len(sequence.tokens) - start
-        end = start + min(room, shares.tokens(_sharer(sequence), start, remaining))
+        end = start + min(room, shares.tokens(_flow(sequence), start, remaining))
         return room > 0 and sequence.pictures.cut(start, end) - start <= room
 
     def _prefill(self, sequence: Sequence, draft: StepDraft, budget: int) -> int:
@@ -562,5 +571,5 @@ class Scheduler:
         self._states.check_integrity((*self.running, *self.waiting))
 
 
-def _sharer(sequence: Sequence) -> Sharer:
-    return Sharer(sequence.request.principal, sequence.level)
+def _flow(sequence: Sequence) -> Flow:
+    return Flow(sequence.request.principal, sequence.level)

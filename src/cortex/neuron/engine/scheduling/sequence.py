@@ -106,6 +106,11 @@ class Sequence:
         return (self.leaves_row_at or self.length) - self.scheduled
 
     @property
+    def awaits_blocks(self) -> bool:
+        """Whether it may leave its row before its prompt is computed, to continue after pages that were fetched."""
+        return self.leaves_row_at > 0 or (self.request.blocks_arrive and not self.drew_in_row)
+
+    @property
     def wants_more(self) -> bool:
         request = self.request
         return len(self.tokens) + self.in_flight - len(request.prompt) < request.max_tokens

@@ -88,19 +88,22 @@ struct Pool {
 
 INLINE int64_t chunks_of(const Store *s) { return (s->columns + CHUNK - 1) / CHUNK; }
 INLINE int halves_of(const Store *s) { return s->group == 16 ? 2 : 1; }
-INLINE int orders_of(const Store *s) { return s->low_bits != 8 && s->high_bits ? 2 : 1; }
 
-// Arranged inputs of a chunk: shifts of 2 halves, the scale, then bytes [order, half, plane, vector, 64].
+// Whether a vector has inputs of both halves, which then needs a copy for each, zeros in the place of the other's.
+INLINE int is_mixed(int low_bits, int halves) { return halves == 2 && low_bits != 2; }
+
+// Arranged inputs of a chunk: shifts of 2 halves, the scale, then bytes [copy, plane, vector, 64].
 enum { HEAD_FLOATS = 2 * UNITS + UNITS };
-INLINE int64_t chunk_bytes(const Store *s) { return HEAD_FLOATS * 4 + orders_of(s) * halves_of(s) * 4 * VECTOR; }
+INLINE int64_t chunk_bytes(const Store *s) {
+    return HEAD_FLOATS * 4 + (1 + is_mixed(s->low_bits, halves_of(s))) * 4 * VECTOR;
+}
 INLINE int64_t input_bytes(const Store *s) {
     return s->form == PACKED ? chunks_of(s) * chunk_bytes(s) : (chunks_of(s) * CHUNK) * 4;
 }
 
-// The slot of a unit that a byte of a lane has, in the order of a plane of `bits` bits.
+// The slot of a unit that a byte of a lane has, in the order of a low plane of `bits` bits.
 INLINE int slot_of(int bits, int is_book, int vector, int byte) {
     static const int8_t spread[2][4] = {{0, 4, 1, 5}, {2, 6, 3, 7}};
-    if (bits == 1) return 4 * vector + byte;
     if (bits == 2 || is_book) return spread[vector][byte];
     return 2 * byte + vector;
 }
@@ -137,19 +140,17 @@ static void arrange(const Store *s, const float *values, uint8_t *out) {
         }
     }
     int8_t *bytes = (int8_t *)(out + HEAD_FLOATS * 4);
-    for (int order = 0; order < orders_of(s); order++) {
-        const int bits = order ? s->high_bits : s->low_bits;
-        for (int half = 0; half < halves; half++)
-            for (int vector = 0; vector < 2; vector++)
-                for (int unit = 0; unit < UNITS; unit++)
-                    for (int byte = 0; byte < 4; byte++) {
-                        const int slot = slot_of(bits, s->table != 0, vector, byte), column = column_of(unit, slot);
-                        const int is_used = halves == 1 || slot / 2 % 2 == half;
-                        int8_t *to = bytes + ((order * halves + half) * 4 + vector) * VECTOR + 4 * unit + byte;
-                        to[0] = is_used ? high[column] : 0;
-                        to[2 * VECTOR] = is_used ? low[column] : 0;
-                    }
-    }
+    const int mixed = is_mixed(s->low_bits, halves);
+    for (int half = 0; half <= mixed; half++)
+        for (int vector = 0; vector < 2; vector++)
+            for (int unit = 0; unit < UNITS; unit++)
+                for (int byte = 0; byte < 4; byte++) {
+                    const int slot = slot_of(s->low_bits, s->table != 0, vector, byte), column = column_of(unit, slot);
+                    const int is_used = !mixed || slot / 2 % 2 == half;
+                    int8_t *to = bytes + (half * 4 + vector) * VECTOR + 4 * unit + byte;
+                    to[0] = is_used ? high[column] : 0;
+                    to[2 * VECTOR] = is_used ? low[column] : 0;
+                }
 }
 
 INLINE Bytes load(const void *from) {
@@ -187,6 +188,11 @@ INLINE Bytes book_entries(const uint8_t *table, Bytes codes) {
 }
 
 typedef uint32_t Four __attribute__((vector_size(16)));
+#ifdef __clang__
+#define PICKED(A, B, ...) __builtin_shufflevector(A, B, __VA_ARGS__)
+#else
+#define PICKED(A, B, ...) __builtin_shuffle(A, B, (Four){__VA_ARGS__})
+#endif
 
 // Four float32 numbers, by their bits, again and again in all lanes.
 INLINE Floats repeated_four(Four bits) {
@@ -221,7 +227,7 @@ INLINE void scales_of_chunk(const uint8_t *from, int group, int has_minimums, in
     }
     if (group == 16 && has_minimums) {  // of both halves of a group, one after the other
         memcpy(&others, from + sizeof words, sizeof others);
-        const Four first = {words[0], words[2], others[0], others[2]}, second = {words[1], words[3], others[1], others[3]};
+        const Four first = PICKED(words, others, 0, 2, 4, 6), second = PICKED(words, others, 1, 3, 5, 7);
         scale[0] = repeated_four(first << 16);
         scale[1] = repeated_four(second << 16);
         minimum[0] = repeated_four(first & 0xffff0000u);
@@ -232,23 +238,54 @@ INLINE void scales_of_chunk(const uint8_t *from, int group, int has_minimums, in
     (has_minimums ? minimum : scale + 1)[0] = repeated_four(words & 0xffff0000u);
 }
 
-// The codes of one vector of a plane. `part`: which lanes.
-INLINE Bytes plane_codes(const uint8_t *plane, int bits, int vector, int part) {
+// GCC converts vectors to a wider type in several steps, or one number after the other.
+INLINE Words widened_shorts(const uint8_t *from) {
+#if WIDTH == 64
+    return (Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
+#elif WIDTH == 32
+    return (Words)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
+#else
+    Shorts shorts;
+    memcpy(&shorts, from, sizeof shorts);
+    return __builtin_convertvector(shorts, Words);
+#endif
+}
+
+INLINE Shorts widened_bytes(const uint8_t *from) {
+#if WIDTH == 64
+    return (Shorts)_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)from));
+#elif WIDTH == 32
+    return (Shorts)_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)from));
+#else
+    Quarters bytes;
+    memcpy(&bytes, from, sizeof bytes);
+    return __builtin_convertvector(bytes, Shorts);
+#endif
+}
+
+// The codes of one vector of a low plane. `part`: which lanes.
+INLINE Bytes low_codes(const uint8_t *plane, int bits, int vector, int part) {
     if (bits == 4) {
         const Bytes bytes = load(plane + part * WIDTH);
         return (vector ? bytes >> 4 : bytes) & 15;
     }
+    const Words words = widened_shorts(plane + part * WIDTH / 2);
+    const Words spread = words | ((words << 14) & 0xffff0000u);
+    return (Bytes)(vector ? spread >> 4 : spread) & 3;
+}
+
+// What a high plane adds to the codes of a vector, in the order of the low plane: slot i is in bits i or 2 i of a unit.
+INLINE Bytes high_codes(const uint8_t *plane, int bits, int low_bits, int vector, int part) {
     if (bits == 2) {
-        Shorts shorts;
-        memcpy(&shorts, plane + part * WIDTH / 2, sizeof shorts);
-        const Words words = __builtin_convertvector(shorts, Words);
-        const Words spread = words | ((words << 14) & 0xffff0000u);
-        return (Bytes)(vector ? spread >> 4 : spread) & 3;
+        Words words = widened_shorts(plane + part * WIDTH / 2);
+        words = (words | words << 8) & 0x00ff00ffu;
+        words = (words | words << 4) & 0x0f0f0f0fu;
+        return (Bytes)(words << (vector ? 2 : 4)) & 0x30;
     }
-    Quarters quarters;
-    memcpy(&quarters, plane + part * WIDTH / 4, sizeof quarters);
-    const Words words = __builtin_convertvector(quarters, Words) * 0x01010101u;
-    return (Bytes)((Bytes)(words & (vector ? 0x80402010u : 0x08040201u)) != 0) & 1;
+    const Shorts shorts = widened_bytes(plane + part * WIDTH / 4);
+    const Words words = widened_shorts((const uint8_t *)&shorts) * 0x01010101u;
+    const uint32_t masks[2][2] = {{0x20021001u, 0x80084004u}, {0x40100401u, 0x80200802u}};
+    return (Bytes)((Bytes)(words & masks[low_bits == 4][vector]) != 0) & (uint8_t)(1 << low_bits);
 }
 
 // One packed row times `count` inputs. The last five are constants wherever it is called.
@@ -267,7 +304,7 @@ INLINE void packed_row(const Store *s, int64_t row, const uint8_t *const *inputs
         __builtin_prefetch(low + 4096);
         Floats scale[2], minimum[2];
         scales_of_chunk(scales, group, has_minimums, is_book, s->zero == OWN_ZERO, scale, minimum);
-        Bytes codes[2][PARTS], others[2][PARTS];
+        Bytes codes[2][PARTS];
 #pragma GCC unroll 2
         for (int vector = 0; vector < 2; vector++)
 #pragma GCC unroll 4
@@ -275,9 +312,9 @@ INLINE void packed_row(const Store *s, int64_t row, const uint8_t *const *inputs
                 if (low_bits == 8)
                     codes[vector][part] = load((vector ? high : low) + part * WIDTH);
                 else
-                    codes[vector][part] = plane_codes(low, low_bits, vector, part);
+                    codes[vector][part] = low_codes(low, low_bits, vector, part);
                 if (is_book) codes[vector][part] = book_entries(s->table, codes[vector][part]);
-                if (high_bits && low_bits != 8) others[vector][part] = plane_codes(high, high_bits, vector, part);
+                if (high_bits) codes[vector][part] |= high_codes(high, high_bits, low_bits, vector, part);
             }
 #pragma GCC unroll 4
         for (int i = 0; i < count; i++) {
@@ -291,20 +328,10 @@ INLINE void packed_row(const Store *s, int64_t row, const uint8_t *const *inputs
                     Ints above = {0}, below = {0};
 #pragma GCC unroll 2
                     for (int vector = 0; vector < 2; vector++) {
-                        const int8_t *from = bytes + (half * 4 + vector) * VECTOR + part * WIDTH;
+                        if (halves == 2 && !is_mixed(low_bits, halves) && vector != half) continue;
+                        const int8_t *from = bytes + (is_mixed(low_bits, halves) * half * 4 + vector) * VECTOR + part * WIDTH;
                         above = dot_lanes(above, codes[vector][part], from, wide);
                         below = dot_lanes(below, codes[vector][part], from + 2 * VECTOR, wide);
-                    }
-                    if (high_bits && low_bits != 8) {
-                        Ints more = {0}, less = {0};
-#pragma GCC unroll 2
-                        for (int vector = 0; vector < 2; vector++) {
-                            const int8_t *from = bytes + ((halves + half) * 4 + vector) * VECTOR + part * WIDTH;
-                            more = dot_lanes(more, others[vector][part], from, 0);
-                            less = dot_lanes(less, others[vector][part], from + 2 * VECTOR, 0);
-                        }
-                        above += more << low_bits;
-                        below += less << low_bits;
                     }
                     const Floats whole = __builtin_convertvector((above << 8) + below, Floats);
                     const Floats shift = floats_at(shifts + half * UNITS + part * LANES);
@@ -327,9 +354,7 @@ INLINE void packed_row(const Store *s, int64_t row, const uint8_t *const *inputs
 
 // Eight-bit floating-point numbers, 2⁻⁸ of their value: in half precision their exponent has one bit more.
 INLINE Floats float8_at(const uint8_t *from) {
-    Quarters codes;
-    memcpy(&codes, from, sizeof codes);
-    const Shorts wide = __builtin_convertvector(codes, Shorts);
+    const Shorts wide = widened_bytes(from);
     const Shorts halves = (wide & 0x7f) << 7 | (wide & 0x80) << 8;
 #if WIDTH == 16
     return (Floats)vcvt_f32_f16(vreinterpret_f16_u16((uint16x4_t)halves));
@@ -347,6 +372,7 @@ INLINE void float_row(const Store *s, int64_t row, const uint8_t *const *inputs,
     Floats totals[MOST_ROWS] = {0};
     float tails[MOST_ROWS] = {0};
     const int64_t step = form == FLOAT8 && s->block ? s->block : columns, across = (columns + step - 1) / step;
+    const float *scales = (const float *)s->scales + (form != FLOAT8 ? 0 : s->block ? row / s->block * across : row);
     for (int64_t first = 0, b = 0; first < columns; first += step, b++) {
         const int64_t stop = first + step < columns ? first + step : columns;
         Floats parts[MOST_ROWS] = {0};
@@ -358,11 +384,7 @@ INLINE void float_row(const Store *s, int64_t row, const uint8_t *const *inputs,
 #pragma GCC unroll 4
             for (int k = 0; k < count; k++) parts[k] = added(parts[k], weights, floats_at((const float *)inputs[k] + i));
         }
-        float scale = 1;
-        if (form == FLOAT8) {
-            const float *scales = (const float *)s->scales;
-            scale = 256 * (s->block ? scales[row / s->block * across + b] : scales[row]);
-        }
+        const float scale = form == FLOAT8 ? 256 * scales[b] : 1;
         for (int k = 0; k < count; k++) {
             totals[k] += parts[k] * scale;
             if (form != FLOAT8)

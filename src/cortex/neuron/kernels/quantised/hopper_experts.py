@@ -117,7 +117,7 @@ def gather_pairs(x: Tensor, lists: PairLists, slots: int, layout: Layout) -> Pai
     num_tiles = max_tiles(num_pairs, num_experts, pairs)
     rows = torch.empty((num_tiles * pairs, inputs), dtype=x.dtype, device=x.device)
     tiles = torch.empty((num_tiles, 3), dtype=torch.int32, device=x.device)
-    _gather_kernel[(triton.cdiv(pairs, _GATHERED_ROWS), num_tiles)](
+    _gather_kernel[(triton.cdiv(pairs, _GATHERED_ROWS), num_tiles, triton.cdiv(inputs, _GATHERED_COLUMNS))](
         x,
         lists.counts,
         lists.members,
@@ -219,7 +219,7 @@ def _gather_kernel(
     tile = tl.program_id(1)
     count = tl.where(expert < EXPERTS, tl.minimum(count - first, TILE), 0)
     begin = tl.program_id(0) * ROWS
-    if begin == 0:
+    if (begin == 0) & (tl.program_id(2) == 0):
         tl.store(tiles + tile * 3, tl.minimum(expert, EXPERTS - 1).to(tl.int32))
         tl.store(tiles + tile * 3 + 1, first)
         tl.store(tiles + tile * 3 + 2, count)
@@ -227,13 +227,12 @@ def _gather_kernel(
         pair, valid = pairs_from(members, members_stride, expert, first + begin, first + count, ROWS)
         source = x + (pair // SLOTS).to(tl.int64)[:, None] * INPUTS
         target = rows + (tile.to(tl.int64) * TILE + begin + tl.arange(0, ROWS))[:, None] * INPUTS
-        for start in range(0, INPUTS, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            inside = valid[:, None] & (column < INPUTS)[None, :]
-            taken = column
-            if BY_HALF:  # bits 0 and 3 swapped
-                taken = (column & -10) | ((column & 1) << 3) | ((column >> 3) & 1)
-            tl.store(target + column[None, :], tl.load(source + taken[None, :], mask=inside), mask=inside)
+        column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+        inside = valid[:, None] & (column < INPUTS)[None, :]
+        taken = column
+        if BY_HALF:  # bits 0 and 3 swapped
+            taken = (column & -10) | ((column & 1) << 3) | ((column >> 3) & 1)
+        tl.store(target + column[None, :], tl.load(source + taken[None, :], mask=inside), mask=inside)
 
 
 @gluon_jit(do_not_specialize=["num_programs", "members_stride"])

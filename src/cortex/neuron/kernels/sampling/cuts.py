@@ -5,8 +5,8 @@ a row keeps the tokens from one composite on, its cut. Three steps find it:
 
 1. a sample of the row's tokens says between which two logits the cut lies, almost surely;
 2. one pass counts and weighs what is above, and lists what is between;
-3. the cut is found in the list, two bits of the composite at a time. If it is not there, or the list was too
-   long, it is found among all tokens.
+3. a short list is sorted, and the cut is in it; in a longer one it is found two bits of the composite at a time. If it
+   is not there, or the list was too long, it is found among all tokens.
 
 Weights are integers, so that their sum does not depend on the order of summation.
 """
@@ -38,6 +38,7 @@ from cortex.neuron.kernels.sampling.rows import (
 )
 
 MAX_LISTED = 16384
+MAX_SORTED = 1024
 SAMPLE = 8192
 _PART = 1024
 _SPAN = 4
@@ -68,11 +69,12 @@ def cut_vocabulary(
     *,
     adjusts: bool,
     most_listed: int = MAX_LISTED,
+    most_sorted: int = MAX_SORTED,
 ) -> Tensor:
     """The cut of each draw whose row has one: [draws] int64.
 
     `highest`: the top adjusted logit of each draw. `figures`: those of the first pass over the logits, by part.
-    `most_listed`: a power of two."""
+    `most_listed` and `most_sorted`: powers of two."""
     device, count, vocab = logits.device, len(draws), tables.vocab
     assert vocab <= MAX_VOCAB, f"cuts are made for up to {MAX_VOCAB} tokens"
     max_listed = min(most_listed, max(1024, triton.next_power_of_2(vocab) // 16))
@@ -94,7 +96,10 @@ def cut_vocabulary(
         *source, *given, highest, limits, counts, listed, SPAN=_SPAN, num_warps=_WARPS, **shared
     )
     num_warps = min(32, max(4, max_listed // 512))
-    _cut_kernel[(count,)](*source, *given, highest, limits, counts, listed, cuts, num_warps=num_warps, **shared)
+    _cut_kernel[(count,)](
+        *source, *given, highest, limits, counts, listed, cuts,
+        MAX_SORTED=min(most_sorted, max_listed), num_warps=num_warps, **shared,
+    )  # fmt: skip
     return cuts
 
 
@@ -303,11 +308,161 @@ def _from_each(places, weight, is_there, found, quarter):
 
 
 @jit
+def _entry_weight(entries, shift, top, inverse, TOKEN_BITS: tl.constexpr):
+    """The weight of tokens, given by their composites."""
+    key = (entries >> TOKEN_BITS).to(tl.int32) << shift
+    bits = (key ^ ((key >> 31) & 0x7FFFFFFF)) & (-1 << shift)
+    return _weight(bits.to(tl.float32, bitcast=True), top, inverse)
+
+
+@jit
+def _sorted_cut(
+    own, listed, num_listed, top_k, top_p, vocab, shift, top, inverse,
+    TOKEN_BITS: tl.constexpr, MAX_SORTED: tl.constexpr,
+):  # fmt: skip
+    """The composite of the last token that is kept, and whether it is in the list. `own` and `listed`: of the draw."""
+    place = tl.arange(0, MAX_SORTED)
+    is_entry = place < num_listed
+    entries = tl.load(listed + place, mask=is_entry, other=-(1 << 63))
+    entries = tl.sort(entries, descending=True)
+    last = num_listed - 1
+    is_there = num_listed > 0
+    kept_mass = tl.load(own + _MASS)
+    mass_above = tl.load(own + _MASS_ABOVE)
+    mass = tl.zeros((MAX_SORTED,), tl.int64)
+    if top_p < 1:
+        mass = mass_above + tl.cumsum(tl.where(is_entry, _entry_weight(entries, shift, top, inverse, TOKEN_BITS), 0), 0)
+    if top_k < vocab:
+        last = top_k - tl.load(own + _NUM_ABOVE) - 1
+        is_there = is_there & (last >= 0) & (last < num_listed)
+        kept_mass = tl.sum(tl.where(place == last, mass, 0), 0)
+    if top_p < 1:
+        target = tl.maximum((top_p.to(tl.float64) * kept_mass.to(tl.float64)).to(tl.int64), 1)
+        reaching = tl.sum((is_entry & (mass < target)).to(tl.int64), 0)
+        is_there = is_there & (mass_above < target) & (reaching < num_listed)
+        last = tl.minimum(last, reaching)
+    return tl.sum(tl.where(place == last, entries, 0), 0), is_there
+
+
+@jit
+def _searched_cut(
+    logits, stride, draws, mask, table, edits, allowed, tally, history, capacity, context, vocab,
+    draw, row, flags, shift, top, inverse, top_k, top_p, limits, own, listed,
+    TOKEN_BITS: tl.constexpr, ADJUSTS: tl.constexpr, PART: tl.constexpr, MAX_LISTED: tl.constexpr,
+):  # fmt: skip
+    """The composite of the last token that is kept, two bits at a time. `limits`, `own` and `listed`: of the draw."""
+    num_above = tl.load(own + _NUM_ABOVE)
+    num_listed = tl.load(own + _NUM_LISTED)
+    mass_above = tl.load(own + _MASS_ABOVE)
+    mass_listed = tl.load(own + _MASS_LISTED)
+    source = logits + of_draw(draws, draw, INDEX) * stride
+    num_bits = 32 - shift + TOKEN_BITS
+    lowest = -(tl.full((), 1, tl.int64) << (num_bits - 1))
+    low = (tl.load(limits).to(tl.int64) << TOKEN_BITS) - lowest
+    high = ((tl.load(limits + 1).to(tl.int64) + 1) << TOKEN_BITS) - 1 - lowest
+    # The part of the list that fits stays in registers.
+    entry = tl.arange(0, MAX_LISTED)
+    is_entry = entry < num_listed
+    entries = tl.load(listed + entry, mask=is_entry, other=0)
+    weights = tl.zeros((MAX_LISTED,), tl.int64)
+    if top_p < 1:
+        weights = _entry_weight(entries, shift, top, inverse, TOKEN_BITS)
+    cut = lowest
+    kept_mass = tl.load(own + _MASS)
+    for criterion in range(2):  # top-k, then top-p of what it keeps
+        applies = top_k < vocab
+        target = top_k
+        above = num_above
+        inside = num_listed
+        if criterion == 1:
+            applies = top_p < 1
+            target = tl.maximum((top_p.to(tl.float64) * kept_mass.to(tl.float64)).to(tl.int64), 1)
+            above = mass_above
+            inside = mass_listed
+        if applies:
+            is_listed = (num_listed <= MAX_LISTED) & (above < target) & (above + inside >= target)
+            more_num = tl.full((), 0, tl.int64)
+            more_mass = tl.full((), 0, tl.int64)
+            num_from = tl.full((), 0, tl.int64) + vocab
+            bit = num_bits - 2
+            found = lowest
+            reached = kept_mass
+            if is_listed:
+                reached = mass_above + mass_listed
+                more_num = num_above
+                more_mass = mass_above
+                num_from = num_above + num_listed
+                while (bit > 0) & ((low >> bit) == (high >> bit)):
+                    bit -= 2
+                if bit < num_bits - 2:
+                    found = lowest + ((low >> (bit + 2)) << (bit + 2))
+            num_beyond = more_num
+            while (bit >= 0) & (num_from - num_beyond > 1):
+                quarter = tl.full((), 1, tl.int64) << bit
+                num_1 = tl.full((), 0, tl.int64)
+                num_2 = tl.full((), 0, tl.int64)
+                num_3 = tl.full((), 0, tl.int64)
+                mass_1 = tl.full((), 0, tl.int64)
+                mass_2 = tl.full((), 0, tl.int64)
+                mass_3 = tl.full((), 0, tl.int64)
+                if is_listed:
+                    num_1, num_2, num_3, mass_1, mass_2, mass_3 = _from_each(entries, weights, is_entry, found, quarter)
+                else:
+                    for start in range(0, vocab, PART):
+                        token = start + tl.arange(0, PART)
+                        is_token = token < vocab
+                        x = tl.load(source + token, mask=is_token, other=float("-inf")).to(tl.float32)
+                        x = tl.where(x == x, x, float("inf"))
+                        x = adjusted(
+                            x, token, is_token, draw, row, flags,
+                            draws, mask, table, edits, allowed, tally, history, capacity, context, vocab, ADJUSTS,
+                        )  # fmt: skip
+                        places = _composite(_key(x, shift), token, vocab, TOKEN_BITS)
+                        weight = _weight(x, top, inverse)
+                        one, two, three, own_1, own_2, own_3 = _from_each(places, weight, is_token, found, quarter)
+                        num_1 += one
+                        num_2 += two
+                        num_3 += three
+                        mass_1 += own_1
+                        mass_2 += own_2
+                        mass_3 += own_3
+                num_1 += more_num
+                num_2 += more_num
+                num_3 += more_num
+                mass_1 += more_mass
+                mass_2 += more_mass
+                mass_3 += more_mass
+                digit = (num_1 >= target).to(tl.int32) + (num_2 >= target) + (num_3 >= target)
+                if criterion == 1:
+                    digit = (mass_1 >= target).to(tl.int32) + (mass_2 >= target) + (mass_3 >= target)
+                found += digit * quarter
+                if digit == 0:
+                    num_beyond = num_1
+                elif digit == 1:
+                    num_from = num_1
+                    num_beyond = num_2
+                    reached = mass_1
+                elif digit == 2:
+                    num_from = num_2
+                    num_beyond = num_3
+                    reached = mass_2
+                else:
+                    num_from = num_3
+                    reached = mass_3
+                bit -= 2
+            if is_listed:
+                found = tl.maximum(found, lowest + low)  # what is below the list was not counted
+            cut = tl.maximum(cut, found)
+            kept_mass = reached
+    return cut
+
+
+@jit
 def _cut_kernel(
     logits, stride, draws, mask, table, edits, allowed, tally, history, capacity, context, vocab,
     highest, limits, counts, listed, cuts,
     TOKEN_BITS: tl.constexpr, ADJUSTS: tl.constexpr, PART: tl.constexpr, MAX_LISTED: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    MAX_SORTED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One program per draw: the composite of the last token that is kept."""
     if OVERLAP:
@@ -318,116 +473,23 @@ def _cut_kernel(
     flags = tl.load(table + row * WIDTH + FLAGS).to(tl.int32)
     if flags & CUT:
         own = counts + draw * _NUM_COUNTS
-        num_above = tl.load(own + _NUM_ABOVE)
         num_listed = tl.load(own + _NUM_LISTED)
-        mass_above = tl.load(own + _MASS_ABOVE)
-        mass_listed = tl.load(own + _MASS_LISTED)
         top_k = tl.load(table + row * WIDTH + TOP_K)
         top_p = float_option(table, row, TOP_P)
         inverse = 1 / float_option(table, row, TEMPERATURE)
         top = tl.load(highest + draw)
-        source = logits + of_draw(draws, draw, INDEX) * stride
         shift = key_shift(logits, flags)
-        num_bits = 32 - shift + TOKEN_BITS
-        lowest = -(tl.full((), 1, tl.int64) << (num_bits - 1))
-        low = (tl.load(limits + draw * 2).to(tl.int64) << TOKEN_BITS) - lowest
-        high = ((tl.load(limits + draw * 2 + 1).to(tl.int64) + 1) << TOKEN_BITS) - 1 - lowest
-        # The part of the list that fits stays in registers.
-        entry = tl.arange(0, MAX_LISTED)
-        is_entry = entry < num_listed
-        entries = tl.load(listed + draw * MAX_LISTED + entry, mask=is_entry, other=0)
-        weights = tl.zeros((MAX_LISTED,), tl.int64)
-        if top_p < 1:
-            key = (entries >> TOKEN_BITS).to(tl.int32) << shift
-            bits = (key ^ ((key >> 31) & 0x7FFFFFFF)) & (-1 << shift)
-            weights = _weight(bits.to(tl.float32, bitcast=True), top, inverse)
-        cut = lowest
-        kept_mass = tl.load(own + _MASS)
-        for criterion in range(2):  # top-k, then top-p of what it keeps
-            applies = top_k < vocab
-            target = top_k
-            above = num_above
-            inside = num_listed
-            if criterion == 1:
-                applies = top_p < 1
-                target = tl.maximum((top_p.to(tl.float64) * kept_mass.to(tl.float64)).to(tl.int64), 1)
-                above = mass_above
-                inside = mass_listed
-            if applies:
-                is_listed = (num_listed <= MAX_LISTED) & (above < target) & (above + inside >= target)
-                more_num = tl.full((), 0, tl.int64)
-                more_mass = tl.full((), 0, tl.int64)
-                num_from = tl.full((), 0, tl.int64) + vocab
-                bit = num_bits - 2
-                found = lowest
-                reached = kept_mass
-                if is_listed:
-                    reached = mass_above + mass_listed
-                    more_num = num_above
-                    more_mass = mass_above
-                    num_from = num_above + num_listed
-                    while (bit > 0) & ((low >> bit) == (high >> bit)):
-                        bit -= 2
-                    if bit < num_bits - 2:
-                        found = lowest + ((low >> (bit + 2)) << (bit + 2))
-                num_beyond = more_num
-                while (bit >= 0) & (num_from - num_beyond > 1):
-                    quarter = tl.full((), 1, tl.int64) << bit
-                    num_1 = tl.full((), 0, tl.int64)
-                    num_2 = tl.full((), 0, tl.int64)
-                    num_3 = tl.full((), 0, tl.int64)
-                    mass_1 = tl.full((), 0, tl.int64)
-                    mass_2 = tl.full((), 0, tl.int64)
-                    mass_3 = tl.full((), 0, tl.int64)
-                    if is_listed:
-                        num_1, num_2, num_3, mass_1, mass_2, mass_3 = _from_each(
-                            entries, weights, is_entry, found, quarter
-                        )
-                    else:
-                        for start in range(0, vocab, PART):
-                            token = start + tl.arange(0, PART)
-                            is_token = token < vocab
-                            x = tl.load(source + token, mask=is_token, other=float("-inf")).to(tl.float32)
-                            x = tl.where(x == x, x, float("inf"))
-                            x = adjusted(
-                                x, token, is_token, draw, row, flags,
-                                draws, mask, table, edits, allowed, tally, history, capacity, context, vocab, ADJUSTS,
-                            )  # fmt: skip
-                            places = _composite(_key(x, shift), token, vocab, TOKEN_BITS)
-                            weight = _weight(x, top, inverse)
-                            one, two, three, own_1, own_2, own_3 = _from_each(places, weight, is_token, found, quarter)
-                            num_1 += one
-                            num_2 += two
-                            num_3 += three
-                            mass_1 += own_1
-                            mass_2 += own_2
-                            mass_3 += own_3
-                    num_1 += more_num
-                    num_2 += more_num
-                    num_3 += more_num
-                    mass_1 += more_mass
-                    mass_2 += more_mass
-                    mass_3 += more_mass
-                    digit = (num_1 >= target).to(tl.int32) + (num_2 >= target) + (num_3 >= target)
-                    if criterion == 1:
-                        digit = (mass_1 >= target).to(tl.int32) + (mass_2 >= target) + (mass_3 >= target)
-                    found += digit * quarter
-                    if digit == 0:
-                        num_beyond = num_1
-                    elif digit == 1:
-                        num_from = num_1
-                        num_beyond = num_2
-                        reached = mass_1
-                    elif digit == 2:
-                        num_from = num_2
-                        num_beyond = num_3
-                        reached = mass_2
-                    else:
-                        num_from = num_3
-                        reached = mass_3
-                    bit -= 2
-                if is_listed:
-                    found = tl.maximum(found, lowest + low)  # what is below the list was not counted
-                cut = tl.maximum(cut, found)
-                kept_mass = reached
+        cut = tl.full((), 0, tl.int64)
+        is_found = num_listed < 0
+        if num_listed <= MAX_SORTED:
+            cut, is_found = _sorted_cut(
+                own, listed + draw * MAX_LISTED, num_listed, top_k, top_p, vocab, shift, top, inverse,
+                TOKEN_BITS, MAX_SORTED,
+            )  # fmt: skip
+        if is_found == 0:
+            cut = _searched_cut(
+                logits, stride, draws, mask, table, edits, allowed, tally, history, capacity, context, vocab,
+                draw, row, flags, shift, top, inverse, top_k, top_p, limits + draw * 2, own, listed + draw * MAX_LISTED,
+                TOKEN_BITS, ADJUSTS, PART, MAX_LISTED,
+            )  # fmt: skip
         tl.store(cuts + draw, cut)

@@ -84,7 +84,7 @@ def read_text(path: str, name: str, chat_template: str | None) -> TextInspection
     try:
         return inspect_text(Path(path), chat_template)
     except UNREADABLE as error:
-        raise load_error(f"{name}: its chat template cannot be read", error) from error
+        raise load_error(f"{name}: its text files cannot be read", error) from error
 
 
 def read_metadata_of(asked: Read) -> ModelMetadata:

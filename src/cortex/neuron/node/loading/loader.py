@@ -317,7 +317,9 @@ class ModelLoader:
         arguments = (model.source, self._library.cache, model.quant, progress, cancelled.is_set, sources)
         download = asyncio.create_task(asyncio.to_thread(self._fetch, *arguments))
         try:
-            return await asyncio.shield(download)
+            path = await asyncio.shield(download)
+            await asyncio.to_thread(self._library.name_copy, model)
+            return path
         except asyncio.CancelledError:
             cancelled.set()
             with contextlib.suppress(Cancelled, CheckpointError):

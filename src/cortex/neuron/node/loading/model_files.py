@@ -25,6 +25,7 @@ from cortex.neuron.node.loading.progress import LoadProgressTracker
 from cortex.neuron.weights.errors import CheckpointError, FilesMissing, HubError, NotOnHub
 from cortex.neuron.weights.hub import disk, uploads
 from cortex.neuron.weights.hub.cache import RepositoryCache
+from cortex.neuron.weights.hub.local import LocalRepository
 from cortex.neuron.weights.hub.source import HubSource, is_hub_id, parse_source
 from cortex.wire.errors import (
     CortexError,
@@ -35,7 +36,8 @@ from cortex.wire.errors import (
     ModelNotFound,
     shorten,
 )
-from cortex.wire.node.neighbours import SharedFile, SharedRepository
+from cortex.wire.node.load_options import is_path
+from cortex.wire.node.neighbours import SharedFile, SharedRepository, repository_of
 from cortex.wire.node.orders import (
     AssembledFiles,
     AssembleRequest,
@@ -89,6 +91,8 @@ class ModelFiles:
         self._pulls: dict[str, _Pull] = {}
         """By model id, in the order in which they began."""
         self._repository_bytes: dict[str, int] = {}
+        self._local: dict[str, LocalRepository] = {}
+        """Models at paths of which other nodes have wanted files."""
         self._deleting: set[str] = set()
         """Repositories."""
         self.disk: DiskUse | None = None
@@ -216,7 +220,7 @@ class ModelFiles:
 
     async def shared(self, repository: str, revision: str) -> SharedRepository:
         """The files of a repository that this node has. Raises ModelNotFound."""
-        found = await asyncio.to_thread(self._shared_cache(repository).listing, revision)
+        found = await asyncio.to_thread(self._shared_repository(repository).listing, revision)
         if found is None:
             raise ModelNotFound(f"this node has no files of {repository} at {shorten(revision)}")
         files = [SharedFile(path=f.path, num_bytes=f.num_bytes, digest=f.digest) for f in found.files.values()]
@@ -226,7 +230,7 @@ class ModelFiles:
     def shared_file(self, repository: str, digest: str) -> Iterator[int]:
         """A descriptor of a complete file of a repository. Raises ModelNotFound, or OSError."""
         try:
-            descriptor = self._shared_cache(repository).open_blob(digest)
+            descriptor = self._shared_repository(repository).open_blob(digest)
         except FileNotFoundError:
             raise ModelNotFound(f"this node has no file {shorten(digest)} of {repository}") from None
         self.num_shared += 1
@@ -236,10 +240,13 @@ class ModelFiles:
             self.num_shared -= 1
             os.close(descriptor)
 
-    def _shared_cache(self, repository: str) -> RepositoryCache:
+    def _shared_repository(self, repository: str) -> RepositoryCache | LocalRepository:
         """Raises ModelNotFound for a repository of no model of this node."""
-        if not is_hub_id(repository) or not any(self._repository_of(model.id) == repository for model in self._library):
+        sources = [model.source for model in self._library if repository_of(model.source) == repository]
+        if not is_hub_id(repository) or not sources:
             raise ModelNotFound(f"this node has no files of {shorten(repository)}")
+        if is_path(sources[0]):
+            return self._local.setdefault(repository, LocalRepository(Path(sources[0]).expanduser()))
         return RepositoryCache(self._library.cache, repository)
 
     async def offer(self, source: str) -> HubRepository:

@@ -1,8 +1,10 @@
 """Exchange of KV blocks between nodes: this node offers what it has, and fetches before it computes a prompt.
 
 Blocks travel from disk to disk, in the format of their files. A node fetches blocks that the gateway reports at another
-node if that is expected to be faster than computing, and gives up when it is not. Devices of one node exchange blocks
-through the folder that all of them read. Failures here never fail a request.
+node if that is expected to be faster than computing. If the model can, it computes the prompt from its first page on
+meanwhile, and the blocks arrive from the last one on, until both meet. Otherwise the prompt waits for all blocks, at
+most as long as computing would take. Devices of one node exchange blocks through the folder that all of them read.
+Failures here never fail a request.
 """
 
 from __future__ import annotations
@@ -11,10 +13,11 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Protocol
 
@@ -28,6 +31,8 @@ from cortex.neuron.engine.host_pages.rates import (
     PAGE_CACHE_BYTES_PER_S,
     WORTH,
     CopyRate,
+    end_of_front,
+    fetch_s,
     saves_time,
 )
 from cortex.neuron.engine.host_pages.store import ChosenBlocks
@@ -45,6 +50,8 @@ ASK_AGAIN_S = 0.02
 """Interval of checks whether a worker has written the blocks."""
 LINK_DELAY_S = 0.02
 """Delay before the first byte arrives."""
+MEASURED_BYTES = 16 << 20
+"""A cancelled transfer of fewer bytes tells nothing about the link."""
 MAX_FETCHES = 4
 """Concurrent fetches; others wait, at most for as long as computing would take."""
 
@@ -106,16 +113,21 @@ class KvExchange:
     """One for the node, on the daemon's loop. Files are read and written on threads."""
 
     def __init__(
-        self, folder: Path, budget_bytes: int, workers: Collection[BlockWorker], rules: ExchangeRules | None = None
+        self,
+        folder: Path,
+        budget_bytes: int,
+        workers: Collection[BlockWorker],
+        rules: ExchangeRules | None = None,
+        rates: dict[str, CopyRate] | None = None,
     ) -> None:
+        """`rates`: of other nodes, by their addresses; measured from now on."""
         self._folder = folder
         self._budget_bytes = budget_bytes
         self._workers = workers
         self._rules = rules or ExchangeRules()
         self._files: dict[bytes, dict[Path, BlockFile]] = {}
         """Model → its files, as of the last scan."""
-        self._rates: dict[str, CopyRate] = {}
-        """By the address of the other node."""
+        self._rates = {} if rates is None else rates
         self._write_rate = CopyRate(assumed=DISK_BYTES_PER_S)
         """The rate of writing blocks for another device of this node."""
         self._avoided_until_s: dict[str, float] = {}
@@ -125,24 +137,27 @@ class KvExchange:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def offered(self, model: bytes, digests: tuple[Digest, ...]) -> Selection:
+    async def offered(self, wanted: BlocksRequest) -> Selection:
         """The blocks of a prefix that this node has. Blocks that are not on disk yet are written first."""
         if not self._budget_bytes:
             return Selection()
-        found = await self._found(model, digests)
+        model, digests = wanted.model, wanted.digests
+        found = await self._found(wanted)
         if found.num_pages == len(digests):
             return found
         with contextlib.suppress(WorkerLost, TimeoutError):
             async with asyncio.timeout(self._rules.save_s):
                 while not all(await asyncio.gather(*(each.save_blocks(model, digests) for each in self._workers))):
                     await asyncio.sleep(ASK_AGAIN_S)
-        return await self._found(model, digests)
+        return await self._found(wanted)
 
-    async def _found(self, model: bytes, digests: Sequence[Digest]) -> Selection:
+    async def _found(self, wanted: BlocksRequest) -> Selection:
         """The blocks that are on disk."""
+        model = wanted.model
         files = await asyncio.to_thread(block_files.scan, self._folder, model, self._files.get(model, {}))
         self._files[model] = files
-        return await asyncio.to_thread(block_files.select, files.values(), digests)
+        select = partial(block_files.select, last_first=wanted.last_first)
+        return await asyncio.to_thread(select, files.values(), wanted.digests)
 
     async def forget(self, chosen: ChosenBlocks, unused_for_s: float | None = None) -> tuple[int, int]:
         """Deletes blocks on disk, and in memory unless only old ones are meant. Returns the number of files and bytes
@@ -161,7 +176,7 @@ class KvExchange:
         self, model_id: str, info: EngineInfo, stats: EngineStats, request: EngineRequest, source: Neighbour
     ) -> int:
         """Fetches the blocks of the prompt that `source` has and this node lacks, if that is expected to be faster than
-        computing; returns the bytes. Cancelled with its request."""
+        computing; returns the bytes. Cancelled with its request, and when the prompt is computed meanwhile."""
         if not self._may_exchange(info, request):
             return 0
         if time.monotonic() < self._avoided_until_s.get(source.url, 0.0):
@@ -172,7 +187,7 @@ class KvExchange:
             return 0
         is_asked = False
         try:
-            async with asyncio.timeout(self._most_s(prompt, 0, count)):
+            async with asyncio.timeout(None if info.computes_fronts else self._most_s(prompt, 0, count)):
                 own = await self._own_pages(prompt)
                 if not self._is_worth_asking(prompt, own):
                     return 0
@@ -184,9 +199,18 @@ class KvExchange:
                 self._avoid(source, "computing the prompt would have been faster")
             return 0
         if num_bytes:
-            for worker in self._workers:
-                worker.send(FindBlocks(prompt.model))
+            self._announce(prompt.model)
         return num_bytes
+
+    def _announce(self, model: bytes) -> None:
+        """Blocks of the model have arrived."""
+        for worker in self._workers:
+            worker.send(FindBlocks(model))
+
+    def bytes_per_s(self, source: Neighbour) -> float | None:
+        """The rate at which blocks of another node arrive; None if unknown."""
+        rate = self._rates.get(source.url)
+        return None if rate is None else rate.bytes_per_s
 
     async def share(
         self, info: EngineInfo, stats: EngineStats, request: EngineRequest, source: BlockWorker, target: BlockWorker
@@ -243,9 +267,14 @@ class KvExchange:
         """Receives the blocks after the first `own` pages to disk while that is worth it; returns the bytes. Cancelling
         it cancels the transfer."""
         rate = self._rates.setdefault(source.url, CopyRate(assumed=LINK_BYTES_PER_S))
-        transfer = Transfer(source)
-        receiving = asyncio.get_running_loop().run_in_executor(
-            self._threads, self._receive_on_thread, prompt, own, source, transfer, rate
+        transfer, loop = Transfer(source), asyncio.get_running_loop()
+
+        def written() -> None:
+            if prompt.info.computes_fronts:
+                loop.call_soon_threadsafe(self._announce, prompt.model)
+
+        receiving = loop.run_in_executor(
+            self._threads, self._receive_on_thread, prompt, own, source, transfer, rate, written
         )
         try:
             return await asyncio.shield(receiving)
@@ -254,11 +283,17 @@ class KvExchange:
             raise
 
     def _receive_on_thread(
-        self, prompt: _Prompt, own: int, source: Neighbour, transfer: Transfer, rate: CopyRate
+        self,
+        prompt: _Prompt,
+        own: int,
+        source: Neighbour,
+        transfer: Transfer,
+        rate: CopyRate,
+        written: Callable[[], None],
     ) -> int:
-        rules, wanted = self._rules, prompt.digests[own:]
-        most_s = self._most_s(prompt, own, len(prompt.digests))
-        body = msgspec.json.encode(BlocksRequest(model=prompt.model, digests=wanted))
+        rules, wanted, meanwhile = self._rules, prompt.digests[own:], prompt.info.computes_fronts
+        most_s = inf if meanwhile else self._most_s(prompt, own, len(prompt.digests))
+        body = msgspec.json.encode(BlocksRequest(model=prompt.model, digests=wanted, last_first=meanwhile))
         try:
             with transfer:
                 connect_s, silence_s = min(rules.connect_s, most_s), min(rules.connect_s + rules.save_s, most_s)
@@ -266,16 +301,17 @@ class KvExchange:
                 num_pages, num_bytes = int(transfer.header(PAGES) or 0), transfer.num_bytes
                 if num_bytes <= 0 or num_pages <= 0:
                     return 0
-                parts, compute_s = [(num_bytes, rate.expected)], prompt.compute_s(own, own + num_pages)
-                is_faster = saves_time(parts, LINK_DELAY_S, compute_s, worth=rules.worth)
+                is_faster = self._is_worth_fetching(prompt, own, own + num_pages, num_bytes, rate)
                 if num_bytes > self._budget_bytes or not is_faster:
                     rate.was_too_slow()
                     return 0
                 block_files.make_room(self._folder, num_bytes, self._budget_bytes)
-                read_into = _TimedReading(transfer, rate, rules.worth * compute_s)
+                read_into = _TimedReading(
+                    transfer, rate, inf if meanwhile else self._most_s(prompt, own, own + num_pages)
+                )
                 try:
                     return block_files.receive(
-                        read_into, self._folder, prompt.model, prompt.model_id, frozenset(wanted)
+                        read_into, self._folder, prompt.model, prompt.model_id, frozenset(wanted), written
                     )
                 finally:
                     read_into.measure()
@@ -283,6 +319,16 @@ class KvExchange:
             if not transfer.is_cancelled:
                 self._avoid(source, str(error))
             return 0
+
+    def _is_worth_fetching(self, prompt: _Prompt, first: int, end: int, num_bytes: int, rate: CopyRate) -> bool:
+        """Whether to fetch the pages from `first` to `end`."""
+        parts, meanwhile = [(num_bytes, rate.expected)], prompt.info.computes_fronts
+        if meanwhile and rate.bytes_per_s is None:
+            return True  # nothing waits for the measurement
+        if saves_time(parts, LINK_DELAY_S, prompt.compute_s(first, end), worth=self._rules.worth):
+            return True
+        compute_s = partial(prompt.compute_s, first)
+        return meanwhile and end_of_front(first, end, fetch_s(parts, LINK_DELAY_S), compute_s) > first
 
     def _avoid(self, source: Neighbour, reason: str) -> None:
         """Also called on threads."""
@@ -310,5 +356,5 @@ class _TimedReading:
         return count
 
     def measure(self) -> None:
-        if not self._transfer.is_cancelled:
+        if not self._transfer.is_cancelled or self._num_bytes >= MEASURED_BYTES:
             self._rate.measured(self._num_bytes, self._started_s)

@@ -25,7 +25,7 @@ from cortex.neuron.text.template.chat_template import ChatTemplate
 from cortex.neuron.text.template.detect import tool_syntax
 from cortex.neuron.text.template.pictures import as_list, content_of, with_shown_pictures
 from cortex.neuron.text.tools.call import json_text
-from cortex.neuron.text.tools.write import SpelledText, Written, written_calls
+from cortex.neuron.text.tools.write import MarkupText, TextPiece, written_calls
 from cortex.wire.errors import InvalidValue, TemplateRenderFailed, UnsupportedModality, shorten
 from cortex.wire.requests import (
     EFFORT_TOKENS,
@@ -194,21 +194,21 @@ def described(
     how = "exactly in this form" if is_native else "as JSON between these tags"
     listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     description = [
-        Written(_DESCRIPTION.format(tools=listed, how=how), False),
+        TextPiece(_DESCRIPTION.format(tools=listed, how=how), False),
         *written_calls([("function_name", {})], syntax),
-        *([] if is_native and template.shows_calls else [Written(_AS_TEXT, False)]),
+        *([] if is_native and template.shows_calls else [TextPiece(_AS_TEXT, False)]),
     ]
     first, *later = spelled
-    gap = Written("\n\n", False)
+    gap = TextPiece("\n\n", False)
     if first["role"] == "system":
-        said = Written(first["content"], False)
-        return [{**first, "content": SpelledText([said, gap, *description])}, *later]
+        said = TextPiece(first["content"], False)
+        return [{**first, "content": MarkupText([said, gap, *description])}, *later]
     if takes_system(template):
-        return [{"role": "system", "content": SpelledText(description)}, *spelled]
+        return [{"role": "system", "content": MarkupText(description)}, *spelled]
     content = first["content"]
     if isinstance(content, list):
-        return [{**first, "content": [*as_list(SpelledText(description)), *content]}, *later]
-    return [{**first, "content": SpelledText([*description, gap, Written(content, False)])}, *later]
+        return [{**first, "content": [*as_list(MarkupText(description)), *content]}, *later]
+    return [{**first, "content": MarkupText([*description, gap, TextPiece(content, False)])}, *later]
 
 
 def with_spelled_calls(turns: Sequence[dict[str, Any]], syntax: ToolSyntax) -> list[dict[str, Any]]:
@@ -237,8 +237,8 @@ def _spelled(turn: dict[str, Any], syntax: ToolSyntax) -> dict[str, Any]:
         (function["name"], arguments if isinstance(arguments := function["arguments"], dict) else {"": arguments})
         for function in functions
     ]
-    said = [Written(turn["content"], False)] if turn["content"] else []
-    return {**kept, "content": SpelledText([*said, *written_calls(calls, syntax)])}
+    said = [TextPiece(turn["content"], False)] if turn["content"] else []
+    return {**kept, "content": MarkupText([*said, *written_calls(calls, syntax)])}
 
 
 def _as_text(turn: dict[str, Any]) -> dict[str, Any]:

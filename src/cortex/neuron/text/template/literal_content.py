@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from cortex.neuron.text.template.chat_template import ChatTemplate
 from cortex.neuron.text.tokenizer.vocabulary import Vocabulary
-from cortex.neuron.text.tools.write import SpelledText
+from cortex.neuron.text.tools.write import MarkupText
 from cortex.wire.errors import InvalidValue
 
 _MARKS: Final = tuple(map(chr, (*range(0xFDD0, 0xFDF0), *range(0xF000, 0xF900))))
@@ -80,7 +80,7 @@ class LiteralContent:
 
     def _marked(self, value: Any, mark: str) -> Any:
         match value:
-            case SpelledText(pieces=pieces):
+            case MarkupText(pieces=pieces):
                 return "".join(each.text if each.is_markup else self._marked_text(each.text, mark) for each in pieces)
             case str():
                 return self._marked_text(value, mark)

@@ -111,7 +111,7 @@ def placeholders(text: str, picture: PictureText, literal_at: Sequence[int], cou
     return found
 
 
-class Surrounded:
+class PlaceholderExpansion:
     """A text with the texts around each picture written out, and one token of the picture itself."""
 
     def __init__(self, text: str, picture: PictureText, at: Sequence[int]) -> None:

@@ -16,7 +16,7 @@ from cortex.neuron.text.template.chat_template import ChatTemplate
 from cortex.neuron.text.template.detect import tool_syntax
 from cortex.neuron.text.template.literal_content import LiteralContent
 from cortex.neuron.text.template.pictures import (
-    Surrounded,
+    PlaceholderExpansion,
     expanded,
     moved_token,
     numbers_in,
@@ -165,7 +165,7 @@ def prompt_text(
 def _with_pictures(prompt: PromptText, picture: PictureText, numbers: Sequence[int]) -> PromptText:
     """The prompt with the text around each picture. Raises TemplateRenderFailed for a picture without a place."""
     at = placeholders(prompt.text, picture, prompt.literal_at, len(numbers))
-    around = Surrounded(prompt.text, picture, at)
+    around = PlaceholderExpansion(prompt.text, picture, at)
     return PromptText(
         around.text,
         prompt.generation_prompt,

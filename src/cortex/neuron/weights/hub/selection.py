@@ -15,7 +15,7 @@ from cortex.neuron.weights.errors import NotOnHub
 from cortex.neuron.weights.gguf.towers import best_projector, is_projector
 
 SHARD: Final = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-_COMPANION: Final = re.compile(
+COMPANION: Final = re.compile(
     r"[^/]+\.(?:json|jinja)|merges\.txt|tokenizer\.model|\d+_[A-Za-z]+/(?:config\.json|model\.safetensors)"
     r"|adapters/retrieval/adapter_(?:config\.json|model\.safetensors)"
 )
@@ -56,7 +56,7 @@ def select(
             return _gguf_selection(models[label], paths)
         _reject_unless_quantised_at_load(repository, models, weights, quant, objection)
     if weights:
-        companions = [path for path in paths if _COMPANION.fullmatch(path)]
+        companions = [path for path in paths if COMPANION.fullmatch(path)]
         return Selection((*companions, *weights), entry=None)
     if len(models) == 1:
         return _gguf_selection(next(iter(models.values())), paths)
@@ -89,11 +89,15 @@ def missing_parts(selection: Selection) -> list[str]:
     """The parts of a split GGUF model, by its file names, that the selection lacks."""
     if selection.entry is None:
         return []
-    match = _GGUF_PART.fullmatch(selection.entry)
+    return [name for name in parts_of(selection.entry) if name not in selection.paths]
+
+
+def parts_of(name: str) -> list[str]:
+    """The names of all parts of a GGUF model of which one is called `name`."""
+    match = _GGUF_PART.fullmatch(name)
     if match is None or match["count"] is None:
-        return []
-    named = [f"{match['stem']}-{number:05}-of-{match['count']}.gguf" for number in range(1, int(match["count"]) + 1)]
-    return [name for name in named if name not in selection.paths]
+        return [name]
+    return [f"{match['stem']}-{number:05}-of-{match['count']}.gguf" for number in range(1, int(match["count"]) + 1)]
 
 
 def _safetensors(paths: list[str]) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Final
 from cortex.neuron.weights.errors import FilesMissing, Malformed
 from cortex.neuron.weights.hub.cache import RepositoryCache
 from cortex.neuron.weights.hub.listing import checked_file
+from cortex.neuron.weights.hub.local import commit_of
 
 _KEPT_S: Final = 24 * 3600.0
 """Uploads of which no model was made within this time are deleted with the next upload."""
@@ -66,8 +67,7 @@ def assemble(cache: Path, repository: str, digests: Mapping[str, str]) -> int:
             raise FilesMissing(f"{path} was not uploaded")
         uploads[path] = found
     files = [checked_file(path, upload.stat().st_size, digests[path]) for path, upload in uploads.items()]
-    listed = "".join(f"{file.path}\0{file.digest}\n" for file in sorted(files, key=lambda file: file.path))
-    commit = hashlib.sha1(listed.encode(), usedforsecurity=False).hexdigest()
+    commit = commit_of(files)
     for file in files:
         blob = target.blob(file)
         blob.parent.mkdir(parents=True, exist_ok=True)

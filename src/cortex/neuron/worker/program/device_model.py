@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
-from cortex.neuron.engine.errors import StepBlamed
+from cortex.neuron.engine.errors import FaultyRequest
 from cortex.neuron.engine.request import EngineRequest, StepOutput
 from cortex.neuron.engine.scheduling.step_plan import StepPlan
 from cortex.neuron.worker import memory
@@ -118,7 +118,7 @@ class DeviceModel:
         kind = raise_device_fault(error, "step")
         message = explain(error)
         log.error("step of model %d failed (%s): %s", self.handle, kind, message, exc_info=error)
-        blamed = error.request_id if isinstance(error, StepBlamed) else None
+        blamed = error.request_id if isinstance(error, FaultyRequest) else None
         live = {name: produced for name, produced in self._live.items() if name not in self._failing}
         if kind is not FaultKind.OUT_OF_MEMORY and blamed is None and self._isolate():
             victims = []

@@ -3,6 +3,8 @@
 It executes commands in order and steps every model that has work, in turn. A load runs on this thread too. It lets the
 loaded models run from time to time. Requests and cancellations that arrive during a load are executed then; other
 commands wait.
+
+Grammars of requests are compiled on threads of their own, because a large one takes seconds.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
+from cortex.neuron.engine.errors import RequestError
 from cortex.neuron.engine.host_pages.store import ChosenBlocks
 from cortex.neuron.engine.memory.cores import usable_cores
 from cortex.neuron.engine.request import EngineStats, StepOutput
@@ -22,8 +26,7 @@ from cortex.neuron.worker import protocol
 from cortex.neuron.worker.faults import FaultKind, explain, raise_device_fault
 from cortex.neuron.worker.program.device_model import DeviceModel
 from cortex.neuron.worker.program.device_models import DeviceModels, EngineThread, resolve_loader
-from cortex.neuron.worker.program.grammar_compiler import GrammarCompiler
-from cortex.neuron.worker.protocol import Activity, Command, DeviceAddress, Event
+from cortex.neuron.worker.protocol import Activity, Command, Compiled, DeviceAddress, Event, Submit
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +52,8 @@ _DURING_LOADS = (
     | protocol.FollowStep
 )
 """Commands that do not wait for the end of a load."""
+
+_NUM_THREADS = 2
 
 
 def _uses_torch() -> bool:
@@ -327,3 +332,43 @@ class Executor:
         self._stats = {handle: model.engine.stats() for handle, model in self._models.items()}
         self._models.report_host_pages()
         self._stats_at_s = time.monotonic()
+
+
+class GrammarCompiler:
+    """Owned by the engine thread. The library compiles without the interpreter's lock."""
+
+    def __init__(self, deliver: Callable[[Compiled], None]) -> None:
+        """`deliver` is called on another thread when a grammar is compiled."""
+        self._deliver = deliver
+        self._waiting: dict[tuple[int, str], Submit] = {}
+        """Requests by model and id."""
+        self._threads: ThreadPoolExecutor | None = None
+
+    def begin(self, submit: Submit, compile: Callable[[str, bytes], None]) -> None:
+        """Compile the grammar of a request; `Compiled` follows. `compile` raises RequestError."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(_NUM_THREADS, "grammar")
+        self._waiting[submit.handle, submit.request.id] = submit
+        self._threads.submit(self._compile, submit, compile)
+
+    def take(self, handle: int, request_id: str) -> Submit | None:
+        """Removes and returns a waiting request; None if it did not wait."""
+        return self._waiting.pop((handle, request_id), None)
+
+    def take_all(self, handle: int) -> list[Submit]:
+        """Removes and returns the waiting requests of a model."""
+        return [self._waiting.pop(key) for key in list(self._waiting) if key[0] == handle]
+
+    def _compile(self, submit: Submit, compile: Callable[[str, bytes], None]) -> None:
+        handle, request_id, grammar = submit.handle, submit.request.id, submit.request.grammar
+        if (handle, request_id) not in self._waiting or grammar is None:
+            return  # cancelled
+        problem: str | None = None
+        try:
+            compile(grammar, submit.request.tenant)
+        except RequestError as error:
+            problem = str(error)
+        except Exception as error:
+            log.exception("compiling a grammar failed")
+            problem = explain(error)
+        self._deliver(Compiled(handle, request_id, problem))

@@ -13,7 +13,7 @@ from cortex.wire.dialects.openai_chunks import stream_error, timings_body
 from cortex.wire.error_encoding import from_code
 from cortex.wire.events import AnyEvent, Failure, Finish, ReasoningDelta, TextDelta
 from cortex.wire.fields.body import LARGEST_COUNT, Fields
-from cortex.wire.fields.sampling import read_sampling
+from cortex.wire.fields.sampling import LOCAL, read_sampling
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import GenerateRequest, Reasoning, Text
 from cortex.wire.response import gather
@@ -40,7 +40,7 @@ def parse(body: bytes) -> GenerateRequest:
         suffix=fields.text("input_suffix") or "",
         middle=fields.text("prompt") or "",
         context_files=tuple(files),
-        sampling=msgspec.structs.replace(read_sampling(fields), max_tokens=summary.completion_limit),
+        sampling=msgspec.structs.replace(read_sampling(fields, LOCAL), max_tokens=summary.completion_limit),
         stream=summary.stream,
         include_usage=True,
         ignored_fields=fields.unknown,

@@ -9,7 +9,7 @@ import msgspec
 from cortex.wire.dialects.ollama.fields import OPTIONS
 from cortex.wire.errors import MissingModel
 from cortex.wire.fields.body import LARGEST_COUNT, Fields
-from cortex.wire.fields.sampling import MAX_TOP_LOGPROBS, read_sampling
+from cortex.wire.fields.sampling import LOCAL, MAX_TOP_LOGPROBS, read_sampling
 from cortex.wire.model_names import plain_name
 from cortex.wire.pictures.parts import from_base64, from_url
 from cortex.wire.request_summary import RequestSummary
@@ -72,7 +72,7 @@ def _read_options(fields: Fields, options: Fields, summary: RequestSummary) -> S
     wanted = fields.flag("logprobs") or False
     top_logprobs = fields.integer("top_logprobs", low=0, high=MAX_TOP_LOGPROBS) or 0
     sampling = msgspec.structs.replace(
-        read_sampling(known),
+        read_sampling(known, LOCAL),
         max_tokens=summary.completion_limit,
         logprobs=wanted,
         top_logprobs=top_logprobs if wanted else 0,

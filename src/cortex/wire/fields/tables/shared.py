@@ -13,12 +13,12 @@ TIER = in_envelope(
 PRIORITY = in_envelope("priority", 1, "as vLLM: below 0 as `service_tier` `priority`, above 0 as `flex`")
 SPECULATION = honoured("speculation", "off", "one token per step; the response is the same")
 SAMPLING = (
-    honoured("temperature", 0.5),
+    honoured("temperature", 0.5, "at most 2; in messages 1, in `/api` and `/infill` 100"),
     honoured("top_p", 0.5),
     honoured("top_k", 5, "-1 and 0 keep all"),
     honoured("min_p", 0.1),
-    honoured("presence_penalty", 0.5),
-    honoured("frequency_penalty", 0.5),
+    honoured("presence_penalty", 0.5, "between -2 and 2; in `/api` and `/infill` -100 and 100"),
+    honoured("frequency_penalty", 0.5, "between -2 and 2; in `/api` and `/infill` -100 and 100"),
     honoured("repetition_penalty", 1.1),
     honoured("repeat_penalty", 1.1, "llama.cpp's name for `repetition_penalty`"),
     honoured("repetition_window", 64, "latest tokens that `repetition_penalty` applies to"),

@@ -12,7 +12,7 @@ const TITLES = {
 const DONE = { unpin: "may be evicted again", drain: "takes no new requests", undrain: "takes requests again" };
 const VERDICTS = {
   resident: "good", starting: "busy", asleep: "good", fits: "good", fits_soon: "good", fits_after_eviction: "warn", blocked: "warn",
-  crowded: "warn",
+  crowded: "warn", standby: "warn",
 };
 
 export function Order({ kind, model: given, node: nodeName, status, onClose }) {

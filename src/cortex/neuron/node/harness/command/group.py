@@ -14,7 +14,6 @@ import contextlib
 import fcntl
 import hmac
 import ipaddress
-import logging
 import socket
 import struct
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -27,8 +26,6 @@ from cortex.system.tasks import run_once
 from cortex.wire.errors import GroupClaimed, LoadFailed, shorten
 from cortex.wire.node.groups import MAX_NODES, GroupMember, MemberAddress, of_node
 from cortex.wire.words import os_error_in_words
-
-log = logging.getLogger(__name__)
 
 CONNECT_S = 5.0
 LINGER_S = 10.0

@@ -1,17 +1,32 @@
-"""The GPU memory of processes, with a driver that the test decides."""
+"""Which processes count as those of a server, and their GPU memory, with a driver that the test decides."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pynvml import NVMLError
 
-from cortex.neuron.node.harness.command.process_memory import gpu_bytes
+from cortex.neuron.node.harness.command.process_memory import descendants, gpu_bytes
 from cortex.wire.node.protocol import Device
 
 DEVICES = tuple(Device(index=index, kind="cuda", name="card", total_bytes=1 << 34) for index in range(2))
+
+
+def test_thread_that_ends_meanwhile_hides_no_child_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for thread, children in (("7", ""), ("8", None), ("9", "70 71")):
+        folder = tmp_path / "7" / "task" / thread
+        folder.mkdir(parents=True)
+        if children is not None:
+            (folder / "children").write_text(children)
+    listed = Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda folder: iter(sorted(listed(folder))))
+    assert descendants(7, tmp_path) == [70, 71]
+    assert descendants(6, tmp_path) == [], "it has ended"
 
 
 class Driver:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from cortex.gateway.api.live.event_streams import MAX_MISSED_POLLS, Following
+from cortex.gateway.api.live.event_streams import MAX_MISSED_POLLS, FollowedWork
 from cortex.wire.errors import UpstreamUnavailable
 from cortex.wire.node.protocol import PullStatus
 
@@ -27,7 +27,7 @@ async def test_node_that_does_not_respond_is_tried_once_each_poll(is_cancelled: 
         tried_at.append(loop.time())
         raise UpstreamUnavailable("it restarts")
 
-    work = Following(start, fail, fail, described="the download on beast", after_restart="again", poll_s=0.01)
+    work = FollowedWork(start, fail, fail, described="the download on beast", after_restart="again", poll_s=0.01)
     if is_cancelled:
         work.cancelled.set()
     async with asyncio.timeout(WAIT_S):

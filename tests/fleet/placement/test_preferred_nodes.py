@@ -1,4 +1,5 @@
-"""A model goes to the one of otherwise equal nodes that keeps its conversations in host memory."""
+"""A model goes to the one of otherwise equal nodes that keeps its conversations in host memory, or where it was
+measured to be faster."""
 
 from __future__ import annotations
 
@@ -18,9 +19,12 @@ GB = 1 << 30
 NOW = 1000.0
 
 
-def node(name: str, kept: float, rate: float = 100.0, state: ModelState = ModelState.COLD, free: int = 8) -> Node:
-    """`kept`: of the KV cache, in GB."""
-    bench = BenchResult(measured_at=0.0, version="0", streams=(StreamRate(streams=1, tokens_per_s=rate),))
+def node(
+    name: str, kept: float, rate: float | None = 100.0, state: ModelState = ModelState.COLD, free: int = 8
+) -> Node:
+    """`kept`: of the KV cache, in GB. `rate`: the measured speed, if any."""
+    streams = () if rate is None else (StreamRate(streams=1, tokens_per_s=rate),)
+    bench = None if rate is None else BenchResult(measured_at=0.0, version="0", streams=streams)
     status = ModelStatus(
         id="m",
         state=state,
@@ -79,3 +83,27 @@ def test_explanation_has_what_is_kept() -> None:
     explained = as_json(place("m", fleet(node("a", 0), node("b", 1)), NOW))
     kept = {each["node"]: each["kv_host"] for each in explained["nodes"]}
     assert kept == {"a": None, "b": {"num_bytes": GB, "num_tokens": 10_000, "tokens_per_s": None}}
+
+
+@pytest.mark.parametrize(
+    ("rates", "chosen"),
+    [
+        ({"a": None, "b": None}, "a"),
+        ({"a": 50.0, "b": 100.0}, "b"),
+        ({"a": 100.0, "b": 50.0}, "a"),
+        ({"a": 50.0, "b": None}, "a"),  # one that was not measured counts as fast as the fastest
+        ({"a": 50.0, "b": None, "c": 100.0}, "b"),
+        ({"a": 0.0, "b": 50.0}, "a"),
+    ],
+)
+def test_places_a_model_where_it_is_not_slower(rates: dict[str, float | None], chosen: str) -> None:
+    made = fleet(*(node(name, 0, rate) for name, rate in rates.items()))
+    assert place("m", made, NOW).node == chosen
+    assert search("m", made, NOW).node == chosen
+
+
+def test_explanation_has_the_measurement() -> None:
+    made = fleet(node("a", 0, 50.0), node("b", 0, None))
+    nodes = {each["node"]: each["bench"] for each in as_json(place("m", made, NOW))["nodes"]}
+    assert nodes["a"]["streams"][0]["tokens_per_s"] == 50.0
+    assert nodes["b"] is None

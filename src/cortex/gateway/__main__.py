@@ -23,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from cortex.system.exits import ExitCode
     from cortex.telemetry import logs
 
+    gc.freeze()
     gc.enable()
     parser = argparse.ArgumentParser(prog="cortex.gateway", description="One endpoint over a fleet of GPU hosts.")
     parser.add_argument("--config", type=Path, help="cortex.toml; defaults and CORTEX_… variables apply without it")

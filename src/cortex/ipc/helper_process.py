@@ -59,6 +59,7 @@ def main() -> None:
     name_thread(helper.name)
     gc.disable()  # imports leave little garbage, and its collection takes a tenth of the time
     module = importlib.import_module(helper.module)
+    gc.freeze()
     gc.enable()
     if helper.memory_bytes is not None:
         limit_memory(helper.memory_bytes)

@@ -21,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from cortex.system.exits import ExitCode
     from cortex.telemetry import logs
 
+    gc.freeze()
     gc.enable()
     parser = argparse.ArgumentParser(prog="python -m cortex.neuron", description="One node of a cortex fleet.")
     parser.add_argument("--config", type=Path, help="a neuron.toml; without it, defaults and the environment")

@@ -5,7 +5,6 @@ import torch
 from tests.neuron.kernels.conftest import AssertClose
 
 from cortex.neuron.kernels.dense.matrix import DenseMatrix
-from cortex.neuron.kernels.expert_pairs import ExpertChoice, PairLists
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.routing import (
     choose_reference,
@@ -13,7 +12,6 @@ from cortex.neuron.kernels.moe.routing import (
     choose_rows_reference,
     list_pairs,
     list_pairs_reference,
-    list_rows,
     router_scores,
 )
 from cortex.neuron.kernels.moe.rule import DEFAULT_RULE, RouterRule
@@ -50,15 +48,6 @@ def make_experts(
     return Experts(router, gate_up, down, top_k, renormalise, shared, rule=rule, bias=bias)
 
 
-def check_lists(lists: PairLists, reference: ExpertChoice, experts: Experts) -> None:
-    """Every pair is once in the list of its expert."""
-    by_pair = reference.experts.flatten().tolist()
-    for expert, (members, count) in enumerate(zip(lists.members.tolist(), lists.counts.tolist(), strict=True)):
-        assert sorted(members[:count]) == [pair for pair, chosen in enumerate(by_pair) if chosen == expert]
-    torch.testing.assert_close(lists.weights, reference.weights, rtol=1e-3, atol=1e-5)
-    assert len(lists.counts) == experts.num_experts
-
-
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("renormalise", [True, False])
 @pytest.mark.parametrize("biased", [True, False])
@@ -70,7 +59,6 @@ def test_choice_by_other_rules_matches_the_reference(
     choice, reference = (choose(hidden, norm, 1e-6, experts) for choose in (choose_rows, choose_rows_reference))
     assert torch.equal(choice.experts, reference.experts)
     assert_close(choice.weights, reference.weights)
-    check_lists(list_rows(hidden, norm, 1e-6, experts), reference, experts)
     logits = torch.randn(21, len(experts.router), device=device)
     lists, expected = list_pairs(logits, experts), list_pairs_reference(logits, experts)
     assert torch.equal(lists.counts, expected.counts)
@@ -117,7 +105,6 @@ def test_small_batch_choice_matches_the_reference(
         reference = choose_rows_reference(hidden, norm, 1e-6, experts)
         assert torch.equal(choice.experts, reference.experts)
         assert_close(choice.weights, reference.weights)
-        check_lists(list_rows(hidden, norm, 1e-6, experts), reference, experts)
 
 
 @pytest.mark.parametrize(("routed", "top_k", "shared"), COUNTS)

@@ -21,7 +21,7 @@ from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.host_layers import HostBlock, HostExperts
 from cortex.neuron.kernels.moe.host_team import HostTeam
 from cortex.neuron.kernels.moe.mixture import expand_and_contract, mixture, mixture_reference
-from cortex.neuron.kernels.moe.routing import choose_rows, choose_rows_reference, pair_lists
+from cortex.neuron.kernels.moe.routing import choose_rows, choose_rows_reference, list_pairs, router_scores
 from cortex.neuron.kernels.norm import rms_norm
 from cortex.neuron.kernels.products.grouped import combine, expert_load
 
@@ -63,7 +63,8 @@ def _streamed(
     """The pairs of each expert together: those of the device first, while the others are copied."""
     num_pairs, load = len(hidden) * experts.slots, expert_load(len(hidden) * experts.top_k, experts.num_routed)
     x = rms_norm(hidden, norm_weight, eps)
-    lists = pair_lists(hidden, x, norm_weight, eps, experts)
+    scored = x if experts.router_norm is None else rms_norm(hidden, experts.router_norm, eps)
+    lists = list_pairs(router_scores(scored, experts), experts)
     x = x if inputs is None else inputs
     allocate = torch.empty if host.num_held == host.num_experts else torch.zeros  # other ranks have the others
     parts = allocate(num_pairs, x.shape[1], dtype=x.dtype, device=x.device)

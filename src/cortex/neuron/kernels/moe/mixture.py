@@ -18,7 +18,8 @@ from cortex.neuron.kernels.moe.routing import (
     choose_rows_reference,
     held_choice,
     held_lists,
-    pair_lists,
+    list_pairs,
+    router_scores,
 )
 from cortex.neuron.kernels.norm import rms_norm, rms_norm_reference
 from cortex.neuron.kernels.products.grouped import combine, expert_load
@@ -85,7 +86,8 @@ def mixture_grouped(
     tokens = len(hidden)
     num_pairs, load = tokens * experts.slots, expert_load(tokens * experts.top_k, experts.num_routed)
     x = rms_norm(hidden, norm_weight, eps)
-    lists = held_lists(pair_lists(hidden, x, norm_weight, eps, experts), experts)
+    scored = x if experts.router_norm is None else rms_norm(hidden, experts.router_norm, eps)
+    lists = held_lists(list_pairs(router_scores(scored, experts), experts), experts)
     x = x if inputs is None else inputs
     # pairs of experts that are not held are not written
     allocate = torch.empty if experts.num_held == experts.num_routed else torch.zeros

@@ -1,8 +1,8 @@
 """Routing: the experts and weights of each token. Softmax or sigmoid of the scores, top k, plus the shared experts.
 
-Small batches get the experts by pair, or a list of pairs for each expert, in one launch from the residual stream on.
-Large batches get lists from the scores of a product. The order within a list is not deterministic, and nothing depends
-on it: the result of every pair has its own place.
+Small batches get the experts by pair, in one
+launch from the residual stream on. Large batches get a list of pairs for each expert. The order within a list is not
+deterministic, and nothing depends on it: the result of every pair has its own place.
 """
 
 from __future__ import annotations
@@ -16,15 +16,12 @@ from torch import Tensor
 from cortex.neuron.kernels.expert_pairs import ExpertChoice, PairLists
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, has_kernels, jit, launch_options, tl, triton
 from cortex.neuron.kernels.moe.experts import Experts
-from cortex.neuron.kernels.norm import rms_norm, rms_norm_reference
+from cortex.neuron.kernels.norm import rms_norm_reference
 
 MAX_ROWS = 1024
 """Largest number of rows of `choose_rows`."""
 ROUTER_BLOCK = 2
 """Scores of one program of `choose_rows`."""
-MAX_ROUTED_VALUES = 6 << 20
-"""Rows times values of the router up to which each row reads the router on its own: its product with all rows, the sum
-of the parts of that and the choice take longer."""
 
 
 def choose_reference(logits: Tensor, experts: Experts) -> ExpertChoice:
@@ -60,25 +57,10 @@ def _in_best_groups(score: Tensor, experts: Experts) -> Tensor:
 
 def choose_rows(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Experts) -> ExpertChoice:
     """Norm, scores and choice of a small batch in one launch. hidden: [rows ≤ MAX_ROWS, hidden]"""
-    chosen = torch.empty((len(hidden), experts.slots), dtype=torch.int32, device=hidden.device)
-    weights = torch.empty((len(hidden), experts.slots), dtype=torch.float32, device=hidden.device)
-    _launch_rows(hidden, norm_weight, eps, experts, (chosen, weights, None, None))
-    return ExpertChoice(chosen, weights)
-
-
-def list_rows(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Experts) -> PairLists:
-    """As `choose_rows`, as a list of pairs for each expert."""
-    lists = _empty_lists(len(hidden), experts, hidden.device)
-    _launch_rows(hidden, norm_weight, eps, experts, (None, lists.weights, lists.counts, lists.members))
-    return lists
-
-
-def _launch_rows(
-    hidden: Tensor, norm_weight: Tensor, eps: float, experts: Experts, results: tuple[Tensor | None, ...]
-) -> None:
-    """`results`: chosen experts or None, weights, counts and members of lists or None."""
     rows, size = hidden.shape
     scores = torch.empty((rows, len(experts.router)), dtype=torch.float32, device=hidden.device)
+    chosen = torch.empty((rows, experts.slots), dtype=torch.int32, device=hidden.device)
+    weights = torch.empty((rows, experts.slots), dtype=torch.float32, device=hidden.device)
     _choose_rows_kernel[(triton.cdiv(len(experts.router), ROUTER_BLOCK), rows)](
         hidden,
         norm_weight if experts.router_norm is None else experts.router_norm,
@@ -87,19 +69,20 @@ def _launch_rows(
         experts.bias,
         experts.scales,
         scores,
-        *results,
+        chosen,
+        weights,
         _counters(hidden.device),
         eps,
         HIDDEN=size,
         SCORES=len(experts.router),
         ADDED=experts.router_bias is not None,
-        LISTS=results[0] is None,
         BLOCK_IN=triton.next_power_of_2(size),
         BLOCK_OUT=ROUTER_BLOCK,
         num_warps=_router_warps(size),
         **_choice_constants(experts),
         **launch_options(hidden.device),
     )
+    return ExpertChoice(chosen, weights)
 
 
 def _router_warps(hidden: int) -> int:
@@ -121,41 +104,28 @@ def router_scores(x: Tensor, experts: Experts) -> Tensor:
     return scores if experts.router_bias is None else scores + experts.router_bias
 
 
-def pair_lists(hidden: Tensor, normed: Tensor, norm_weight: Tensor, eps: float, experts: Experts) -> PairLists:
-    """The pairs of a batch of any size, for each expert. normed: norm(hidden)"""
-    if has_kernels(hidden) and len(hidden) <= MAX_ROWS and len(hidden) * experts.router.numel() <= MAX_ROUTED_VALUES:
-        return list_rows(hidden, norm_weight, eps, experts)
-    scored = normed if experts.router_norm is None else rms_norm(hidden, experts.router_norm, eps)
-    return list_pairs(router_scores(scored, experts), experts)
-
-
 def list_pairs(logits: Tensor, experts: Experts) -> PairLists:
     """logits: [tokens, routed (+ 1)], the scores of a token side by side"""
     if not has_kernels(logits):
         return list_pairs_reference(logits, experts)
-    lists = _empty_lists(len(logits), experts, logits.device)
-    _list_pairs_kernel[(len(logits),)](
+    tokens, device = len(logits), logits.device
+    weights = torch.empty((tokens, experts.slots), dtype=torch.float32, device=device)
+    counts = torch.zeros(experts.num_experts, dtype=torch.int32, device=device)
+    members = torch.empty((experts.num_experts, tokens), dtype=torch.int32, device=device)
+    _list_pairs_kernel[(tokens,)](
         logits,
         experts.bias,
         experts.scales,
-        lists.weights,
-        lists.counts,
-        lists.members,
-        len(logits),
+        weights,
+        counts,
+        members,
+        tokens,
         SCORES_STRIDE=logits.stride(0),
         num_warps=1,
         **_choice_constants(experts),
-        **launch_options(logits.device),
+        **launch_options(device),
     )
-    return lists
-
-
-def _empty_lists(tokens: int, experts: Experts, device: torch.device) -> PairLists:
-    return PairLists(
-        torch.empty((tokens, experts.slots), dtype=torch.float32, device=device),
-        torch.zeros(experts.num_experts, dtype=torch.int32, device=device),
-        torch.empty((experts.num_experts, tokens), dtype=torch.int32, device=device),
-    )
+    return PairLists(weights, counts, members)
 
 
 def list_pairs_reference(logits: Tensor, experts: Experts) -> PairLists:
@@ -213,14 +183,11 @@ def _choose_rows_kernel(
     scores,
     chosen,
     weights,
-    counts,
-    members,
     counters,
     eps,
     HIDDEN: tl.constexpr,
     SCORES: tl.constexpr,
     ADDED: tl.constexpr,
-    LISTS: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     ROUTED: tl.constexpr,
@@ -238,8 +205,7 @@ def _choose_rows_kernel(
     KEPT_GROUPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program per row and BLOCK_OUT scores. The last program of a row to finish makes the choice, and LISTS it or
-    stores it.
+    """One program per row and BLOCK_OUT scores. The last program of a row to finish makes the choice.
 
     The next kernel starts only after the rows are there, so that it may read them at once.
     """
@@ -283,13 +249,9 @@ def _choose_rows_kernel(
         GROUPS,
         KEPT_GROUPS,
     )
-    if LISTS:
-        tokens = tl.num_programs(1)
-        _list(expert, weight, row, tokens, weights, counts, members, TOP_K, SLOTS, SLOTS_BLOCK)
-    else:
-        slot = tl.arange(0, SLOTS_BLOCK)
-        tl.store(chosen + row * SLOTS + slot, expert, mask=slot < SLOTS)
-        tl.store(weights + row * SLOTS + slot, weight, mask=slot < SLOTS)
+    slot = tl.arange(0, SLOTS_BLOCK)
+    tl.store(chosen + row * SLOTS + slot, expert, mask=slot < SLOTS)
+    tl.store(weights + row * SLOTS + slot, weight, mask=slot < SLOTS)
 
 
 @jit(do_not_specialize=["tokens"])
@@ -340,15 +302,6 @@ def _list_pairs_kernel(
         GROUPS,
         KEPT_GROUPS,
     )
-    _list(expert, weight, token, tokens, weights, counts, members, TOP_K, SLOTS, SLOTS_BLOCK)
-
-
-@jit
-def _list(
-    expert, weight, token, tokens, weights, counts, members,
-    TOP_K: tl.constexpr, SLOTS: tl.constexpr, SLOTS_BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Adds the pairs of a token to the lists of its experts."""
     slot = tl.arange(0, SLOTS_BLOCK)
     pair = token * SLOTS + slot
     place = tl.atomic_add(counts + expert, 1, mask=slot < TOP_K, sem="relaxed")

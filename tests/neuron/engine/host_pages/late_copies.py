@@ -14,8 +14,6 @@ from cortex.neuron.engine.host_pages.memory import HostSlabs
 from cortex.neuron.engine.host_pages.store import BlockPlace
 
 MOST_LOOKS = 8
-FAILING_SHARE = 0.1
-"""The share of copies that fail, because the device has no memory for their buffer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +47,8 @@ class LateCopies(BlockCopies):
     """On a CPU. Steps that do not wait for a copy run before it."""
 
     random = Random(0)
+    failing_share = 0.1
+    """The share of copies that fail, because the device has no memory for their buffer."""
 
     def __init__(self, slabs: HostSlabs, device: torch.device) -> None:
         super().__init__(slabs, device)
@@ -57,9 +57,13 @@ class LateCopies(BlockCopies):
     def _run(
         self, blocks: BlockTensors, ids: Sequence[int], places: Sequence[BlockPlace], *, is_outward: bool
     ) -> RunningCopy:
-        if self.random.random() < FAILING_SHARE:
+        if self.random.random() < self.failing_share:
             raise torch.OutOfMemoryError
         run = partial(super()._run, blocks, tuple(ids), tuple(places), is_outward=is_outward)
-        looks = [None] * self.random.randint(0, MOST_LOOKS)
+        looks = [None] * self.num_looks(is_outward=is_outward)
         self._running.append(LateCopy(None, stream=self._running, run=run, looks=looks))
         return self._running[-1]
+
+    def num_looks(self, *, is_outward: bool) -> int:
+        """How many times a copy is found incomplete."""
+        return self.random.randint(0, MOST_LOOKS)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from tests.waiting import WAIT_S
 
+from cortex.neuron.engine import engine as engines
 from cortex.neuron.engine.host_pages import block_files
 from cortex.neuron.engine.host_pages.block_files import BlockFile, DamagedFile
 from cortex.neuron.engine.host_pages.disk import BUFFERS, DiskPages
@@ -27,6 +28,7 @@ from cortex.neuron.engine.request import EngineRequest, SamplingParams
 
 from ..test_sleep import DENSE, HYBRID
 from .engines import CPU, PROMPT, EngineMaker, new_host, respond
+from .late_copies import LateCopies
 from .test_tier import FAMILIES
 
 TENANT = b"of one tenant..."
@@ -372,6 +374,37 @@ def test_pages_that_arrive_while_a_prompt_is_computed_are_not_computed(
     stats = engine.stats()
     assert stats.fetched_tokens == stats.cached_tokens == 4 * 32
     assert stats.prompt_tokens == 32 + len(PROMPT) % 32
+
+
+class LateOutward(LateCopies):
+    """Copies to host memory end when somebody waits for them, others at once."""
+
+    failing_share = 0.0
+
+    def num_looks(self, *, is_outward: bool) -> int:
+        return 10_000 if is_outward else 0
+
+
+def test_pages_from_disk_overwrite_others_only_when_these_are_in_host_memory(
+    make_engine: EngineMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "BlockCopies", LateOutward)
+    options: dict[str, Any] = {"context_tokens": 256}
+    expected = saved(make_engine, tmp_path, **options)
+    host = new_host(folder=tmp_path)
+    engine, plain = make_engine(DENSE, host, **options), make_engine(DENSE, None, **options)
+    prompts = [tuple((index * 5 + seed) % 83 + 3 for index in range(200)) for seed in range(8)]
+    for prompt in prompts[:-1]:
+        respond(engine, prompt)
+    assert engine.tier is not None
+    engine.tier._copies_ahead = True  # noqa: SLF001 - a CPU copies only before a sleep
+    respond(engine, prompts[-1])
+    assert engine.tier._outgoing is not None  # noqa: SLF001
+    assert respond(engine) == (expected, 160)
+    engine.save_pages()
+    again = make_engine(DENSE, host, **options)
+    assert [respond(again, prompt)[0] for prompt in prompts] == [respond(plain, prompt)[0] for prompt in prompts]
+    assert again.stats().fetched_tokens > 0
 
 
 def test_slow_disk_is_not_read(make_engine: EngineMaker, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from cortex.neuron.engine.loading.loading import build_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 
 from ...engine_runs import filled
-from ..test_sleep import DENSE, HYBRID, wake
+from ..test_sleep import DENSE, HYBRID, LATENT, wake
 from .engines import CPU, new_host
 from .late_copies import LateCopies
 from .test_tier import WINDOWED
@@ -41,6 +41,7 @@ FAMILIES = {
     "dense": Family(DENSE, 190_000),
     "hybrid": Family(HYBRID, 450_000),
     "windows": Family(WINDOWED, 600_000),
+    "latents": Family(LATENT, 170_000),
     "fp8": Family(DENSE, 108_000, "fp8"),
 }
 CONTEXT_TOKENS = 256

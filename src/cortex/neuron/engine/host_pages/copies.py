@@ -6,9 +6,11 @@ scattered over the layers: they are gathered in a small buffer on the device, wh
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -49,7 +51,7 @@ class BlockTensors:
             first += parts * size
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class RunningCopy:
     """A copy that was started."""
 
@@ -72,12 +74,19 @@ class RunningCopy:
 
 
 class BlockCopies:
-    """Belongs to the engine thread."""
+    """They run in the order in which they were started. Belongs to the engine thread."""
 
     def __init__(self, slabs: HostSlabs, device: torch.device) -> None:
         self._slabs = slabs
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def with_memory(self, slabs: HostSlabs) -> Self:
+        """Copies to and from other host memory, in one order with these: a block is overwritten on the device only
+        after a copy of what it held has ended."""
+        others = copy.copy(self)
+        others._slabs = slabs  # noqa: SLF001 - of the same class
+        return others
 
     @property
     def are_concurrent(self) -> bool:

@@ -12,7 +12,7 @@ from functools import partial
 from cortex.neuron.engine.active_request import ActiveRequest, draws_of, packed_tokens
 from cortex.neuron.engine.errors import FaultyRequest, RequestError
 from cortex.neuron.engine.execution.results import Launched, RowResult
-from cortex.neuron.engine.execution.runner import Runner
+from cortex.neuron.engine.execution.runner import NewMask, Runner
 from cortex.neuron.engine.host_pages.rates import prompt_s
 from cortex.neuron.engine.host_pages.tier import HostTier
 from cortex.neuron.engine.kv.pages import Digest
@@ -224,7 +224,7 @@ class StepLoop:
         try:
             plan = self._scheduler.plan_alone(sequence)
             if plan is not None:
-                self._runner.launch(plan, [Draw(sequence.row, 0)]).read()
+                self._launched(plan, [Draw(sequence.row, 0)]).read()
         finally:
             self._scheduler.drop(sequence)
         self._suspects.extend(suspects)
@@ -265,9 +265,7 @@ class StepLoop:
         try:
             if self._constrained and any(active.constraint is not None for active, _ in drawing):
                 mask = partial(self._mask, drawing)
-            if self.host is not None:
-                self.host.before_launch(plan)
-            launched = self._runner.launch(plan, draws, mask)
+            launched = self._launched(plan, draws, mask)
         except Exception as error:
             self._scheduler.retract(plan)
             if self._suspects and not isinstance(error, FaultyRequest):
@@ -283,6 +281,12 @@ class StepLoop:
         self._in_flight.append(_InFlight(launched, plan, rows, checks_drafts, follows, launched_at))
         num_prompt_tokens = sum([row.inputs.count for row in plan.rows if not row.decodes])
         self._counters = self._counters.plus(Counters(steps=1, prompt_tokens=num_prompt_tokens))
+
+    def _launched(self, plan: StepPlan, draws: Ordered[Draw], mask: NewMask | None = None) -> Launched:
+        """Launches a step after the copies to host memory of what it overwrites."""
+        if self.host is not None:
+            self.host.before_launch(plan)
+        return self._runner.launch(plan, draws, mask)
 
     def _mask(self, drawing: Ordered[tuple[ActiveRequest, RowPlan]]) -> GrammarMask | None:
         """The tokens that the rows of a step may draw. Called while the device computes the step: reads the previous

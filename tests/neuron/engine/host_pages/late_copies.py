@@ -67,3 +67,12 @@ class LateCopies(BlockCopies):
     def num_looks(self, *, is_outward: bool) -> int:
         """How many times a copy is found incomplete."""
         return self.random.randint(0, MOST_LOOKS)
+
+
+class LateOutward(LateCopies):
+    """Copies to host memory end when somebody waits for them, others at once."""
+
+    failing_share = 0.0
+
+    def num_looks(self, *, is_outward: bool) -> int:
+        return 10_000 if is_outward else 0

@@ -28,7 +28,7 @@ from cortex.neuron.engine.request import EngineRequest, SamplingParams
 
 from ..test_sleep import DENSE, HYBRID
 from .engines import CPU, PROMPT, EngineMaker, new_host, respond
-from .late_copies import LateCopies
+from .late_copies import LateOutward
 from .test_tier import FAMILIES
 
 TENANT = b"of one tenant..."
@@ -374,15 +374,6 @@ def test_pages_that_arrive_while_a_prompt_is_computed_are_not_computed(
     stats = engine.stats()
     assert stats.fetched_tokens == stats.cached_tokens == 4 * 32
     assert stats.prompt_tokens == 32 + len(PROMPT) % 32
-
-
-class LateOutward(LateCopies):
-    """Copies to host memory end when somebody waits for them, others at once."""
-
-    failing_share = 0.0
-
-    def num_looks(self, *, is_outward: bool) -> int:
-        return 10_000 if is_outward else 0
 
 
 def test_pages_from_disk_overwrite_others_only_when_these_are_in_host_memory(

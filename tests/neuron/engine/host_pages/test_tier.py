@@ -7,16 +7,20 @@ from typing import Any
 import pytest
 import torch
 
+from cortex.neuron.engine import engine as engines
+from cortex.neuron.engine.execution.runner import Runner
 from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors, consecutive
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
 from cortex.neuron.engine.host_pages.fingerprint import computed_by
 from cortex.neuron.engine.host_pages.memory import HostSlabs
 from cortex.neuron.engine.host_pages.store import BlockPlace, HostPages
 from cortex.neuron.engine.memory.host import HostMemory
+from cortex.neuron.engine.request import EngineRequest, SamplingParams
 from cortex.neuron.engine.step_loop import StepLoop
 
 from ..test_sleep import DENSE, HYBRID, LATENT, wake
 from .engines import CPU, PROMPT, EngineMaker, new_host, respond
+from .late_copies import LateOutward
 from .test_hybrids import HYBRIDS
 
 WINDOWED: dict[str, Any] = DENSE | {
@@ -163,6 +167,38 @@ def test_pages_under_pressure_are_copied_before_they_are_overwritten(make_engine
             assert respond(engine, prompt)[0] == tokens
     assert engine.stats().fetched_tokens > 0
     host.store.check_integrity()
+
+
+def test_step_that_isolates_requests_overwrites_pages_only_when_these_are_in_host_memory(
+    make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "BlockCopies", LateOutward)
+    host, options = new_host(), dict[str, Any](context_tokens=256)
+    engine, plain = make_engine(DENSE, host, **options), make_engine(DENSE, None, **options)
+    prompts = [tuple((index * 5 + seed) % 83 + 3 for index in range(200)) for seed in range(8)]
+    for prompt in prompts:
+        respond(engine, prompt)
+    assert engine.tier is not None
+    engine.tier._copies_ahead = True  # noqa: SLF001 - a CPU copies only before a sleep
+    engine.submit(EngineRequest("r", PROMPT, 4, SamplingParams(temperature=0.0)))
+    while not any(output.tokens for output in engine.step()):
+        pass
+
+    def failing(*_: Any) -> None:
+        raise OverflowError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Runner, "launch", failing)
+        with pytest.raises(OverflowError):
+            engine.step()
+    assert engine.tier._outgoing is not None  # noqa: SLF001
+    assert engine.isolate()
+    while engine.has_work:
+        engine.step()
+    engine.save_pages()
+    again = make_engine(DENSE, host, **options)
+    assert [respond(again, prompt)[0] for prompt in prompts] == [respond(plain, prompt)[0] for prompt in prompts]
+    assert again.stats().fetched_tokens > 0
 
 
 def test_copies_are_bit_equal_in_any_order_of_places() -> None:

@@ -28,7 +28,7 @@ async def test_node_suspends_its_host_once_nothing_runs_and_nobody_reads_its_fil
             node.suspend()
         await tokens_of(running)
 
-        monkeypatch.setattr(node.files, "_shared_cache", lambda name: RepositoryCache(tmp_path, name))
+        monkeypatch.setattr(node.files, "_shared_repository", lambda name: RepositoryCache(tmp_path, name))
         monkeypatch.setattr(RepositoryCache, "open_blob", lambda *_: os.open(blob, os.O_RDONLY))
         with (
             node.files.shared_file("a/b", "digest"),

@@ -198,8 +198,7 @@ class HostTier:
         return self._disk is not None and any(self._disk.num_blocks(kind) for kind in self._kinds)
 
     def num_pages(self, digests: Sequence[Digest]) -> int:
-        """Number of leading pages after which a prompt could continue, with pages on the device, in host memory and on
-        disk."""
+        """The number of leading pages on the device, in host memory and on disk after which a prompt could continue."""
         self._looks_on_disk = True
         counts, checkpoints = self._pages.match(digests, self._has_page), self._checkpoints
         if checkpoints is not None:
@@ -481,8 +480,7 @@ class HostTier:
                 return
 
     def copy_while_idle(self) -> bool:
-        """Copies some of the blocks that later prompts are most likely to use; false if all of them are in host
-        memory."""
+        """Copies some of the blocks that later prompts are most likely to use; false if none is left."""
         return self._copies_ahead and self._copy_some()
 
     def copy_these(self, digests: Sequence[Digest], until_s: float) -> bool:
@@ -513,8 +511,7 @@ class HostTier:
         return None if self._checkpoints is None else self._checkpoints.slot_of(digest)
 
     def save(self) -> None:
-        """Copies what the budget permits, the most recently used first, and waits, because the device memory is about
-        to be freed."""
+        """Copies what the budget permits, the most recently used first, and waits: the device memory is freed next."""
         self._remaining = None
         while self._copy_some():
             pass

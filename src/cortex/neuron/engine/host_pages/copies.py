@@ -53,7 +53,7 @@ class BlockTensors:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunningCopy:
-    """A copy that was started."""
+    """A copy that was started; equal only to itself."""
 
     event: torch.cuda.Event | None
     """None: the copy is complete."""

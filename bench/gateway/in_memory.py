@@ -254,6 +254,8 @@ if __name__ == "__main__":
     parser.add_argument("--against", type=Path, metavar="SRC", help="the sources of another version")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.against is not None and not (options.against / "cortex").is_dir():
+        parser.error(f"{options.against} has no folder cortex")
     if options.against is not None:
         compare([options.against, Path(__file__).parents[2] / "src"], options.rounds, options.dialect)
     else:

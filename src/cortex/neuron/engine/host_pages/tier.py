@@ -198,7 +198,7 @@ class HostTier:
         return self._disk is not None and any(self._disk.num_blocks(kind) for kind in self._kinds)
 
     def num_pages(self, digests: Sequence[Digest]) -> int:
-        """After how many leading pages a prompt could continue, with those on the device, in host memory and on disk."""
+        """The number of leading pages on the device, in host memory and on disk after which a prompt could continue."""
         self._looks_on_disk = True
         counts, checkpoints = self._pages.match(digests, self._has_page), self._checkpoints
         if checkpoints is not None:

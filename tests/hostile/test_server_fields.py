@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from aiohttp import web
 
+from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.gateway.ledger.keys import NewKey, generate
+from cortex.wire.node import headers
 
 from ..gateway.fake_neuron import GB, FakeNeuron, Seen
 from ..picture_files import base64_of, data_url, picture
@@ -107,8 +109,8 @@ async def test_media_routes_send_no_unknown_field_of_a_key_with_models(
 
     async def reply_to(key: NewKey, sent: bytes) -> tuple[int, str]:
         url, data = (path, sent) if content_type else (f"{path}?{sent.decode()}", b"")
-        headers = {"authorization": f"Bearer {key.text}", "content-type": content_type or "application/json"}
-        async with client.session.post(client.url + url, data=data, headers=headers) as response:
+        sent_headers = {"authorization": f"Bearer {key.text}", "content-type": content_type or "application/json"}
+        async with client.session.post(client.url + url, data=data, headers=sent_headers) as response:
             return response.status, await response.text()
 
     for key, sent in ((bound, known), (free, known), (free, unknown)):
@@ -116,6 +118,19 @@ async def test_media_routes_send_no_unknown_field_of_a_key_with_models(
     status, text = await reply_to(bound, unknown)
     assert (status, "not known here" in text) == (400, True), text
     assert len(foreign.seen) == 3
+
+
+async def test_node_is_told_which_media_requests_are_of_a_key_with_models(
+    neurons: StartNeuron, start_gateway: StartGateway, bound: NewKey
+) -> None:
+    """So that the server of a harness gets no unknown field of it either."""
+    free = generate("free")
+    node = await neurons("beast", sizes={"a": GB}, harnesses=("speech",))
+    catalogue = Catalogue(models=(ModelSpec(id="a", harness="speech"),))
+    client = await start_gateway(node, keys=(bound.section, free.section), catalogue=catalogue)
+    for key in (bound, free):
+        await client.post("/v1/audio/speech", {"model": "a", "input": "hi"}, authorization=f"Bearer {key.text}")
+    assert [seen.headers.get(headers.FIELDS) for seen in node.seen] == [headers.KNOWN_FIELDS, None]
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def for_node(
         headers = (*headers, (_TOKEN_LIMIT, b"%d" % reservation.token_limit))
     if route.need == "embeddings":
         headers = (*headers, *ASKED)
-    if admitted.key is not None and admitted.key.models and route.need != "relay":
+    if admitted.key is not None and admitted.key.models:
         headers = (*headers, _KNOWN_FIELDS)
     if hides_details(admitted.key):
         headers = (*headers, _NO_DETAILS)

@@ -13,13 +13,13 @@ import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from cortex.neuron.text.errors import GrammarRejected
+from cortex.neuron.text.errors import GrammarRejected, GrammarUnspellable
 from cortex.neuron.text.grammar.matcher import Matcher
 from cortex.neuron.text.tokenizer.library import LibraryTokenizer
 from cortex.wire.requests import OutputFormat
 
 from ..conftest import known_id, load_text, write_model
-from ..tokenizer_shapes import SHAPES, llama
+from ..tokenizer_shapes import SHAPES, llama, unigram_without_decoder, word_level, word_piece_without_decoder
 from .drawing import PADDED_VOCABULARY, SCHEMA, allowed, draw, request
 
 
@@ -160,6 +160,21 @@ def test_output_of_any_tokenizer_is_the_text_of_its_grammar(
         state.accept(token)
         output += spelled(token) if token != end else b""
     assert output.split() in ([b"hello", b"world"], [b"helloworld"])
+
+
+@pytest.mark.parametrize("shape", [unigram_without_decoder, word_level, word_piece_without_decoder])
+def test_format_that_begins_with_what_no_token_spells_is_unspellable(
+    shape: Callable[[], Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every token of these begins with a space, or cannot begin a word."""
+    backend = shape()
+    backend.add_special_tokens([AddedToken("<end>", normalized=False, special=True)])
+    matcher = _matcher(LibraryTokenizer(backend, {}, (backend.get_vocab()["<end>"],)), monkeypatch)
+    state = matcher.compile(json.dumps({"grammars": [{"json_schema": SCHEMA}]}))
+    row = numpy.zeros(matcher.mask_words, dtype=numpy.int32)
+    state.fill_mask(row)
+    with pytest.raises(GrammarUnspellable, match="vocabulary"):
+        state.accept(allowed(row)[0])
 
 
 def test_token_that_is_too_long_for_the_grammar_library_is_not_allowed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from cortex.http.composed_body import Body
 from cortex.http.opaque_request import WrittenRequest, passed_headers, read_fields, target_of, written
 from cortex.http.server.server import Response
+from cortex.neuron.api import bodies
 from cortex.neuron.api.calls import ApiCall, Route
 from cortex.neuron.api.inference.opaque_relay import OpaqueRelay
 from cortex.neuron.api.inference.routes import Inference
@@ -39,10 +40,13 @@ class OpaqueRoutes:
         http, shared = call.request, self.inference
         with shared.drain_gate.enter(), shared.metrics.watch("opaque") as watch, traced(shared.tracer, http, watch):
             fields = await read_fields(http)
+            access = bodies.opaque_access_of(http)
+            if access != "any":
+                fields.check_known()
             upstream = self._upstream(fields.model, http.path.decode(), watch)
             if fields.form == "json":
                 dropped = (*upstream.stripped_fields, *upstream.fields)
-                body = await shared.server_body(http, upstream.fields, dropped, "any")
+                body = await shared.server_body(http, upstream.fields, dropped, access)
                 await self._relay.pass_on_json(call, fields.model, body, upstream, watch)
                 return
             sent = written(http, fields, upstream.fields, upstream.stripped_fields)

@@ -41,6 +41,10 @@ SLICES: Final = (
 strings in JSON; with classes of words, a mask of a regular expression takes a tenth of the time. Masks are the same."""
 _APART: Final = "\ufdd0"
 """A noncharacter: no vocabulary has a token of it."""
+_UNSPELLABLE: Final = (
+    "no token of this model's vocabulary spells what the format of the output needs next; ask for another format, or "
+    "use another model"
+)
 _MAX_TOKEN_BYTES: Final = 1024
 """The longest token that the grammar library accepts. A grammar never allows a longer one."""
 
@@ -59,6 +63,7 @@ class Matcher:
         self.vocab_size = vocab_size
         self._slices = slices
         self._vocabulary: llguidance.LLTokenizer | None = None
+        self._spells_all = True
         self._lock = threading.Lock()
         self._compiled: OrderedDict[tuple[bytes, str], llguidance.LLMatcher] = OrderedDict()
         """States before the first token, by tenant and grammar; the least recently used first."""
@@ -82,13 +87,16 @@ class Matcher:
                 self._vocabulary = self._read_vocabulary()
             if (compiled := self._compiled.get((tenant, grammar))) is not None:
                 self._compiled.move_to_end((tenant, grammar))
-                return MatchState(compiled.deep_copy(), self.mask_words)
+                return self._state(compiled.deep_copy())
         matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0)
         if matcher.is_error():
             raise GrammarRejected(f"the grammar does not compile for this model: {_reason(matcher)}")
         with self._lock:
             self._keep((tenant, grammar), matcher.deep_copy())
-        return MatchState(matcher, self.mask_words)
+        return self._state(matcher)
+
+    def _state(self, matcher: llguidance.LLMatcher) -> MatchState:
+        return MatchState(matcher, self.mask_words, spells_all=self._spells_all)
 
     def _keep(self, key: tuple[bytes, str], compiled: llguidance.LLMatcher) -> None:
         self._compiled[key] = compiled
@@ -109,8 +117,10 @@ class Matcher:
                 f"the tokenizer has {tokenizer.vocab_size} tokens and the model only {self.vocab_size}; "
                 "constrained output needs a tokenizer that belongs to the model"
             )
-        tokens = cast("llguidance.TokenizerWrapper", _Tokens(tokenizer, self.vocab_size))
-        return llguidance.LLTokenizer(tokens, eos_token=_ends(tokenizer) or None, slices=list(self._slices))
+        tokens = _Tokens(tokenizer, self.vocab_size)
+        self._spells_all = {bytes([byte]) for byte in range(256)} <= set(tokens.tokens)
+        wrapped = cast("llguidance.TokenizerWrapper", tokens)
+        return llguidance.LLTokenizer(wrapped, eos_token=_ends(tokenizer) or None, slices=list(self._slices))
 
 
 class MatchState:
@@ -119,9 +129,11 @@ class MatchState:
     Once the grammar is satisfied and allows nothing more, only end tokens are allowed, and `is_finished` is true.
     """
 
-    def __init__(self, matcher: llguidance.LLMatcher, mask_words: int) -> None:
+    def __init__(self, matcher: llguidance.LLMatcher, mask_words: int, *, spells_all: bool) -> None:
+        """`spells_all`: whether the vocabulary has a token for each byte."""
         self.matcher = matcher
         self._mask_words = mask_words
+        self._spells_all = spells_all
 
     @property
     def is_finished(self) -> bool:
@@ -169,10 +181,7 @@ class MatchState:
         """Raises GrammarRejected if the last mask could not be computed, GrammarUnspellable if it would be empty."""
         if self.matcher.is_error():
             if _reason(self.matcher).startswith("NoExtension"):
-                raise GrammarUnspellable(
-                    "no token of this model's vocabulary spells what the format of the output needs next; ask for "
-                    "another format, or use another model"
-                )
+                raise GrammarUnspellable(_UNSPELLABLE)
             raise GrammarRejected(f"the grammar became too complex, simplify it: {_reason(self.matcher)}")
 
     def forced_tokens(self) -> tuple[int, ...]:
@@ -181,10 +190,10 @@ class MatchState:
 
     def copy(self) -> MatchState:
         """An independent state; takes some microseconds."""
-        return MatchState(self.matcher.deep_copy(), self._mask_words)
+        return MatchState(self.matcher.deep_copy(), self._mask_words, spells_all=self._spells_all)
 
     def accept(self, token: int) -> None:
-        """Accepts `token`; raises GrammarRejected if the mask did not allow it."""
+        """Accepts `token`; raises GrammarRejected if the mask did not allow it, or GrammarUnspellable."""
         self.check_accepted(token, self.matcher.consume_token(token))
 
     @staticmethod
@@ -194,6 +203,8 @@ class MatchState:
 
     def check_accepted(self, token: int, is_accepted: bool) -> None:
         if not is_accepted:
+            if not self._spells_all:  # the library skips forced text without tokens, so its mask is of what follows
+                raise GrammarUnspellable(_UNSPELLABLE)
             raise GrammarRejected(f"the drawn token {token} does not fit the grammar; send the request again")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,25 @@ async def test_every_form_of_a_request(call: Caller) -> None:
     assert received["sha256"] == hashlib.sha256(FILE).hexdigest()
     assert (await call("/upstream/m", "GET"))[1]["state"] == "awake"
     assert (await call("/upstream/m", "HEAD"))[0] == 405
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/audio/speech", lambda name: {"json": {"model": "m", "input": "hi", name: "x"}}),
+        ("/v1/audio/speech", lambda name: {"data": {"model": "m", "input": "hi", name: "x"}}),
+        ("/v1/audio/transcriptions", lambda name: {"data": form(("model", "m"), (name, "x"))}),
+    ],
+    ids=["JSON", "form", "multipart"],
+)
+async def test_server_gets_no_unknown_field_of_a_key_with_models(
+    call: Caller, path: str, fields: Callable[[str], dict[str, Any]]
+) -> None:
+    limited = {headers.FIELDS: headers.KNOWN_FIELDS}
+    assert (await call(path, **fields("language"), headers=limited))[0] == 200
+    assert (await call(path, **fields("models"), headers={headers.TOKEN_LIMIT: "9"}))[0] == 200, "nobody counts tokens"
+    status, problem = await call(path, **fields("models"), headers=limited)
+    assert (status, problem["error"]["param"]) == (400, "models"), problem
 
 
 async def test_only_harmless_headers_reach_the_server_and_the_client(call: Caller) -> None:

@@ -17,9 +17,9 @@ from cortex.neuron.engine.loading.loading import LoadedModel
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.models.decoder import Decoder
 
-KV_VERSION = 1
-"""Version of the contents of blocks. Change it with the order or the meaning of the values in a page or a state: blocks
-on disk outlast the program."""
+KV_VERSION = 2
+"""Version of the contents of blocks, which outlast the program on disk. Change it with the order or the meaning of the
+values in a page or a state, and where earlier programs may have written wrong ones."""
 _ROW_WORDS = 4096
 _CHUNK_BYTES = 64 << 20
 

@@ -2,7 +2,7 @@
 tokens, against the same model on the device.
 
     python bench/host_weights.py --model gpt-oss-120b --quant mxfp4 --memory-mb 24000
-    python bench/host_weights.py --model tiny-mixture --memory-mb 12 --device cpu
+    python bench/host_weights.py --model tiny-mixture --memory-mb 16 --prompts 256,1024 --device cpu
 
 Against llama.cpp on the same random file (`--n-cpu-moe`), with the ratios that are the goals:
 

@@ -29,7 +29,7 @@ from ..engine.execution.replays import ReplayOnCpu
 from .conftest import AssertClose
 from .test_batch_invariant import DENSE, FAMILIES
 
-PAGE_TOKENS, PAGES_PER_ROW, ROWS = 4, 6, 3
+PAGE_TOKENS, PAGES_PER_ROW, ROWS = 4, 6, 4
 SIZE = 16
 WINDOWED = DENSE | {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
 MODELS = FAMILIES | {"windows": WINDOWED}

@@ -83,7 +83,7 @@ class FrameReader:
     def __init__(self, max_message_bytes: int) -> None:
         self._max_message_bytes = max_message_bytes
         self._head = bytearray()
-        """Of the frame that arrives, until it is whole."""
+        """The header of the current frame, as far as it was received."""
         self._is_in_payload = False
         self._opcode = Opcode.TEXT
         self._is_final = False

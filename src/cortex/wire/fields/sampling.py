@@ -26,7 +26,7 @@ class Bounds(NamedTuple):
 
     temperature: float
     penalty: float
-    """Of `presence_penalty` and `frequency_penalty`, and its negative the least."""
+    """The largest `presence_penalty` and `frequency_penalty`; the smallest is its negative."""
 
 
 OPENAI = Bounds(temperature=2, penalty=2)

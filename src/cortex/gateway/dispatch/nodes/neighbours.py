@@ -83,7 +83,7 @@ class Neighbours:
 
 
 def _known_source(fleet: Fleet, model: str) -> str | None:
-    """Of the first node that knows the model."""
+    """The source that the first node with this model reports."""
     held = (node.residencies.get(model) for node in fleet.nodes)
     return next((each.status.source for each in held if each is not None and each.status.source), None)
 

@@ -41,7 +41,7 @@ _MAX_BLOCK_BYTES = 1 << 30
 _WRITERS = 2
 """One core checks and writes about as fast as a link of 10 Gbit/s delivers."""
 _SENT_BYTES = 32 << 20
-"""Of blocks between nodes that become a file together: what has arrived is used before the rest has."""
+"""Most bytes of received blocks in one file. A complete file is used while the next ones arrive."""
 _MODEL = re.compile("[0-9a-f]{32}")
 
 

@@ -73,8 +73,8 @@ class SchedulerLimits:
         return graph if is_fast else tokens
 
     def graph_tokens(self, num_streams: int, tokens: int) -> int:
-        """The prompt tokens of the largest graph with so many streams that has at most `tokens`; `tokens` if there is
-        none."""
+        """The largest number of prompt tokens, at most `tokens`, that a graph for `num_streams` has; `tokens` if there
+        is no such graph."""
         sizes = next((sizes for most, sizes in self.mixed_sizes.items() if most >= num_streams), ())
         return max((size for size in sizes if size <= tokens), default=tokens)
 

@@ -1,8 +1,8 @@
 """Decides how much of a step goes to the idle class, for which no one waits. Pure.
 
 Rows of this class join a step of other requests, oldest first, only while the step is expected to take little longer.
-Prompts do not, unless prompts of other requests are in so many steps that these decide the 99th percentile of the time
-between tokens: then a step of streams with rows or prompts of this class may take about as long as those steps. Work
+Prompts join only if many steps contain prompts of other requests. Those steps then determine the 99th percentile of the
+time between tokens, so a step of streams with rows or prompts of this class may take about as long as they do. Work
 that does not fit advances once in many steps in any case.
 
 A step without other requests has every row of the class but is kept short, because a new request waits for that step

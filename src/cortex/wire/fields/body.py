@@ -316,7 +316,8 @@ class RawFields(Fields):
         return value
 
     def is_empty(self, name: str) -> bool:
-        return _EMPTY.fullmatch(memoryview(self.bytes_of(name)[0])) is not None
+        member = getattr(self._members, name)
+        return member is ABSENT or _EMPTY.fullmatch(memoryview(member)) is not None
 
     def num_prompts(self, name: str) -> int:
         """As that of `Fields`, up to one more than `MAX_PROMPTS`; without the memory that the items take."""

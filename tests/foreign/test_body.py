@@ -83,7 +83,7 @@ def test_letters_that_go_folds_are_other_spellings() -> None:
 
 def test_no_table_has_two_spellings_of_one_name() -> None:
     for table in TABLES.values():
-        table.check_spelling(one.name.partition(".")[0] for one in table)
+        table.check_spelling([one.name.partition(".")[0] for one in table])
 
 
 def test_deeply_nested_body_is_rejected_and_not_an_internal_error() -> None:

@@ -8,8 +8,9 @@ below, is halved each time that they do, and grows by a part of itself as long a
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Hashable, Iterable
+from itertools import pairwise
 
 MAX_TTFT_RATIO = 1.5
 """Limit of the time to first token while batch lines run, relative to that without them."""
@@ -82,12 +83,11 @@ class _NodeCap:
     """One node."""
 
     __slots__ = (
-        "began_at",
+        "arrivals",
         "free",
         "gaps",
         "halved_at",
         "interactive_at",
-        "interval_s",
         "is_starting",
         "judged",
         "num_good",
@@ -101,9 +101,9 @@ class _NodeCap:
     def __init__(self) -> None:
         self.free = 1.0
         self.shared = 1.0
-        self.raised_at = self.halved_at = self.interactive_at = self.began_at = -math.inf
-        self.interval_s = 0.0
-        """The usual interval between interactive requests."""
+        self.raised_at = self.halved_at = self.interactive_at = -math.inf
+        self.arrivals: deque[float] = deque(maxlen=NUM_KEPT)
+        """When the latest interactive requests were sent there."""
         self.num_good = 0
         self.patience = NUM_GOOD
         self.is_starting = True
@@ -114,6 +114,20 @@ class _NodeCap:
         """Requests without lines that `learn` has not seen: model, time to first token, computed tokens, gap."""
         self.ttfts: dict[Hashable, _Pace] = {}
         self.gaps: dict[Hashable, _Pace] = {}
+
+    def is_quiet(self, now: float) -> bool:
+        idle_s = now - max(self.interactive_at, self.arrivals[-1] if self.arrivals else -math.inf)
+        if not QUIET_S <= idle_s < MAX_QUIET_S:
+            return idle_s >= QUIET_S
+        return idle_s >= OVERDUE * self.interval_s
+
+    @property
+    def interval_s(self) -> float:
+        """The usual interval between interactive requests."""
+        usual = 0.0
+        for before, after in pairwise(self.arrivals):
+            usual += INTERVAL_WEIGHT * (min(MAX_QUIET_S, after - before) - usual)
+        return usual
 
     def learn(self) -> None:
         """Adds the requests that were served without lines to the samples."""
@@ -146,7 +160,7 @@ class IdleCaps:
     def __init__(self, most: int = 64) -> None:
         self.most = most
         """Lines on one node at once. Replaced by a reload."""
-        self._nodes: dict[str, _NodeCap] = {}
+        self._nodes: defaultdict[str, _NodeCap] = defaultdict(_NodeCap)
         self.lines: Counter[str] = Counter()
         """Running lines by node, counted by their owner."""
         self.paced: Counter[str] = Counter()
@@ -154,25 +168,22 @@ class IdleCaps:
 
     def cap(self, node: str, now: float, *, num_interactive: int) -> int:
         """How many lines may run there now, given `num_interactive` other requests."""
-        at = self._at(node)
+        at = self._nodes[node]
         if num_interactive:
             at.interactive_at = now
-        return int(min(self.most, at.free if self._is_quiet(at, now) else at.shared))
+        return int(min(self.most, at.free if at.is_quiet(now) else at.shared))
 
     def began(self, node: str, now: float) -> None:
         """An interactive request was sent there."""
-        at = self._at(node)
-        if at.began_at > -math.inf:
-            at.interval_s += INTERVAL_WEIGHT * (min(MAX_QUIET_S, now - at.began_at) - at.interval_s)
-        at.began_at = at.interactive_at = now
+        self._nodes[node].arrivals.append(now)  # cheap, because it runs for every request
 
     def served(
         self, node: str, model: str, now: float, *, ttft_s: float | None, num_tokens: int, gap_s: float | None
     ) -> None:
         """An interactive request was served; `num_tokens` of its prompt were computed."""
-        at, lines = self._at(node), self.lines.get(node, 0)
+        at, lines = self._nodes[node], self.lines.get(node, 0)
         at.interactive_at = now
-        if not lines and at.shared >= 1:  # cheap, because it runs for every request: the cap stays
+        if not lines and at.shared >= 1:  # cheap too: the cap stays
             at.unshared.append((model, ttft_s, num_tokens, gap_s))
             at.num_good += 1
             return
@@ -205,22 +216,14 @@ class IdleCaps:
 
     def full(self, node: str, now: float) -> None:
         """The node rejected a line because it is busy."""
-        at = self._at(node)
+        at = self._nodes[node]
         at.free, at.raised_at = max(1.0, at.free / 2), now
 
     def completed(self, node: str, now: float) -> None:
         """A line was completed there, and still counts."""
-        at = self._at(node)
-        if self._is_quiet(at, now) and self.lines[node] >= int(at.free) and now - at.raised_at >= STEP_S:
+        at = self._nodes[node]
+        if at.is_quiet(now) and self.lines[node] >= int(at.free) and now - at.raised_at >= STEP_S:
             at.free, at.raised_at = min(self.most, at.free * 2), now
-
-    def _is_quiet(self, at: _NodeCap, now: float) -> bool:
-        return now - at.interactive_at >= min(MAX_QUIET_S, max(QUIET_S, OVERDUE * at.interval_s))
-
-    def _at(self, node: str) -> _NodeCap:
-        if (found := self._nodes.get(node)) is None:
-            found = self._nodes[node] = _NodeCap()
-        return found
 
 
 def _quantile(samples: Iterable[float], share: float) -> float:

@@ -123,12 +123,14 @@ class AdmissionController:
         """Reserve what a request of `key` may use and resolve its model. Raises the `CortexError` that rejects it.
 
         `has_price`: the catalogue's prices apply to its tokens. `is_check`: see `AdmittedRequest`."""
+        found = self._find(key if idle is None else idle.reservation.key, summary.model)
         reservation: Reservation = FreeReservation(key) if idle is None else idle.reservation
         if not is_check and idle is None:
-            reservation = self._reserve(key, prompt_bytes, summary, has_price=has_price)
+            reservation = self._reserve(key, prompt_bytes, summary, found, has_price=has_price)
         try:
-            resolution = resolve_for(self._dispatcher, reservation.key, summary.model)
-            model = resolution.model_id
+            if isinstance(found, CortexError):
+                raise found
+            model = found.model_id
             if summary.has_pictures:
                 self.check_pictures(key, model)
         except CortexError as error:
@@ -136,21 +138,31 @@ class AdmissionController:
             raise shown_to(key, self._until_nodes_report(error, summary.model)) from error
         served = class_of_key(key, summary.asked_class) if idle is None else "idle"
         # Idle work evicts no model for itself.
-        origin: Origin = "background" if resolution.background or served == "idle" else "request"
+        origin: Origin = "background" if found.background or served == "idle" else "request"
         tenant = tenant_of_key(key, self.prefix_sharing)
         return AdmittedRequest(model, origin, reservation, key, is_check, tenant, served)
 
+    def _find(self, key: KeySection | None, name: str) -> Resolution | ModelNotAllowed | ModelNotFound:
+        """The model, or why there is none: the key's limits come first."""
+        try:
+            return resolve_for(self._dispatcher, key, name)
+        except (ModelNotAllowed, ModelNotFound) as error:
+            return error
+
     def _reserve(
-        self, key: KeySection | None, prompt_bytes: int, summary: RequestSummary, *, has_price: bool
+        self,
+        key: KeySection | None,
+        prompt_bytes: int,
+        summary: RequestSummary,
+        found: Resolution | CortexError,
+        *,
+        has_price: bool,
     ) -> Reservation:
         """Treats a model that the key may not use as unknown: an error must not reveal its price or context."""
-        name = summary.model
-        try:
-            resolve_for(self._dispatcher, key, name)
-        except (ModelNotAllowed, ModelNotFound):
-            prompt_tokens = ModelSpec(id=name).tokens_per_request if has_price else None
+        if isinstance(found, CortexError):
+            prompt_tokens = ModelSpec(id=summary.model).tokens_per_request if has_price else None
             return self.meter.admit(key, prompt_bytes, summary, prompt_tokens=prompt_tokens)
-        prompt_tokens = self._dispatcher.spec(name).tokens_per_request if has_price else None
+        prompt_tokens = self._dispatcher.spec(summary.model).tokens_per_request if has_price else None
         return self.meter.admit(key, prompt_bytes, summary, self._context_of, self._prices_of, prompt_tokens)
 
     def _until_nodes_report(self, error: CortexError, name: str) -> CortexError:

@@ -189,7 +189,7 @@ class OutgoingBody:
             self._foreign_limit(len(body))
             if self._is_filtered:
                 fields = self._fields
-                body = server_body(self._path, body, fields.without).with_fields(fields.written(None))
+                body = server_body(fields.path, body, fields.without).with_fields(fields.written(None))
             translation = OllamaEmbeddings(self._route.path.decode(), self._request.envelope.summary.model)
             return self._route.target, body, translation
         if self._translates:
@@ -197,7 +197,7 @@ class OutgoingBody:
         if self._is_foreign:
             fields = self._fields
             if self._served is None:
-                self._served = server_body(self._path, self._received, fields.without, self._access)
+                self._served = server_body(fields.path, self._received, fields.without, self._access)
             limit = self._foreign_limit(len(self._served.body))
             written = fields.written(limit if fields.is_limited else None)
             return self._route.path, self._served.with_fields(written), None

@@ -6,7 +6,7 @@ names it. Fields that a table does not list are ignored, and the response lists 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -107,9 +107,11 @@ class FieldTable:
         """What a gateway reads of a body. Raises `MalformedJSON`."""
         return wire_body.scan(body, self.envelope, self.contents)
 
-    def check_spelling(self, names: Iterable[str]) -> None:
+    def check_spelling(self, names: Collection[str]) -> None:
         """Raises InvalidValue for a name that is not a field of this table but that a server could read as one: many
         ignore case (Go, .NET), some also separators, or what follows a bracket."""
+        if self._names.issuperset(names):
+            return
         for name in names:
             meant = None if name in self._names else self._spelled.get(_folded(name))
             if meant is not None:

@@ -178,9 +178,12 @@ def test_response_that_is_cut_off_is_reported_and_keeps_its_text(page: Page, sta
     page.get_by_text("word3").wait_for()
     stage.stop_gateway()
     page.get_by_text("The connection to the gateway was lost before the response was complete").wait_for()
+    banner = page.get_by_text("The connection to the gateway is lost")
+    banner.wait_for()
     stage.start_gateway()
     stage.until_listed("small", lambda model: model["loaded"])
     stage.open(cut_off)
+    banner.wait_for(state="detached")  # it moves what is below it, and a button that moves is missed
     assert "word3" in page.get_by_label("Response of small").inner_text()
     node.script = [{"content": "the whole story"}]
     page.get_by_role("button", name="Try again").click()

@@ -10,6 +10,7 @@ import pytest
 
 from cortex.http.observer import ERROR_TAIL_BYTES, Outcome
 
+from ..waiting import WAIT_S
 from .streams import END, POST, STREAM_HEAD, chunk
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ async def test_relays_status_headers_length_and_body_unchanged(harness: Harness)
     assert b"accept-encoding" not in node.requests[0][0]
 
 
-@pytest.mark.parametrize("keepalive_s", [None, 5.0])
+@pytest.mark.parametrize("keepalive_s", [None, WAIT_S])
 async def test_relays_each_event_as_soon_as_it_comes(harness: Harness, keepalive_s: float | None) -> None:
     turn = asyncio.Event()
 
@@ -158,7 +159,7 @@ async def test_first_keepalive_sends_the_nodes_head_if_it_has_come(harness: Harn
         await reader.read()
 
     node = await harness.node(head_first)
-    _, port = await harness.relaying(harness.pool(node.origin), keepalive_s=0.5)
+    _, port = await harness.relaying(harness.pool(node.origin), keepalive_s=2.0)
     reader, _ = await harness.client(port, POST)
     assert b"x-node: n" in await reader.readuntil(b"\r\n\r\n")
     assert await reader.readuntil(b"\n\n\r\n") == chunk(b": still here\n\n")

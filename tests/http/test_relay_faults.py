@@ -15,6 +15,7 @@ from cortex.http.upstream.faults import ConnectFailed, ConnectionLost, Malformed
 from cortex.http.upstream.pool import Pool
 
 from ..ports import free_port
+from ..waiting import WAIT_S
 from .streams import END, POST, STREAM_HEAD, chunk
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ async def test_error_after_a_keepalive_becomes_an_event(harness: Harness) -> Non
 
 async def test_error_before_a_keepalive_keeps_its_status(harness: Harness) -> None:
     node = await harness.responding(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 4\r\n\r\n{no}")
-    _, port = await harness.relaying(harness.pool(node.origin), keepalive_s=5.0)
+    _, port = await harness.relaying(harness.pool(node.origin), keepalive_s=WAIT_S)
     reader, _ = await harness.client(port, POST)
     head, body = await harness.read_message(reader)
     assert head.startswith(b"HTTP/1.1 400")
@@ -163,7 +164,7 @@ async def test_stream_of_a_node_that_dies_ends_with_one_error_event(harness: Har
         harness.reset(writer)
 
     node = await harness.node(dying)
-    _, port = await harness.relaying(harness.pool(node.origin), keepalive_s=5.0)
+    _, port = await harness.relaying(harness.pool(node.origin), keepalive_s=WAIT_S)
     response = await harness.ask(port, POST)
     assert response.partition(b"\r\n\r\n")[2] == chunk(b"data: a\n\n") + chunk(b"event: interrupted\n\n") + END
     assert harness.observers[0].outcome is Outcome.INTERRUPTED

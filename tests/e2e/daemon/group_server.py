@@ -190,7 +190,7 @@ def connected(host: str, port: int) -> socket.socket:
 
 
 def work(options: argparse.Namespace) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while True:
         try:
             leader = socket.create_connection((options.master_addr, options.master_port), 5)

@@ -32,7 +32,7 @@ from cortex.wire.errors import InsufficientCapacity, InvalidValue, LoadFailed
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import ModelState
 
-from .....waiting import until
+from .....waiting import until, wait_until
 from .commands import SERVER, START, NotedSizes, config, servers
 
 
@@ -410,8 +410,7 @@ def test_the_servers_group_ends_where_children_are_not_listed(ends_by_itself: bo
             parent.stdin.close()
         assert parent.wait() == (3 if ends_by_itself else 128 + signal.SIGKILL)
     assert not list(tmp_path.iterdir()), "temporary files are left"
-    while any(is_running(process) for process in processes):
-        pass
+    wait_until(lambda: not any(map(is_running, processes)))
 
 
 def test_the_server_dies_with_the_node(tmp_path: Path) -> None:
@@ -432,12 +431,10 @@ def test_the_server_dies_with_the_node(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", program, *command], stdout=subprocess.PIPE) as node:
         assert node.stdout is not None
         process = int(node.stdout.readline())
-        while not (log.exists() and log.read_text()):
-            pass
+        wait_until(lambda: log.exists() and log.read_text())
         away = int(log.read_text())
         assert is_running(process)
         assert is_running(away)
         (temporary,) = tmp_path.glob("cortex-*")
         node.kill()
-    while is_running(process) or is_running(away) or temporary.exists():
-        pass
+    wait_until(lambda: not (is_running(process) or is_running(away) or temporary.exists()))

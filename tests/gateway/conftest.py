@@ -15,6 +15,7 @@ from aiohttp import ClientSession, ClientTimeout
 
 from cortex.fleet.catalogue import Catalogue
 from cortex.fleet.rules import EvictionRules
+from cortex.fleet.sleeping import WakeRules
 from cortex.gateway.batches.runner import BatchLimits
 from cortex.gateway.config import (
     ActivitySection,
@@ -62,6 +63,7 @@ async def start_gateway(tmp_path: Path) -> AsyncIterator[StartGateway]:
             key_env: str | None = None,
             node_keys: Mapping[str, str] | None = None,
             memory_mb: int | None = None,
+            wakes: Mapping[str, WakeRules] | None = None,
             telemetry: TelemetrySection | None = None,
             responses: ResponsesSection | None = None,
             batches: BatchesSection | None = None,
@@ -80,6 +82,7 @@ async def start_gateway(tmp_path: Path) -> AsyncIterator[StartGateway]:
                     endpoint=node.endpoint,
                     key_env=(node_keys or {}).get(node.name),
                     memory_mb=memory_mb,
+                    wake=(wakes or {}).get(node.name),
                 )
                 for node in nodes
             ]

@@ -75,6 +75,8 @@ class _Node:
     """Whether it has stopped responding since its suspension was ordered."""
     is_suspended: bool = False
     """Whether this gateway suspended it; otherwise it is presumed asleep."""
+    why_lost: str | None = None
+    """Why the latest wake failed; None if there was no response in time."""
 
 
 class SleepingNodes:
@@ -119,15 +121,18 @@ class SleepingNodes:
                 known = "asleep" if self._nodes[name].is_suspended else "does not respond, and may be asleep"
                 return f"{known}: a request that needs it wakes it, which takes about {wait}"
             case "waking":
-                return "waking up"
+                return f"waking up, which takes about {duration(self.expected_wait_s(name, now))}"
             case "suspending":
                 return "going to sleep"
             case "lost":
-                return f"did not come back within {duration(self._nodes[name].rules.timeout_s)} after it was woken"
+                node = self._nodes[name]
+                if node.why_lost is not None:
+                    return f"could not be woken: {node.why_lost}"
+                return f"did not come back within {duration(node.rules.timeout_s)} after it was woken"
         return None
 
     def expected_wait_s(self, name: str, now: float) -> float:
-        """Expected time until a node of `reserves` responds."""
+        """Expected time until a node that may sleep responds."""
         node = self._nodes[name]
         expected_s = min(node.wake_s, node.rules.timeout_s)
         return max(1.0, expected_s - (now - node.since if node.state == "waking" else 0.0))
@@ -200,20 +205,22 @@ class SleepingNodes:
         if (node := self._nodes.get(name)) is not None and node.state in ("asleep", "waking"):
             node.has_missed = True
 
-    def wake(self, name: str, now: float) -> bool:
-        """A request needs the node. Returns whether it must be woken now; False if a wake is already under way."""
-        if self.state(name) != "asleep":
+    def wake(self, name: str, now: float, *, again: bool = False) -> bool:
+        """A request needs the node. Returns whether it must be woken now; False if a wake is already under way, or has
+        failed and is not to be tried `again`."""
+        if self.state(name) != "asleep" and not (again and self.state(name) == "lost"):
             return False
-        has_missed = self._nodes[name].has_missed
+        has_missed = self._nodes[name].has_missed or self.state(name) == "lost"
         self._enter(name, "waking", now)
         self._nodes[name].has_missed, self._nodes[name].sent_at = has_missed, now
         return True
 
-    def wake_failed(self, name: str, now: float) -> bool:
+    def wake_failed(self, name: str, now: float, why: str) -> bool:
         """The wake failed, so the node is lost. Returns False if it has responded meanwhile."""
         if self.state(name) != "waking":
             return False
         self._enter(name, "lost", now)
+        self._nodes[name].why_lost = why
         return True
 
     def rules(self, name: str) -> WakeRules:
@@ -232,7 +239,7 @@ class SleepingNodes:
 
     def _enter(self, name: str, state: Sleep, now: float) -> None:
         node = self._nodes[name]
-        node.state, node.since, node.idle_since, node.has_missed = state, now, None, False
+        node.state, node.since, node.idle_since, node.has_missed, node.why_lost = state, now, None, False, None
 
 
 def may_sleep(node: Node, fleet: Fleet) -> bool:

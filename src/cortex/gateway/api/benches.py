@@ -66,21 +66,43 @@ class BenchRoutes:
         await self._tasks.cancel()
 
     def _start(self, model: str, order: _BenchOrder, by: str) -> Job:
-        targets = self._targets(model, order.node)
-        request = BenchRequest(model_id=model, force=order.force, reload=order.reload)
-        runs = [_NodeRun(self._api.dispatcher, self._api.nodes[target.node], target, request) for target in targets]
+        asleep = self._operator.sleepers_for(model, order.node)
+        runs = [] if asleep else self._runs(model, order)
 
         def stage() -> tuple[str, Progress | None]:
+            if not runs:
+                return self._api.dispatcher.waking_stage(asleep), None
             return next((run.stage for run in runs if not run.has_ended), "starting"), None
 
         def cancel() -> None:
             for run in runs:
                 run.cancel()
+            if not runs:
+                job.end(None)
 
-        names = [target.node for target in targets]
+        names = asleep or [run.node for run in runs]
         job = self._board.start("bench", model, names, by=by, awaited=names, read_stage=stage, cancel=cancel)
-        self._tasks.start(_run_all(runs, job), f"measure {model}")
+        self._tasks.start(self._measure(job, asleep, runs, order), f"measure {model}")
         return job
+
+    async def _measure(self, job: Job, asleep: Sequence[str], runs: list[_NodeRun], order: _BenchOrder) -> None:
+        """Ends the job. `runs` is filled once the nodes are awake."""
+        try:
+            await self._api.awaken(*asleep)
+            if job.ended_at is not None:
+                return
+            runs[:] = runs or self._runs(job.model, order)
+        except CortexError as error:
+            job.end(error)
+            return
+        names = [run.node for run in runs]
+        job.move(names, names)
+        await _run_all(runs, job)
+
+    def _runs(self, model: str, order: _BenchOrder) -> list[_NodeRun]:
+        request = BenchRequest(model_id=model, force=order.force, reload=order.reload)
+        targets = self._targets(model, order.node)
+        return [_NodeRun(self._api.dispatcher, self._api.nodes[target.node], target, request) for target in targets]
 
     def _targets(self, model: str, node: str | None) -> list[ModelOnNode]:
         """Where the model is ready, else where it is being loaded from now on. Raises CortexError."""

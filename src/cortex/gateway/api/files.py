@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 
 from cortex.fleet.known_models import known_repository
-from cortex.fleet.topology import Node
+from cortex.fleet.topology import RESERVES, Node
 from cortex.gateway.api.jobs import Job, JobBoard
 from cortex.gateway.api.live.event_streams import FollowedWork
 from cortex.gateway.api.parts import ApiRoute, ApiServices, read_body
@@ -59,7 +59,10 @@ class _Pull(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _Pulls:
     """The downloads of one model to some nodes. Owned by the task that runs `outcomes`."""
 
-    def __init__(self, clients: Sequence[NodeClient], files: FilesRequest, neighbours: Neighbours) -> None:
+    def __init__(
+        self, api: ApiServices, clients: Sequence[NodeClient], files: FilesRequest, neighbours: Neighbours
+    ) -> None:
+        self._api = api
         self._files = files
         self._neighbours = neighbours
         self._clients = clients
@@ -74,7 +77,7 @@ class _Pulls:
         """The stage of the slowest download, and the bytes of all."""
         found = [each.status.progress for each in self._following.values() if each.status and each.status.progress]
         if not found:
-            return "starting", None
+            return self._api.dispatcher.waking_stage(list(self._following)), None
         last = max(found, key=lambda progress: progress.eta_s or 0.0)
         done_bytes = sum(progress.done_bytes or 0 for progress in found)
         total_bytes = sum(progress.total_bytes or 0 for progress in found)
@@ -119,6 +122,7 @@ class _Pulls:
             lambda: client.cancel_pull(self._files.model_id),
             described=f"the download on {client.name}",
             after_restart=f"{client.name} has restarted; pull again to continue the download.",
+            prepare=lambda: self._api.awaken(client.name),
         )
 
 
@@ -151,10 +155,11 @@ class FileRoutes:
     def _begin_delete(self, exchange: Exchange, node: str, model: str) -> None:
         self._api.authenticate_operator(exchange.request)
         files = FilesRequest(model_id=model, quant=query(exchange.request, "quant"))
-        self._api.deferred.respond(exchange, _delete(self._client(node), files))
+        self._api.deferred.respond(exchange, self._delete(self._client(node), files))
 
     async def _offer(self, client: NodeClient, files: FilesRequest) -> Response:
         """The quantisations in a repository, with their sizes and where each would fit."""
+        self._api.check_awake(client.name)
         try:
             found = await client.hub_repository(files.source or files.model_id)
         except UpstreamFault as fault:
@@ -204,7 +209,15 @@ class FileRoutes:
 
     async def delete(self, node: str, model: str, quant: str | None) -> None:
         """Delete the files of a model from a node, or one quantisation of them. Raises CortexError."""
-        await _delete(self._client(node), FilesRequest(model_id=model, quant=quant))
+        await self._delete(self._client(node), FilesRequest(model_id=model, quant=quant))
+
+    async def _delete(self, client: NodeClient, files: FilesRequest) -> Response:
+        await self._api.awaken(client.name)
+        try:
+            deleted = await client.delete_files(files)
+        except UpstreamFault as fault:
+            raise UpstreamUnavailable(f"Node {client.name} did not respond: {fault}") from fault
+        return json_response({"node": client.name, "model": deleted.model_id, "freed_bytes": deleted.freed_bytes})
 
     def _pull(self, wanted: _Pull, by: str) -> Job:
         files = self._files(wanted)
@@ -212,7 +225,7 @@ class FileRoutes:
         clients = [self._client(name) for name in dict.fromkeys(names)]
         if wanted.copy:
             self._check_copies(clients, files)
-        pulls = _Pulls(clients, files, self._neighbours)
+        pulls = _Pulls(self._api, clients, files, self._neighbours)
         job = self._board.start(
             "pull",
             files.model_id if files.quant is None else f"{files.model_id}:{files.quant}",
@@ -262,12 +275,13 @@ class FileRoutes:
         return decision.node if decision.node is not None else self.roomiest_node()
 
     def roomiest_node(self) -> str:
-        """The node with the most free disk. Raises UpstreamUnavailable."""
+        """The node with the most free disk, awake if possible. Raises UpstreamUnavailable."""
 
         def free_bytes(node: Node) -> int:
             return node.disk.free_bytes if node.disk is not None else 0
 
-        candidates = [node for node in self._api.dispatcher.fleet.nodes if node.healthy and node.takes_orders]
+        nodes = [node for node in self._api.dispatcher.fleet.nodes if node.takes_orders]
+        candidates = [node for node in nodes if node.healthy] or [node for node in nodes if node.sleep in RESERVES]
         if not candidates:
             raise UpstreamUnavailable("No node that downloads models is up.")
         return max(candidates, key=lambda node: (not node.draining, free_bytes(node))).name
@@ -279,11 +293,3 @@ class FileRoutes:
             known = ", ".join(node.name for node in self._api.dispatcher.fleet.nodes if node.takes_orders) or "none"
             raise NodeNotFound(f"There is no node {shorten(name)} that keeps files; there are: {known}.", param="node")
         return client
-
-
-async def _delete(client: NodeClient, files: FilesRequest) -> Response:
-    try:
-        deleted = await client.delete_files(files)
-    except UpstreamFault as fault:
-        raise UpstreamUnavailable(f"Node {client.name} did not respond: {fault}") from fault
-    return json_response({"node": client.name, "model": deleted.model_id, "freed_bytes": deleted.freed_bytes})

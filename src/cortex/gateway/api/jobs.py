@@ -61,9 +61,11 @@ class Job:
         else:
             self._listeners.append(listener)
 
-    def move(self, nodes: Sequence[str]) -> None:
-        """Continue on these nodes, and wait for them instead."""
-        self.nodes, self._remaining = tuple(nodes), set(nodes)
+    def move(self, nodes: Sequence[str], awaited: Sequence[str]) -> None:
+        """Continue on these nodes, and wait for `awaited` instead; ends at once when there are none."""
+        self.nodes, self._remaining = tuple(nodes), set(awaited)
+        if not awaited:
+            self.end(None)
 
     def node_ended(self, node: str, error: CortexError | None) -> None:
         """The work on one node has ended. The job ends with the last of them, and its error names each that failed."""

@@ -97,14 +97,14 @@ class KeptPromptRoutes:
         return [self._api.nodes[name] for name in names if name in self._api.nodes]
 
     async def _forget(self, clients: list[NodeClient], order: ForgetBlocksRequest) -> Response:
-        return json_response({"nodes": await asyncio.gather(*(_forgotten(client, order) for client in clients))})
+        return json_response({"nodes": await asyncio.gather(*(self._forgotten(client, order) for client in clients))})
 
-
-async def _forgotten(client: NodeClient, order: ForgetBlocksRequest) -> dict[str, Any]:
-    """What was deleted from a node, or why nothing was."""
-    try:
-        found = await client.forget_blocks(order)
-    except (UpstreamFault, CortexError) as error:
-        reason = error.message if isinstance(error, CortexError) else f"the node did not respond: {error}"
-        return {"node": client.name, "files": 0, "bytes": 0, "error": reason}
-    return {"node": client.name, "files": found.num_files, "bytes": found.num_bytes, "error": None}
+    async def _forgotten(self, client: NodeClient, order: ForgetBlocksRequest) -> dict[str, Any]:
+        """What was deleted from a node, or why nothing was."""
+        try:
+            await self._api.awaken(client.name)
+            found = await client.forget_blocks(order)
+        except (UpstreamFault, CortexError) as error:
+            reason = error.message if isinstance(error, CortexError) else f"the node did not respond: {error}"
+            return {"node": client.name, "files": 0, "bytes": 0, "error": reason}
+        return {"node": client.name, "files": found.num_files, "bytes": found.num_bytes, "error": None}

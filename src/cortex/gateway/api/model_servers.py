@@ -23,6 +23,7 @@ from cortex.system.tasks import OwnedTasks
 from cortex.wire.errors import CortexError, NodeNotFound, UpstreamUnavailable, shorten
 from cortex.wire.node.load_options import ENGINE
 from cortex.wire.node.model_log import ModelLog
+from cortex.wire.node.protocol import ModelStatus
 
 T = TypeVar("T")
 
@@ -125,7 +126,7 @@ class ModelServerRoutes:
     def _show_log(self, exchange: Exchange, name: str) -> None:
         model, clients = self._nodes_of(exchange.request, name)
         after = number_in_query(exchange.request, "after", 0, most=_MAX_LINES)
-        self._api.deferred.respond(exchange, _logs(model, clients, after))
+        self._api.deferred.respond(exchange, self._logs(model, clients, after))
 
     def _begin_forgetting(self, exchange: Exchange, name: str) -> None:
         self._api.deferred.respond(exchange, self._forget_size(*self._nodes_of(exchange.request, name)))
@@ -143,7 +144,7 @@ class ModelServerRoutes:
 
     async def _forget_size(self, model: str, clients: Sequence[NodeClient]) -> Response:
         """Forget it here and on the nodes. Each node reports the size that it now assumes, or its error."""
-        found = await asyncio.gather(*(_asked(client, client.forget_size(model)) for client in clients))
+        found = await asyncio.gather(*(_asked(client, self._forgotten(client, model)) for client in clients))
         self._api.dispatcher.forget_size(model)
         nodes = [
             {"node": client.name, "estimate_bytes": None, "error": each.message}
@@ -151,6 +152,23 @@ class ModelServerRoutes:
             else {"node": client.name, "estimate_bytes": each.estimate_bytes, "error": None}
             for client, each in zip(clients, found, strict=True)
         ]
+        return json_response({"model": model, "nodes": nodes})
+
+    async def _forgotten(self, client: NodeClient, model: str) -> ModelStatus:
+        await self._api.awaken(client.name)
+        return await client.forget_size(model)
+
+    async def _log(self, client: NodeClient, model: str, after: int) -> ModelLog:
+        self._api.check_awake(client.name)
+        return await client.model_log(model, after)
+
+    async def _logs(self, model: str, clients: Sequence[NodeClient], after: int) -> Response:
+        """Raises the error of the last node where none has a log."""
+        found = await asyncio.gather(*(_asked(client, self._log(client, model, after)) for client in clients))
+        logs = [(client.name, log) for client, log in zip(clients, found, strict=True) if isinstance(log, ModelLog)]
+        if not logs and isinstance(found[-1], CortexError):
+            raise found[-1]
+        nodes = [{"node": name, "lines": log.lines, "next": log.next} for name, log in logs]
         return json_response({"model": model, "nodes": nodes})
 
 
@@ -161,16 +179,6 @@ def _line(event: dict[str, Any]) -> str:
         return f"{at} {event['outcome']}\n"
     values = " ".join(f"{name}={value}" for name, value in event.items() if name not in ("kind", "at"))
     return f"{at} {event['kind'].replace('_', ' ')} {values}".rstrip() + "\n"
-
-
-async def _logs(model: str, clients: Sequence[NodeClient], after: int) -> Response:
-    """Raises the error of the last node where none has a log."""
-    found = await asyncio.gather(*(_asked(client, client.model_log(model, after)) for client in clients))
-    logs = [(client.name, log) for client, log in zip(clients, found, strict=True) if isinstance(log, ModelLog)]
-    if not logs and isinstance(found[-1], CortexError):
-        raise found[-1]
-    nodes = [{"node": name, "lines": log.lines, "next": log.next} for name, log in logs]
-    return json_response({"model": model, "nodes": nodes})
 
 
 async def _asked(client: NodeClient, call: Awaitable[T]) -> T | CortexError:

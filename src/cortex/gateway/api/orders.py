@@ -18,7 +18,7 @@ from cortex.fleet.placement import explain
 from cortex.fleet.topology import ModelOnNode
 from cortex.gateway.api.jobs import Job, JobBoard, JobKind
 from cortex.gateway.api.parts import ApiRoute, ApiServices, read_body
-from cortex.gateway.dispatch.model_jobs import Watched
+from cortex.gateway.dispatch.model_jobs import Watched, Watcher
 from cortex.gateway.dispatch.operator.commands import OperatorCommands
 from cortex.gateway.proxy.routes import error_response, json_response
 from cortex.http.routing import Route
@@ -49,6 +49,9 @@ class _Order(NodeValue, frozen=True, forbid_unknown_fields=True):
     wait: bool = True
     """Respond when the order is complete; otherwise at once, with the job."""
     dry_run: bool = False
+
+
+_KINDS: dict[str, JobKind] = {"load": "load", "unload": "unload", "pin": "pin"}
 
 
 class _NoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -146,7 +149,7 @@ class OrderRoutes:
             return json_response({"dry_run": True} | preview)
         job, nodes = self._start(model, order, details, by)
         if details.wait:
-            job.on_end(lambda: self._respond_stored(exchange, _ended(job, nodes)))
+            job.on_end(lambda: self._respond_stored(exchange, _ended(job)))
         else:
             body = {"model": model, "nodes": nodes, "job": job.as_json()}
             self._respond_stored(exchange, json_response(body, 202))
@@ -186,28 +189,19 @@ class OrderRoutes:
 
     def _start(self, model: str, order: str, details: _Order, by: str) -> tuple[Job, tuple[str, ...]]:
         """Carry out the order; returns its job and the nodes that it concerns."""
-        nodes: tuple[str, ...]
-        if order == "unload":
-            nodes = self._operator.unload(
-                model, details.node, force=details.force, sleep=details.sleep, unpin=details.unpin
-            )
-            return self._job("unload", model, nodes, nodes, by), nodes
-        if order == "load":
-            try:
-                decision = self._operator.load(model, details.node)
-            except CortexError:
-                if leaving := self._api.dispatcher.leaving(model, details.node):
-                    return self._load_later(model, details.node, leaving, by)
+        dispatcher = self._api.dispatcher
+        kind = _KINDS[order]
+        leaving = () if order == "unload" else dispatcher.leaving(model, details.node)
+        if order != "unload" and not leaving and (asleep := self._operator.sleepers_for(model, details.node)):
+            return self._start_after(asleep, dispatcher.when_awake, kind, model, details, by)
+        try:
+            nodes, awaited = self._begin(kind, model, details)
+        except CortexError:
+            if order != "load" or not leaving:
                 raise
-            nodes = (decision.node,) if decision.node else ()
-            return self._job("load", model, nodes, () if decision.action == "route" else nodes, by), nodes
-        nodes = self._operator.pin(model, details.node)
-        awaited = tuple(name for name in nodes if not self._api.dispatcher.is_ready(model, name))
-        job = self._job("pin", model, nodes, awaited, by)
-        job.on_end(partial(self._unpin_if_failed, job, [ModelOnNode(name, model) for name in awaited]))
-        return job, nodes
-
-    def _job(self, kind: JobKind, model: str, nodes: Sequence[str], awaited: Sequence[str], by: str) -> Job:
+            # Decided once the fleet is seen without the model.
+            names = [target.node for target in leaving]
+            return self._start_after(names, partial(self._watch_unload, model), kind, model, details, by)
         targets = [ModelOnNode(name, model) for name in awaited]
         job = self._board.start(
             kind,
@@ -218,55 +212,87 @@ class OrderRoutes:
             read_stage=partial(self._stage, targets),
             cancel=partial(self._cancel, targets) if kind != "unload" else None,
         )
-        for target in targets:
-            watched: Watched = "unload" if kind == "unload" else "load"
-            self._api.dispatcher.watch(target, watched, partial(job.node_ended, target.node))
-        return job
+        self._follow(job, targets)
+        return job, nodes
 
-    def _load_later(
-        self, model: str, node: str | None, leaving: Sequence[ModelOnNode], by: str
+    def _begin(self, kind: JobKind, model: str, details: _Order) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Carry out the order; returns the nodes that it concerns, and those where it takes a while."""
+        if kind == "unload":
+            nodes = self._operator.unload(
+                model, details.node, force=details.force, sleep=details.sleep, unpin=details.unpin
+            )
+            return nodes, nodes
+        if kind == "load":
+            decision = self._operator.load(model, details.node)
+            nodes = (decision.node,) if decision.node else ()
+            return nodes, () if decision.action == "route" else nodes
+        nodes = self._operator.pin(model, details.node)
+        return nodes, tuple(name for name in nodes if not self._api.dispatcher.is_ready(model, name))
+
+    def _follow(self, job: Job, targets: Sequence[ModelOnNode]) -> None:
+        """Report the ends of the loads or unloads to the job."""
+        if job.kind == "pin":
+            job.on_end(partial(self._unpin_if_failed, job, tuple(targets)))
+        watched: Watched = "unload" if job.kind == "unload" else "load"
+        for target in targets:
+            self._api.dispatcher.watch(target, watched, partial(job.node_ended, target.node))
+
+    def _start_after(
+        self,
+        nodes: Sequence[str],
+        watch: Callable[[str, Watcher], None],
+        kind: JobKind,
+        model: str,
+        details: _Order,
+        by: str,
     ) -> tuple[Job, tuple[str, ...]]:
-        """Load a model once its running unloads have ended."""
-        targets = list(leaving)
+        """Carry out an order once `watch` has reported each of these nodes."""
+        targets: list[ModelOnNode] = []
+        before = [ModelOnNode(name, model) for name in nodes]
+
+        def cancel() -> None:
+            if targets:
+                self._cancel(targets)
+            else:
+                job.end(None)
+
         job = self._board.start(
-            "load",
+            kind,
             model,
-            [target.node for target in leaving],
+            nodes,
             by=by,
-            awaited=[target.node for target in leaving],
-            read_stage=lambda: self._stage(targets),
-            cancel=lambda: self._cancel(targets),
+            awaited=nodes,
+            read_stage=lambda: self._stage(targets or before),
+            cancel=cancel,
         )
 
-        def load() -> None:
-            if job.is_cancelled or job.ended_at is not None:
-                job.end(None)
+        def begin() -> None:
+            if job.ended_at is not None:
                 return
             try:
-                chosen = self._operator.load(model, node)
+                names, awaited = self._begin(kind, model, details)
             except CortexError as error:
                 job.end(error)
                 return
-            targets[:] = [ModelOnNode(chosen.node, model)] if chosen.node and chosen.action != "route" else []
-            job.move([target.node for target in targets])
-            for target in targets:
-                self._api.dispatcher.watch(target, "load", partial(job.node_ended, target.node))
-            if not targets:
-                job.end(None)
+            targets.extend(ModelOnNode(name, model) for name in awaited)
+            self._follow(job, targets)
+            job.move(names, awaited)
 
-        remaining = set(leaving)
+        remaining = set(nodes)
 
-        def unloaded(target: ModelOnNode, error: CortexError | None) -> None:
-            remaining.discard(target)
+        def reported(node: str, error: CortexError | None) -> None:
+            remaining.discard(node)
             if error is not None:
                 job.end(error)
             elif not remaining:
-                # Decided once the fleet is seen without the model.
-                asyncio.get_running_loop().call_soon(load)
+                asyncio.get_running_loop().call_soon(begin)
 
-        for target in leaving:
-            self._api.dispatcher.watch(target, "unload", partial(unloaded, target))
+        for name in nodes:
+            watch(name, partial(reported, name))
         return job, job.nodes
+
+    def _watch_unload(self, model: str, node: str, watcher: Watcher) -> None:
+        self._api.dispatcher.watch(ModelOnNode(node, model), "unload", watcher)
 
     def _cancel(self, targets: Sequence[ModelOnNode]) -> None:
         for target in targets:
@@ -281,6 +307,8 @@ class OrderRoutes:
         """Stage and progress of the first node that still works on it."""
         fleet = self._api.dispatcher.fleet
         for name, model in targets:
+            if self._api.dispatcher.why_away(name) is not None:
+                return self._api.dispatcher.waking_stage([name]), None
             if victims := self._api.dispatcher.awaited_victims(ModelOnNode(name, model)):
                 return f"unloading {', '.join(sorted(victims))}", None
             node = fleet.node(name)
@@ -291,10 +319,10 @@ class OrderRoutes:
         return "waiting", None
 
 
-def _ended(job: Job, nodes: Sequence[str]) -> Response:
+def _ended(job: Job) -> Response:
     if job.error is not None:
         return error_response(job.error, OPENAI)
-    return json_response({"model": job.model, "nodes": nodes, "job": job.as_json()})
+    return json_response({"model": job.model, "nodes": job.nodes, "job": job.as_json()})
 
 
 def _read(body: bytes) -> _Order:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -17,7 +18,14 @@ from cortex.gateway.proxy.deferred_responses import DeferredResponses
 from cortex.http.request import Request
 from cortex.http.routing import Route, query
 from cortex.http.server.server import Response
-from cortex.wire.errors import InvalidValue, MalformedJSON, MethodNotAllowed, shorten
+from cortex.wire.errors import (
+    CortexError,
+    InvalidValue,
+    MalformedJSON,
+    MethodNotAllowed,
+    UpstreamUnavailable,
+    shorten,
+)
 
 T = TypeVar("T")
 
@@ -45,6 +53,29 @@ class ApiServices:
     def authenticate_operator(self, request: Request) -> str:
         """The name of the operator who sent the request. Raises InvalidAPIKey or OperatorOnly."""
         return self.metering.meter.authenticate_operator(request)
+
+    async def awaken(self, *nodes: str) -> None:
+        """Wake those of these nodes that sleep; returns when they respond. Raises why one of them cannot be woken."""
+        await asyncio.gather(*map(self._awake, nodes))
+
+    def _awake(self, node: str) -> asyncio.Future[None]:
+        awake: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def ended(error: CortexError | None) -> None:
+            if awake.done():  # its order was cancelled
+                return
+            if error is not None:
+                awake.set_exception(error)
+            else:
+                awake.set_result(None)
+
+        self.dispatcher.when_awake(node, ended)
+        return awake
+
+    def check_awake(self, node: str) -> None:
+        """Raises UpstreamUnavailable for a node that sleeps, or could not be woken."""
+        if (why := self.dispatcher.why_away(node)) is not None:
+            raise UpstreamUnavailable(f"Node {node}: {why}.")
 
 
 def expect(request: Request, *methods: bytes) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from cortex.fleet.demand import SOMEBODY
 from cortex.fleet.memory import ledger
@@ -17,19 +18,25 @@ from cortex.fleet.placement.decision import Decision, Verdict
 from cortex.fleet.placement.eviction import due_for_recycling, expired, over_ceilings
 from cortex.fleet.placement.place import UnmetPin, place, to_load_again, unmet_pins
 from cortex.fleet.placement.search import search
-from cortex.fleet.sleeping import as_if_awake
 from cortex.fleet.topology import Fleet, ModelOnNode
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.fleet_state import DispatchSettings, FleetState, LoadJob, Shortfall
 from cortex.gateway.dispatch.groups import LostGroups
 from cortex.gateway.dispatch.leases import Lease, PendingRequest, RequestKind
 from cortex.gateway.dispatch.measured_sizes import Measured
-from cortex.gateway.dispatch.model_jobs import Effects, ModelJobs
+from cortex.gateway.dispatch.model_jobs import Effects, ModelJobs, Watcher
 from cortex.gateway.dispatch.pending_decisions import PendingDecisions, WaitingRequests
 from cortex.gateway.dispatch.source_inspections import SourceInspections
 from cortex.gateway.dispatch.state_machine import StateMachine, event
 from cortex.gateway.dispatch.view import DispatchView
-from cortex.wire.errors import CortexError, GroupClaimed, InsufficientCapacity, RateLimitExceeded, ShuttingDown
+from cortex.wire.errors import (
+    CortexError,
+    GroupClaimed,
+    InsufficientCapacity,
+    RateLimitExceeded,
+    ShuttingDown,
+    UpstreamUnavailable,
+)
 from cortex.wire.node.protocol import Discovery, Health, ModelState, ModelStatus
 from cortex.wire.words import plural
 
@@ -56,6 +63,8 @@ class Dispatcher(DispatchView, StateMachine):
         self._waiting = WaitingRequests(self._queues, self._leases, self._jobs, clock)
         self._pending = PendingDecisions()
         self._lost_groups = LostGroups()
+        self._orders: dict[str, list[Watcher]] = {}
+        """Orders that wait until a node is awake."""
         self._is_closing = False
         self.acquire = self._leases.acquire
         self.measured = self._leases.measured
@@ -76,6 +85,7 @@ class Dispatcher(DispatchView, StateMachine):
         self._pending.nodes |= news
 
     def _advance(self) -> None:
+        self._settle_orders()
         self._waiting.serve()
         self._decide()
 
@@ -180,6 +190,8 @@ class Dispatcher(DispatchView, StateMachine):
         self._is_closing = True
         for model in self._queues.models:
             self._waiting.fail(model, _shutting_down())
+        for node in [*self._orders]:
+            self._end_orders(node, _shutting_down())
 
     # --- configuration and time
 
@@ -258,32 +270,49 @@ class Dispatcher(DispatchView, StateMachine):
     @event
     def wake_failed(self, node: str, error: CortexError) -> None:
         """The wake command failed."""
-        if self._fleet_state.sleeping.wake_failed(node, self._clock()):
+        if self._fleet_state.sleeping.wake_failed(node, self._clock(), error.message):
             self._lose(node, error.message)
+
+    @event
+    def when_awake(self, node: str, watcher: Watcher) -> None:
+        """By order of the operator: call `watcher` once the node responds. A node that sleeps, or could not be woken
+        before, is woken for it."""
+        if self._is_closing:
+            watcher(_shutting_down())
+            return
+        self._wake(node, "an order needs it", again=True)
+        self._orders.setdefault(node, []).append(watcher)
+
+    def _settle_orders(self) -> None:
+        """Call the watchers of nodes that respond now, or cannot be woken."""
+        sleeping = self._fleet_state.sleeping
+        for name in [*self._orders]:
+            node = self.fleet.node(name)
+            if node is None or node.sleep == "lost":
+                why = "was removed from the configuration" if node is None else node.problem
+                self._end_orders(name, UpstreamUnavailable(f"Node {name} {why}."))
+            elif node.healthy or name not in sleeping.away:
+                self._end_orders(name, None)
+            elif node.sleep == "asleep":  # it was going to sleep when the order came
+                self._wake(name, "an order needs it")
+
+    def _end_orders(self, node: str, error: CortexError | None) -> None:
+        for watcher in self._orders.pop(node, ()):
+            watcher(error)
 
     def _wakes_for(self, decision: Decision) -> bool:
         """Whether a sleeping node can serve the model. Wakes it, and reports the expected wait to waiting clients."""
         sleeping, now = self._fleet_state.sleeping, self._clock()
-        reserves = sleeping.reserves
-        if not reserves:
-            return False
-        later = search(decision.model_id, as_if_awake(self.fleet, reserves), now, origin=decision.origin)
-        if later.action in ("load", "wake"):
-            needed = {later.node, *(part.node for part in later.parts)} & reserves
-        else:
-            ready = (Verdict.RESIDENT, Verdict.STARTING)
-            able = [each.node for each in later.assessments if each.verdict in ready and each.node in reserves]
-            needed = {min(able, key=lambda name: sleeping.expected_wait_s(name, now))} if able else set()
-        names = sorted(name for name in needed if name is not None)
+        names = sorted(self.sleepers_for(decision))
         for name in names:
             self._wake(name, f"{decision.model_id} needs it")
         if names:
             self._queues.tell(decision.model_id, max(sleeping.expected_wait_s(name, now) for name in names))
         return bool(names)
 
-    def _wake(self, node: str, why: str) -> None:
+    def _wake(self, node: str, why: str, *, again: bool = False) -> None:
         sleeping = self._fleet_state.sleeping
-        if sleeping.wake(node, self._clock()):
+        if sleeping.wake(node, self._clock(), again=again):
             self._fleet_state.changed(node)
             self._event_log.happened("node_waking", node=node, why=why)
             self._effects.wake(node, sleeping.rules(node))
@@ -360,7 +389,8 @@ class Dispatcher(DispatchView, StateMachine):
             self._effects.mark_down(node, is_down=True)
             self._leases.suspects.discard(node)
             self._leases.went_down(node)
-            self._jobs.abandon(node, f"went down: {why}")
+            if node not in self._orders:  # those wait for a node that sleeps, where nothing runs
+                self._jobs.abandon(node, f"went down: {why}")
             self._inspections.ended(node)
 
     def _take_for_asleep(self, node: str) -> None:
@@ -454,7 +484,17 @@ class Dispatcher(DispatchView, StateMachine):
     def unload(self, target: ModelOnNode, *, force: bool, sleep: bool) -> None:
         """By order of the operator. `sleep`: the node keeps the weights in host memory if there is room."""
         self._lost_groups.settle(target.model)
-        self._jobs.unload(target, cause="operator", force=force, sleep=sleep)
+
+        def unload(error: CortexError | None) -> None:
+            if error is None:
+                self._jobs.unload(target, cause="operator", force=force, sleep=sleep)
+            else:
+                self._jobs.notify(target, "unload", error)
+
+        if target.node in self._fleet_state.sleeping.away:
+            self.when_awake(target.node, lambda error: self.apply(partial(unload, error)))
+        else:
+            unload(None)
 
     def leaving(self, model: str, node: str | None = None) -> tuple[ModelOnNode, ...]:
         """Where this gateway unloads the model now, on one node or anywhere; `watch` reports the ends."""

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from cortex.fleet.catalogue import Catalogue, Cost, ModelSpec
 from cortex.fleet.demand import Demand
-from cortex.fleet.placement.decision import Decision, Origin
+from cortex.fleet.placement.decision import Decision, Origin, Verdict
 from cortex.fleet.placement.feasibility import Feasibility
 from cortex.fleet.placement.place import place, place_new
+from cortex.fleet.placement.search import search
 from cortex.fleet.sleeping import as_if_awake
 from cortex.fleet.topology import STARTING, Fleet, ModelOnNode, counted_node
 from cortex.gateway.dispatch.fleet_state import FleetState
 from cortex.gateway.dispatch.leases import LeasePool
 from cortex.gateway.dispatch.queues import Queues
 from cortex.wire.errors import CortexError, NodeNotFound, shorten
+from cortex.wire.words import duration
 
 
 class CountedFleet:
@@ -126,6 +128,37 @@ class DispatchView:
         if node is not None and node not in self._fleet_state:
             known = ", ".join(self._fleet_state) or "none"
             raise NodeNotFound(f"There is no node {shorten(node)}; the fleet has {known}.", param="node")
+
+    def sleepers_for(self, decision: Decision, *, only_on: str | None = None) -> frozenset[str]:
+        """The sleeping nodes with which the model of `decision` could be served, anywhere or on one node."""
+        sleeping, now, model = self._fleet_state.sleeping, self._clock(), decision.model_id
+        reserves = sleeping.reserves if only_on is None else sleeping.away & {only_on}
+        if not reserves:
+            return frozenset()
+        if only_on is not None and not self._fleet_state.reported(only_on).devices:
+            return reserves  # its models are not known yet
+        awake = as_if_awake(self.fleet, reserves)
+        if only_on is None:
+            later = search(model, awake, now, origin=decision.origin)
+        else:
+            later = place(model, awake, now, origin=decision.origin, only_on=only_on)
+        if later.action in ("load", "wake"):
+            return reserves & {later.node or "", *(part.node for part in later.parts)}
+        ready = (Verdict.RESIDENT, Verdict.STARTING)
+        able = [each.node for each in later.assessments if each.verdict in ready and each.node in reserves]
+        return frozenset({min(able, key=lambda name: sleeping.expected_wait_s(name, now))} if able else ())
+
+    def why_away(self, node: str) -> str | None:
+        """Why a node that may sleep serves nothing now, as text; None if it is awake."""
+        return self._fleet_state.sleeping.problem(node, self._clock())
+
+    def waking_stage(self, nodes: Sequence[str]) -> str:
+        """What an order waits for: `waking beast, about 45 s`."""
+        sleeping, now = self._fleet_state.sleeping, self._clock()
+        away = [name for name in nodes if name in sleeping.away]
+        if not away:
+            return "starting"
+        return f"waking {', '.join(away)}, about {duration(max(sleeping.expected_wait_s(name, now) for name in away))}"
 
     def explain_new(self, model: str, num_bytes: int) -> Decision:
         """Where an operator could load a model that no node has yet."""

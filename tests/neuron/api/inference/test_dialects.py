@@ -192,7 +192,7 @@ async def test_messages_think_only_if_asked_to(
 async def test_chat_leaves_reasoning_out_if_asked_to(api: Any, chat_body: Any) -> None:
     api.node.script.text = "<think>\nhm\n</think>\n\nyes"
     _, reply, _ = await api.post("/v1/chat/completions", chat_body(include_reasoning=False, logprobs=True))
-    assert reply["choices"][0]["message"] == {"role": "assistant", "content": "yes"}
+    assert reply["choices"][0]["message"] == {"role": "assistant", "content": "yes", "refusal": None}
     assert reply["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
     _, reply, _ = await api.post("/v1/chat/completions", chat_body())
     assert reply["choices"][0]["message"]["reasoning_content"] == "hm"

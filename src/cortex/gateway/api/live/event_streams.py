@@ -113,16 +113,18 @@ class FollowedWork(Generic[StatusT]):
         *,
         described: str,
         after_restart: str,
+        prepare: Callable[[], Awaitable[None]] | None = None,
         poll_s: float = POLL_S,
     ) -> None:
         """`described` names the work, such as "the download on beast". `after_restart` is the error when the node no
-        longer knows the work."""
+        longer knows the work. The work starts after `prepare`, which ends when the work is cancelled."""
         self.status: StatusT | None = None
         self.cancelled = asyncio.Event()
         """Set to cancel the work."""
         self._start, self._poll, self._cancel = start, poll, cancel
         self._described = described
         self._after_restart = after_restart
+        self._prepare = prepare
         self._poll_s = poll_s
 
     async def outcome(self) -> CortexError | None:
@@ -135,6 +137,8 @@ class FollowedWork(Generic[StatusT]):
             return error
 
     async def _outcome(self) -> CortexError | None:
+        if not await self._prepared():
+            return LoadFailed(f"{self._described} was cancelled")
         status = self.status = await self._start()
         num_missed = 0
         is_cancelling = False
@@ -158,3 +162,19 @@ class FollowedWork(Generic[StatusT]):
         if status.state == "done":
             return None
         return from_code(status.code or LoadFailed.code, status.reason or f"{self._described} was {status.state}")
+
+    async def _prepared(self) -> bool:
+        """Whether the work may start; False if it was cancelled before."""
+        if self._prepare is None:
+            return True
+        preparing = asyncio.ensure_future(self._prepare())
+        cancelled = asyncio.create_task(self.cancelled.wait())
+        try:
+            await asyncio.wait((preparing, cancelled), return_when=asyncio.FIRST_COMPLETED)
+            if cancelled.done():
+                return False
+            await preparing
+            return True
+        finally:
+            preparing.cancel()
+            cancelled.cancel()

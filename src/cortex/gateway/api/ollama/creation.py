@@ -125,6 +125,7 @@ class CreationRoutes:
         if node is None or not (node.healthy and node.takes_orders):
             self._upload_node = self._files.roomiest_node()
         client = self._api.nodes[self._upload_node]
+        await self._api.awaken(client.name)
         try:
             await client.upload(digest, body)
         except UpstreamFault as fault:

@@ -25,6 +25,14 @@ class OperatorCommands:
         """What `load` would do now. Changes nothing. Raises NodeNotFound."""
         return self._dispatcher.explain(model, "operator", only_on=node)
 
+    def sleepers_for(self, model: str, node: str | None = None) -> tuple[str, ...]:
+        """The sleeping nodes without which `load` cannot load the model; it has to be called once they are awake.
+        Raises NodeNotFound."""
+        decision = self.decide(model, node)
+        if decision.action not in ("wait", "reject"):
+            return ()
+        return tuple(sorted(self._dispatcher.sleepers_for(decision, only_on=node)))
+
     def load(self, model: str, node: str | None = None) -> Decision:
         """Load a model, anywhere or on one node. Raises why it cannot be loaded; returns the decision otherwise."""
         decision = self.decide(model, node)

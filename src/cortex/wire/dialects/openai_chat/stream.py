@@ -68,7 +68,8 @@ class Encoder(ChunkEncoder):
                 rest = "" if decoder is None else decoder.finish()
                 return self._custom_input(event.index, call, rest) if rest else b""
             case Start(prompt_token_ids=prompt):
-                return self._chunk([self._choice(event.index, {"role": "assistant", "content": ""})], prompt=prompt)
+                delta = {"role": "assistant", "content": "", "refusal": None}
+                return self._chunk([self._choice(event.index, delta)], prompt=prompt)
             case TokenIds(tokens=token_ids):
                 self._token_ids[event.index] = self._token_ids.get(event.index, ()) + token_ids
                 return b""
@@ -155,7 +156,7 @@ def fold(events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, creat
 
 def _choice_body(choice: ResponseChoice, request: GenerateRequest) -> dict[str, Any]:
     calls = choice.tool_calls
-    message: dict[str, Any] = {"role": "assistant", "content": choice.text or (None if calls else "")}
+    message: dict[str, Any] = {"role": "assistant", "content": choice.text or (None if calls else ""), "refusal": None}
     if choice.reasoning and request.thinking.shown:
         message["reasoning_content"] = choice.reasoning
     if calls and request.as_functions:
@@ -165,7 +166,7 @@ def _choice_body(choice: ResponseChoice, request: GenerateRequest) -> dict[str, 
     return {
         "index": choice.index,
         "message": message,
-        "logprobs": logprobs_body(choice.logprobs) if choice.logprobs else None,
+        "logprobs": logprobs_body(choice.logprobs) if choice.logprobs or request.sampling.logprobs else None,
         "finish_reason": _finish_reason(choice.finish, as_functions=request.as_functions),
         **_stop_reason(choice.finish),
         **({"token_ids": choice.token_ids} if request.return_token_ids else {}),

@@ -211,7 +211,7 @@ def _choice_body(choice: ResponseChoice, echoed: int, request: GenerateRequest) 
     body: dict[str, Any] = {
         "index": choice.index,
         "text": "".join(block.text for block in choice.blocks if isinstance(block, Text | Reasoning)),
-        "logprobs": _logprobs_body(choice.logprobs, echoed) if choice.logprobs else None,
+        "logprobs": _logprobs_body(choice.logprobs, echoed) if choice.logprobs or request.sampling.logprobs else None,
         **_finish_body(choice.finish),
     }
     if request.sampling.prompt_logprobs is not None:

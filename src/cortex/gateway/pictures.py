@@ -25,7 +25,7 @@ from cortex.http.ticker import Ticker
 from cortex.http.upstream.faults import ResponseTooLarge, UpstreamFault
 from cortex.http.upstream.pool import Pool, UpstreamResponse
 from cortex.parsing.parser import BodyParser
-from cortex.parsing.picture_urls import PictureUrl, may_have_urls
+from cortex.parsing.picture_urls import PictureUrl, find_urls, may_have_urls
 from cortex.wire.errors import BodyTooLarge
 from cortex.wire.pictures.parts import invalid
 
@@ -64,7 +64,7 @@ class PictureInlining:
         """`body` with its pictures' files in place of their URLs; the files count as buffered until it returns. Raises
         InvalidValue, which names a picture that cannot be fetched, BodyTooLarge and Overloaded."""
         section = self.section
-        found = await self._parser.find_picture_urls(body, client)
+        found = await self._parser.run(find_urls, body=body, client=client)
         if not found:
             return body
         distinct = {each.url: each for each in reversed(found)}

@@ -38,6 +38,7 @@ from cortex.http.routing import Route, Router, query
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.system.tasks import OwnedTasks, Supervisor
+from cortex.wire.dialects.anthropic_messages.batch import parse_batch
 from cortex.wire.errors import (
     CortexError,
     InvalidValue,
@@ -374,7 +375,7 @@ class BatchService:
         check_content_type(request.text(b"content-type"), required=True)
         batch = self._new(key, "anthropic", MESSAGES, "24h", "")
         client = client_of(key, request)
-        text, num_lines = await self._parser.read_message_batch(request.body, section.max_lines, client)
+        text, num_lines = await self._parser.run(parse_batch, section.max_lines, body=request.body, client=client)
         file = await self._files.save(
             _id_of(key), tables.HIDDEN, f"{batch.id}.jsonl", [text], num_bytes=len(text), lasts_s=section.retention_s
         )

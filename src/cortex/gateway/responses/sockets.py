@@ -178,7 +178,7 @@ class ResponseSocket:
             while self._unread:
                 text = self._unread[0]
                 try:
-                    read = await self.services.parser.read_event(text, self._client)
+                    read = await self.services.parser.run(socket_events.read_event, body=text, client=self._client)
                 except CortexError as error:
                     read = None
                     self._reject(error)
@@ -187,7 +187,7 @@ class ResponseSocket:
                 self._unread.popleft()
                 self._release(text)
                 if read is not None:
-                    self._take(ClientEvent(read.steers, read.stream_id, read.generates, read.body))
+                    self._take(read)
         finally:
             self._is_reading = False
 

@@ -30,7 +30,7 @@ class Requests(NamedTuple):
     num_lines: int
 
 
-def parse(body: bytes, max_lines: int) -> Requests:
+def parse_batch(max_lines: int, body: bytes) -> Requests:
     """Raises InvalidValue or MalformedJSON."""
     try:
         requests = msgspec.json.decode(body, type=_Batch).requests

@@ -47,17 +47,17 @@ _members = msgspec.json.Decoder(_Members)
 _MAX_VALUE_BYTES = 1024
 
 
-def read_event(text: bytes) -> ClientEvent:
-    """Raises InvalidValue or MalformedJSON."""
+def read_event(body: bytes) -> ClientEvent:
+    """What a client sends in one message. Raises InvalidValue or MalformedJSON."""
     try:
-        members = _members.decode(text)
+        members = _members.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as problem:
         raise MalformedJSON(f"The event is not a JSON object: {shorten(str(problem))}.") from None
     stream_id = _value(members.stream_id, "stream_id")
     if stream_id is not None and not (isinstance(stream_id, str) and _STREAM_ID.fullmatch(stream_id)):
         raise InvalidValue("stream_id: 1 to 256 letters, digits, `_`, `.` or `-`.", param="stream_id")
     try:
-        return _event(text, members, stream_id)
+        return _event(body, members, stream_id)
     except CortexError as error:
         error.details["stream_id"] = stream_id
         raise

@@ -69,15 +69,8 @@ class Encoder(ChunkEncoder):
                 return self._custom_input(event.index, call, rest) if rest else b""
             case Start(prompt_token_ids=prompt):
                 return self._chunk([self._choice(event.index, {"role": "assistant", "content": ""})], prompt=prompt)
-            case TokenIds(tokens=token_ids):
-                self._token_ids[event.index] = self._token_ids.get(event.index, ()) + token_ids
-                return b""
-            case Logprobs(tokens=tokens):
-                self._logprobs[event.index] = self._logprobs.get(event.index, ()) + tokens
-                return b""
-            case UsageSoFar():
-                self._note(event)
-                return b""
+            case TokenIds() | Logprobs() | UsageSoFar():
+                return self._note(event)
             case PromptLogprobs():
                 return b""  # a stream has none
             case Finish():

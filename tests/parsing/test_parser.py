@@ -29,7 +29,7 @@ from cortex.wire.errors import (
     PreparationLimitExceeded,
     RateLimitExceeded,
 )
-from cortex.wire.fields.raw_fields import replace_fields
+from cortex.wire.fields.body import replace_fields
 from cortex.wire.packed_request import PackedRequest, unpack
 
 LONG = "x" * LARGE_BYTES

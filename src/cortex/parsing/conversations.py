@@ -16,7 +16,7 @@ from cortex.parsing import items
 from cortex.parsing.envelope import RelayedBody
 from cortex.parsing.items import StoredTexts
 from cortex.wire.errors import BodyTooLarge
-from cortex.wire.fields.raw_fields import replace_fields
+from cortex.wire.fields.body import replace_fields
 
 _PIECE_CHARS = 1 << 20
 """Text is encoded in pieces of this size. Between them other threads run."""

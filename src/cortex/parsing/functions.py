@@ -18,7 +18,7 @@ from cortex.ipc.channel import ChannelMessage
 from cortex.parsing import envelope
 from cortex.parsing.conversations import Completion, Joined, StoredSize, complete, find_references, list_items
 from cortex.parsing.envelope import ByteRange
-from cortex.parsing.picture_urls import find_urls, inline
+from cortex.parsing.pictures import find_urls, inline
 from cortex.wire import packed_request
 from cortex.wire.dialects import openai_chat
 from cortex.wire.dialects.anthropic_messages import BILLED, strip_billing_header
@@ -27,8 +27,7 @@ from cortex.wire.dialects.ollama.embeddings import embed_request
 from cortex.wire.dialects.openai_responses.socket_events import read_event
 from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import InvalidValue
-from cortex.wire.fields.body import parse
-from cortex.wire.fields.raw_fields import replace_fields
+from cortex.wire.fields.body import parse, replace_fields
 from cortex.wire.packed_request import encode_head
 from cortex.wire.pictures.files import check_files, take_files
 from cortex.wire.pooling.parse import ROUTES as POOLING_ROUTES

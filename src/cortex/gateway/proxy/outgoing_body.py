@@ -16,9 +16,8 @@ from cortex.foreign.body import Access, ServerBody, ServerFields, server_body
 from cortex.foreign.embeddings import OllamaEmbeddings
 from cortex.gateway.dispatch.leases import Lease
 from cortex.gateway.ledger.meter import Reservation
-from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest, narrowed_tenant
+from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest, ResponseKeeper, narrowed_tenant
 from cortex.gateway.proxy.redaction import shown_to
-from cortex.gateway.proxy.response_keeper import ResponseKeeper
 from cortex.gateway.proxy.routes import CHAT
 from cortex.gateway.proxy.translation import ChatTranslation
 from cortex.http.composed_body import Body
@@ -29,7 +28,7 @@ from cortex.parsing.functions import edit_fields, translated
 from cortex.parsing.parser import BodyParser
 from cortex.wire.dialects.ollama.embeddings import embed_request
 from cortex.wire.errors import InsufficientQuota
-from cortex.wire.fields.raw_fields import replace_fields
+from cortex.wire.fields.body import replace_fields
 from cortex.wire.fields.request_class import PRIORITY, TIER
 from cortex.wire.opaque.fields import OpaqueFields
 from cortex.wire.opaque.routes import upstream_path

@@ -17,9 +17,8 @@ from typing import NamedTuple, Protocol
 import msgspec
 from msgspec import Raw
 
-from cortex.gateway.proxy.admission import ReceivedRequest
+from cortex.gateway.proxy.admission import ReceivedRequest, ResponseKeeper
 from cortex.gateway.proxy.inference import Inference
-from cortex.gateway.proxy.response_keeper import ResponseKeeper
 from cortex.gateway.proxy.routes import InferenceRoute
 from cortex.gateway.responses.background import BackgroundRuns
 from cortex.gateway.responses.conversations import StoredConversations

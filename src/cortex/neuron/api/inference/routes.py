@@ -39,8 +39,8 @@ from cortex.neuron.api.metrics import Metrics, RequestWatch
 from cortex.neuron.api.stream import EventStream
 from cortex.neuron.node.harness.harness import Upstream
 from cortex.parsing.parser import BodyParser
-from cortex.parsing.picture_scan import find_pictures
-from cortex.telemetry.spans import Tracer
+from cortex.parsing.pictures import find_pictures
+from cortex.telemetry.tracing import Tracer
 from cortex.wire import sse
 from cortex.wire.dialects import openai_chat, openai_responses
 from cortex.wire.dialects.dialect import EventEncoder

@@ -16,7 +16,7 @@ from cortex.wire.dialects.openai_responses.response import usage_body
 from cortex.wire.error_encoding import BY_CODE, OPENAI
 from cortex.wire.errors import CortexError, InvalidValue, MalformedJSON, shorten
 from cortex.wire.events import Usage
-from cortex.wire.fields.raw_fields import replace_fields
+from cortex.wire.fields.body import replace_fields
 
 _STREAM_ID = re.compile(r"[A-Za-z0-9_.-]{1,256}")
 _TRANSPORT_FIELDS = ("type", "stream_id", "generate", "background", "stream", "stream_options")

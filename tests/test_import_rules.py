@@ -104,7 +104,7 @@ RULES: dict[str, Rule] = {
     "gateway.config": Rule(
         {"fleet", "gateway.database", "gateway.ledger", "settings", "telemetry", "wire"}, frozenset({"msgspec"})
     ),
-    "gateway.created_models": Rule({"fleet", "settings", "wire"}, frozenset({"msgspec"})),
+    "gateway.created_models": Rule({"fleet", "settings", "system.private_file", "wire"}, frozenset({"msgspec"})),
     "gateway.database": Rule({"system.exits", "wire"}, frozenset(), frozenset({"psycopg"})),
     "gateway.metrics": Rule({"fleet", "wire"}),
     "gateway.ledger": Rule(LEDGER),

@@ -26,7 +26,7 @@ values = st.recursive(
 @given(st.dictionaries(st.sampled_from(["stop", "user", "x", "y\0"]), values, max_size=4), st.booleans())
 def test_server_reads_what_was_read_here(fields: dict[str, object], is_spaced: bool) -> None:
     sent = json.dumps({"model": "a", **fields}, indent=1 if is_spaced else None).encode()
-    written = server_body(CHAT, sent, ("model", "user")).with_fields({"model": "b", "max_tokens": 5})
+    written = server_body(CHAT, ("model", "user"), "any", sent).with_fields({"model": "b", "max_tokens": 5})
     fields.pop("user", None)
     assert msgspec.json.decode(written) == {"model": "b", "max_tokens": 5, **fields}
 
@@ -41,7 +41,7 @@ def test_server_reads_what_was_read_here(fields: dict[str, object], is_spaced: b
     ],
 )
 def test_each_name_is_written_once_without_escapes(body: bytes, expected: bytes) -> None:
-    assert server_body(CHAT, body, ("model",)).body == expected
+    assert server_body(CHAT, ("model",), "any", body).body == expected
 
 
 def test_fields_are_added_to_an_empty_object() -> None:
@@ -64,21 +64,21 @@ def test_fields_are_added_to_an_empty_object() -> None:
 )
 def test_body_that_is_not_one_object_in_utf_8_is_rejected(body: bytes) -> None:
     with pytest.raises(MalformedJSON):
-        server_body(CHAT, body, ())
+        server_body(CHAT, (), "any", body)
 
 
 @pytest.mark.parametrize("path", TABLES)
 @pytest.mark.parametrize("name", ["Model", "MODEL", "mo_del", "model ", "model\0", "model[]", "mode\u006c.x"])
 def test_name_that_a_server_could_read_as_a_field_is_rejected(path: str, name: str) -> None:
     with pytest.raises(InvalidValue, match="spell it 'model'") as caught:
-        server_body(path, msgspec.json.encode({"model": "a", name: "b"}), ())
+        server_body(path, (), "any", msgspec.json.encode({"model": "a", name: "b"}))
     assert caught.value.param == name
 
 
 def test_letters_that_go_folds_are_other_spellings() -> None:
     for name, meant in (("max_token\u017f", "max_tokens"), ("top_\u212a", "top_k")):
         with pytest.raises(InvalidValue, match=f"spell it '{meant}'"):
-            server_body(CHAT, msgspec.json.encode({"model": "a", name: 5}), ())
+            server_body(CHAT, (), "any", msgspec.json.encode({"model": "a", name: 5}))
 
 
 def test_no_table_has_two_spellings_of_one_name() -> None:
@@ -90,11 +90,11 @@ def test_deeply_nested_body_is_rejected_and_not_an_internal_error() -> None:
     for depth in (100, 400, 900, 990):
         body = b'{"x": ' + b'{"a":[' * (depth // 2) + b"1" + b"]}" * (depth // 2) + b"}"
         try:
-            server_body(CHAT, body, ())
+            server_body(CHAT, (), "any", body)
         except MalformedJSON:
             continue
 
 
 def test_lone_surrogates_are_replaced() -> None:
     body = rb'{"messages": [{"role": "user", "content": "a\ud800"}]}'
-    assert b"a\xef\xbf\xbd" in server_body(CHAT, body, ()).body
+    assert b"a\xef\xbf\xbd" in server_body(CHAT, (), "any", body).body

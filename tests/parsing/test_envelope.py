@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from cortex.parsing import envelope
 from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import InvalidValue, MalformedJSON, MissingModel
-from cortex.wire.fields.body import MAX_PROMPTS, parse
-from cortex.wire.fields.raw_fields import replace_fields
+from cortex.wire.fields.body import MAX_PROMPTS, parse, replace_fields
 from cortex.wire.request_summary import RequestSummary
 
 from ..examples import MANY

@@ -12,9 +12,9 @@ import pytest
 import pytest_asyncio
 
 from cortex.parsing import envelope as envelopes
-from cortex.parsing.conversations import Completion
+from cortex.parsing.conversations import Completion, find_references
 from cortex.parsing.cost import LARGE_BYTES, LARGE_RELAYED_BYTES
-from cortex.parsing.functions import ParsedText
+from cortex.parsing.functions import ParsedText, edit_fields
 from cortex.parsing.items import StoredTexts
 from cortex.parsing.parser import BodyParser
 from cortex.wire.dialects import openai_chat
@@ -29,7 +29,7 @@ from cortex.wire.errors import (
     PreparationLimitExceeded,
     RateLimitExceeded,
 )
-from cortex.wire.fields.raw_fields import replace_fields
+from cortex.wire.fields.body import replace_fields
 from cortex.wire.packed_request import PackedRequest, unpack
 
 LONG = "x" * LARGE_BYTES
@@ -64,7 +64,9 @@ async def test_request_is_parsed_packed_and_translated(parser: BodyParser, text:
         assert head == packed.head
         unlimited = msgspec.structs.replace(expected.sampling, max_tokens=None)
         assert translated.body == openai_chat.build(msgspec.structs.replace(expected, sampling=unlimited))
-    assert await parser.edit(body(text), {"model": "other"}, CLIENT) == replace_fields(body(text), {"model": "other"})
+    assert await parser.run(edit_fields, {"model": "other"}, body=body(text), client=CLIENT) == replace_fields(
+        body(text), {"model": "other"}
+    )
     tokens = await parser.parse_tokenize(json.dumps({"model": "m", "prompt": text}).encode(), CLIENT)
     assert tokens == ParsedText("m", text)
     assert isinstance(await parser.parse_tokenize(body(text), CLIENT), PackedRequest)
@@ -197,7 +199,7 @@ async def test_conversation_is_completed_with_history_and_references(parser: Bod
     foreign = {"type": "message", "role": "user", "content": "last"}
     fields = {"model": "m", "input": [reference, foreign], "previous_response_id": "x", "top_p": 0.5}
     sent = json.dumps(fields).encode()
-    found = await parser.find_references(sent, CLIENT, generates=True)
+    found = await parser.run(find_references, True, body=sent, client=CLIENT)
     assert found == (True, (f"resp_{'b' * 32}",))
     completion = Completion(generates=True, in_background=True, stored_as=f"resp_{'c' * 32}", max_body_mb=64)
     earlier, referred = [stored("a", text)], [stored("b", text)]

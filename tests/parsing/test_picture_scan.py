@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from cortex.parsing.envelope import read
-from cortex.parsing.picture_scan import FoundPictures
-from cortex.parsing.picture_scan import find_pictures as find_in
+from cortex.parsing.pictures import FoundPictures
+from cortex.parsing.pictures import find_pictures as find_in
 from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.pictures.files import MAX_PICTURES
 

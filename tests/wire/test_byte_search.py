@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from cortex.parsing.picture_urls import has_any
+from cortex.parsing.pictures import has_any
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from cortex.cli.commands.doctor.checks import Finding, Severity
 from cortex.cli.commands.doctor.command import report
 from cortex.cli.commands.doctor.device_checks import devices
 from cortex.cli.failures import EXIT_CODES_HELP, CommandError, ExitCode, Group, run
-from cortex.cli.output import bar, console, file_here, json_option, print_json, size, table
+from cortex.cli.output import answer, bar, console, file_here, json_option, print_json, size, table
 from cortex.cli.up.preflight import require_engine
 from cortex.settings import SettingsError
 from cortex.telemetry.tracing import open_tracer
@@ -145,10 +145,8 @@ def forget(
     folder = _load(config or file_here("neuron.toml"), {}).limits.kv_disk_folder
     unused_s = None if unused_days is None else unused_days * 86400
     number, num_bytes = purge(folder, ChosenBlocks(model, tenants), unused_s)
-    if as_json:
-        print_json({"files": number, "bytes": num_bytes})
-    else:
-        console().print(f"deleted {plural(number, 'file')}, {size(num_bytes)}, in {folder}")
+    line = f"deleted {plural(number, 'file')}, {size(num_bytes)}, in {folder}"
+    answer({"files": number, "bytes": num_bytes}, line, as_json=as_json)
 
 
 @neuron.command("warmup")

@@ -89,9 +89,22 @@ def print_json(value: Any) -> None:
     click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
 
 
-def table(*columns: str, title: str | None = None) -> Table:
+def say(line: str) -> None:
+    """One line, which the terminal may wrap."""
+    console().print(line, soft_wrap=True)
+
+
+def answer(value: Any, line: str, *, as_json: bool) -> None:
+    """The result of a command: `value` for scripts, or a line for people."""
+    if as_json:
+        print_json(value)
+    else:
+        say(line)
+
+
+def table(*columns: str) -> Table:
     """A table without rules; columns that start with `>` are right-aligned."""
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", title=title, title_justify="left")
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for column in columns:
         made.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
     return made

@@ -42,7 +42,7 @@ Access = Literal["any", "known", "counted"]
 tokens can be counted."""
 
 
-def server_body(path: str, body: bytes, without: tuple[str, ...], access: Access = "any") -> ServerBody:
+def server_body(path: str, without: tuple[str, ...], access: Access, body: bytes) -> ServerBody:
     """The body of a request to `path`, which a table describes, without some of its fields. Raises the CortexError of
     one that may not be sent."""
     values = decode_object(body)

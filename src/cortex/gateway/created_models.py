@@ -3,13 +3,13 @@ the gateway's state. What `models.toml` has takes precedence."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import msgspec
 
 from cortex.fleet.catalogue import Alias, Catalogue, ModelSpec
 from cortex.settings import SettingsError
+from cortex.system import private_file
 from cortex.wire.words import about
 
 FILE_NAME = "created-models.json"
@@ -32,11 +32,8 @@ class CreatedModels:
 
     def write(self, entries: Catalogue) -> None:
         """Replace the entries, atomically. Raises OSError."""
-        draft = self.path.with_suffix(f".{os.getpid()}.tmp")
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(entries)) + b"\n")  # with the operator's prompts
-        draft.replace(self.path)
+        private_file.write(self.path, msgspec.json.format(msgspec.json.encode(entries)) + b"\n")  # may have prompts
 
 
 def joined(configured: Catalogue, created: Catalogue) -> Catalogue:

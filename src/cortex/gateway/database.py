@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from cortex.system.exits import ExitCode
+from cortex.wire.errors import CortexError, DatabaseUnavailable, InvalidValue
 from cortex.wire.words import os_error_in_words
 
 log = logging.getLogger(__name__)
@@ -57,6 +58,13 @@ class StoreSettingError(StoreError):
 
 class RejectedValue(StoreError):
     """The database is available but cannot store a value: PostgreSQL rejects text with a NUL character."""
+
+
+def client_error(error: StoreError) -> CortexError:
+    """What a client is told; the gateway's log has the reason."""
+    if isinstance(error, RejectedValue):
+        return InvalidValue("The database cannot store a text of the request, such as one with a NUL character.")
+    return DatabaseUnavailable("The request needs the gateway's database, which is unavailable now; try again later.")
 
 
 class Schema(NamedTuple):

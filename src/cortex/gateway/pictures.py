@@ -19,13 +19,13 @@ from urllib.parse import urljoin, urlsplit
 from weakref import WeakValueDictionary
 
 from cortex.gateway.config import PicturesSection
+from cortex.http.composed_body import no_room
 from cortex.http.limits import Buffered, UpstreamLimits
-from cortex.http.server.spool import no_room
 from cortex.http.ticker import Ticker
 from cortex.http.upstream.faults import ResponseTooLarge, UpstreamFault
 from cortex.http.upstream.pool import Pool, UpstreamResponse
 from cortex.parsing.parser import BodyParser
-from cortex.parsing.picture_urls import PictureUrl, may_have_urls
+from cortex.parsing.pictures import PictureUrl, find_urls, may_have_urls
 from cortex.wire.errors import BodyTooLarge
 from cortex.wire.pictures.parts import invalid
 
@@ -64,7 +64,7 @@ class PictureInlining:
         """`body` with its pictures' files in place of their URLs; the files count as buffered until it returns. Raises
         InvalidValue, which names a picture that cannot be fetched, BodyTooLarge and Overloaded."""
         section = self.section
-        found = await self._parser.find_picture_urls(body, client)
+        found = await self._parser.run(find_urls, body=body, client=client)
         if not found:
             return body
         distinct = {each.url: each for each in reversed(found)}

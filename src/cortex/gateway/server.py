@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -43,9 +44,12 @@ from cortex.gateway.dispatch.fleet_state import DispatchSettings
 from cortex.gateway.dispatch.measured_sizes import MeasuredSizes
 from cortex.gateway.dispatch.nodes.dns_discovery import DNSDiscovery, Resolve, resolve_addresses
 from cortex.gateway.dispatch.nodes.neighbours import Neighbours
+from cortex.gateway.dispatch.operator import audit
+from cortex.gateway.dispatch.operator import state as operator_state
 from cortex.gateway.dispatch.operator.audit import AuditLog, record_changed_keys
 from cortex.gateway.dispatch.operator.commands import OperatorCommands
 from cortex.gateway.dispatch.operator.state import OperatorState
+from cortex.gateway.history import store as history
 from cortex.gateway.history.store import HistoryStore
 from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.listening import ListeningSockets, certificate_of
@@ -54,10 +58,10 @@ from cortex.gateway.node_connections import NodeConnections
 from cortex.gateway.page.conversations import Conversations
 from cortex.gateway.page.page import Page
 from cortex.gateway.page.sign_in_attempts import SignInAttempts
-from cortex.gateway.page.signing_in import SigningIn
+from cortex.gateway.page.signing_in import REST_INTERVAL_S, SigningIn
 from cortex.gateway.pictures import PictureFetcher, PictureInlining
+from cortex.gateway.proxy.accounting import activity, request_log
 from cortex.gateway.proxy.accounting.activity import ActivityFile, ActivityLog
-from cortex.gateway.proxy.accounting.disconnected_usage import DisconnectedUsage
 from cortex.gateway.proxy.accounting.request_log import RequestLog
 from cortex.gateway.proxy.accounting.running import RunningRequests
 from cortex.gateway.proxy.admission import AdmissionController
@@ -73,7 +77,7 @@ from cortex.http.ticker import Ticker
 from cortex.parsing.parser import BodyParser
 from cortex.settings import SettingsError
 from cortex.system import open_files
-from cortex.system.tasks import SupervisedTask, Supervisor
+from cortex.system.tasks import OwnedTasks, SupervisedTask, Supervisor
 from cortex.telemetry import logs
 from cortex.telemetry.tracing import open_tracer
 
@@ -144,7 +148,7 @@ class Gateway:
             metrics=self.metrics,
             tracer=self._tracer,
             ticker=self._ticker,
-            disconnected_usage=DisconnectedUsage(),
+            settling=OwnedTasks(),
             activity=ActivityLog(config.activity),
             running=RunningRequests(),
             parser=parser,
@@ -159,11 +163,13 @@ class Gateway:
         self._audit = AuditLog(self.database, config.ledger.audit_days)
         self._history = HistoryStore(self._services.activity, self.event_log, self.database, config.gateway.listen.port)
         self._inference = Inference(self._services)
-        self._responses = ResponsesService(config, self._responses_database, self._inference, self.tasks, limits)
+        self._deferred = DeferredResponses()
+        self._responses = ResponsesService(
+            config, self._responses_database, self._inference, self.tasks, limits, self._deferred
+        )
         self._certificate = certificate_of(config, directory)
         self._health = GatewayHealth(self.tasks, self._certificate, is_database_away=lambda: self.database.is_failing)
         self._reloading = asyncio.Lock()
-        self._deferred = DeferredResponses()
         self._streams = EventStreams(clock, self._metering)
         self._batches = BatchService(
             config.batches,
@@ -172,28 +178,25 @@ class Gateway:
             self._inference,
             self._metering,
             self.tasks,
-            self._deferred,
             batch_limits or BatchLimits(),
         )
         board = JobBoard()
         operator = OperatorCommands(self.dispatcher, self.event_log)
-        api = ApiServices(self.dispatcher, nodes, self._metering, self._deferred)
-        self._file_routes = FileRoutes(api, neighbours, board)
-        self._bench_routes = BenchRoutes(api, operator, board)
+        self._api_tasks = OwnedTasks()
+        api = ApiServices(self.dispatcher, nodes, self._metering, self._api_tasks, self._deferred)
+        files = FileRoutes(api, neighbours, board)
         open_paths = paths_without_key(config)
-        creations = CreationRoutes(api, self._file_routes, self._created_models, self._change_created)
-        self._ollama_routes = OllamaRoutes(api, self._file_routes, open_paths, creations)
+        creations = CreationRoutes(api, files, self._created_models, self._change_created)
         key_routes = KeyRoutes(api, self._refresh_keys)
         orders = OrderRoutes(api, operator, board, self._operator_state.store)
-        self._model_servers = ModelServerRoutes(api, self.event_log)
         parts = (
-            self._file_routes,
-            self._ollama_routes,
+            files,
+            OllamaRoutes(api, files, open_paths, creations),
             creations,
             orders,
-            self._bench_routes,
+            BenchRoutes(api, operator, board),
             LlamaCppRoutes(api, orders, open_paths, self.event_log, self._streams),
-            self._model_servers,
+            ModelServerRoutes(api, self.event_log),
             JobRoutes(api, board),
             AuditRoutes(api, self._audit),
             ActivityRoutes(api, self._services.activity, self._request_log, self._services.running, self._streams),
@@ -211,7 +214,7 @@ class Gateway:
             CrossSiteCheck(),
             self._deferred,
             self._streams,
-            parts,
+            [route for part in parts for route in part.routes()],
             open_paths,
             self._audit,
         )
@@ -225,7 +228,7 @@ class Gateway:
             config,
             self._ticker,
             self.metrics,
-            self._admission.authenticate,
+            lambda request: self._admission.meter.key(request),  # a reload replaces the meter
             limits,
             self._services.buffered,
         )
@@ -258,15 +261,15 @@ class Gateway:
             await sockets.listen(self._metrics_server, section.metrics_listen, "gateway.metrics_listen", tls)
         sockets.check_all_used()
         self._regular = [
-            self.tasks.start("tick", self._tick),
-            self.tasks.start("operator state", self._operator_state.run),
-            self.tasks.start("keep activity", self._activity_file.run),
-            self.tasks.start("request log", self._request_log.run),
-            self.tasks.start("audit log", self._audit.run),
-            self.tasks.start("history", self._history.run),
-            self.tasks.start("keys", self._watch_keys),
+            self.tasks.every(TICK_S, "tick", self._tick),
+            self.tasks.every(operator_state.INTERVAL_S, "operator state", self._operator_state.synchronise),
+            self.tasks.every(activity.INTERVAL_S, "keep activity", self._activity_file.save),
+            self.tasks.every(request_log.FLUSH_S, "request log", self._request_log.flush),
+            self.tasks.every(audit.FLUSH_S, "audit log", self._audit.flush),
+            self.tasks.every(history.INTERVAL_S, "history", self._history.save),
+            self.tasks.every(WATCH_KEYS_S, "keys", self._watch_keys),
             self.tasks.start("discover nodes", self._discover_nodes),
-            self.tasks.start("end idle sign-in process", self._signing_in.rest_idle),
+            self.tasks.every(REST_INTERVAL_S, "end idle sign-in process", self._signing_in.rest_idle),
         ]
         if self._certificate is not None:
             self._regular.append(self.tasks.start("renew certificate", self._certificate.watch))
@@ -290,13 +293,10 @@ class Gateway:
             await task.ended()
         await self._connections.stop_polling()
         await self._effects.close()
-        await self._services.disconnected_usage.close()
+        await self._services.settling.finish()
         await self._services.parser.close()
         await self._deferred.close()
-        await self._ollama_routes.close()
-        await self._model_servers.close()
-        await self._file_routes.close()
-        await self._bench_routes.close()
+        await self._api_tasks.cancel()
         self._connections.close()
         # At the same time, so a database that hangs delays the end only once.
         ended = await asyncio.gather(
@@ -433,20 +433,14 @@ class Gateway:
 
     async def _watch_keys(self) -> None:
         """Adopt the keys that other gateways and commands have written to the database."""
-        while True:
-            await asyncio.sleep(WATCH_KEYS_S)
-            try:
-                if await self._metering.have_keys_changed():
-                    await self._refresh_keys()
-            except StoreError:
-                pass  # logged; those in force stay
+        with contextlib.suppress(StoreError):  # logged; those in force stay
+            if await self._metering.have_keys_changed():
+                await self._refresh_keys()
 
     async def _tick(self) -> None:
-        while True:
-            await asyncio.sleep(TICK_S)
-            self.dispatcher.tick()
-            self._history.history.sample(self.dispatcher)
-            self._control.feed.tick()
-            self._streams.tick(self.config.gateway.keepalive_s)
-            measured = self.dispatcher.fleet.measured
-            await asyncio.get_running_loop().run_in_executor(self._tick_thread, self._measured_sizes.write, measured)
+        self.dispatcher.tick()
+        self._history.history.sample(self.dispatcher)
+        self._control.feed.tick()
+        self._streams.tick(self.config.gateway.keepalive_s)
+        measured = self.dispatcher.fleet.measured
+        await asyncio.get_running_loop().run_in_executor(self._tick_thread, self._measured_sizes.write, measured)

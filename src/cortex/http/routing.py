@@ -45,6 +45,16 @@ def is_in_query(request: Request, name: str) -> bool:
     return any(key == name for key, _ in found)
 
 
+def expect(request: Request, *methods: bytes) -> None:
+    """Raise MethodNotAllowed for any other method."""
+    if request.method not in methods:
+        allowed = b" or ".join(methods).decode()
+        raise MethodNotAllowed(
+            f"{shorten(request.path.decode('latin-1'))} takes {allowed} only.",
+            details={"allowed_methods": [method.decode() for method in methods]},
+        )
+
+
 class Router(Generic[Handler]):
     """Finds the first route that serves a request. A slash at the end of a path is ignored."""
 

@@ -16,7 +16,7 @@ from cortex.parsing import items
 from cortex.parsing.envelope import RelayedBody
 from cortex.parsing.items import StoredTexts
 from cortex.wire.errors import BodyTooLarge
-from cortex.wire.fields.raw_fields import replace_fields
+from cortex.wire.fields.body import replace_fields
 
 _PIECE_CHARS = 1 << 20
 """Text is encoded in pieces of this size. Between them other threads run."""
@@ -93,8 +93,8 @@ def separate(joined: Joined) -> tuple[memoryview, list[StoredTexts]]:
     return body, stored
 
 
-def references_in(body: bytes, *, generates: bool) -> References:
-    """Raises the CortexError of a request that is invalid."""
+def find_references(generates: bool, body: bytes) -> References:
+    """What the items of a request refer to. Raises the CortexError of a request that is invalid."""
     ids = items.references(items.split(_input_of(body, generates=generates))).values()
     places = [place for id in ids if (place := items.place_of(id)) is not None]
     return References(bool(ids), tuple(dict.fromkeys(place.response_id for place in places)))
@@ -130,8 +130,8 @@ def _input_of(body: bytes, *, generates: bool) -> Raw:
     return envelopes.read(body, "openai_responses", generates=generates).input
 
 
-def list_items(joined: Joined, *, limit: int, ascending: bool, after: str | None) -> bytes:
+def list_items(limit: int, ascending: bool, after: str | None, sizes: tuple[StoredSize, ...], body: bytes) -> bytes:
     """A page of the conversation that the last of the stored responses was made from, as JSON. Raises InvalidValue."""
-    _, (*earlier, last) = separate(joined)
+    _, (*earlier, last) = separate(Joined(body, sizes))
     conversation = [*items.context(earlier), *items.inputs(last)]
     return msgspec.json.encode(items.listing(conversation, limit=limit, ascending=ascending, after=after))

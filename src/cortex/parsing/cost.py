@@ -8,7 +8,7 @@ quotation mark or a bracket.
 
 from __future__ import annotations
 
-from cortex.parsing.picture_scan import may_have_pictures
+from cortex.parsing.pictures import may_have_pictures
 from cortex.wire.dialects.anthropic_messages.billing import BILLING_HEADER
 
 LARGE_BYTES = 1 << 17

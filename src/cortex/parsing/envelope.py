@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import Raw
 
-from cortex.parsing.picture_scan import find_pictures
+from cortex.parsing.pictures import find_pictures
 from cortex.wire.dialects.anthropic_messages import BILLED, strip_billing_header
 from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import MalformedJSON

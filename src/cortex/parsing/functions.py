@@ -13,22 +13,21 @@ from typing import Any
 
 import msgspec
 
-from cortex.foreign import body as servers
-from cortex.foreign.body import Access, ServerBody
+from cortex.foreign.body import server_body
 from cortex.ipc.channel import ChannelMessage
-from cortex.parsing import conversations, envelope, picture_urls
-from cortex.parsing.conversations import Completion, Joined, References, StoredSize
+from cortex.parsing import envelope
+from cortex.parsing.conversations import Completion, Joined, StoredSize, complete, find_references, list_items
 from cortex.parsing.envelope import ByteRange
-from cortex.parsing.picture_urls import PictureUrl
+from cortex.parsing.pictures import find_urls, inline
 from cortex.wire import packed_request
 from cortex.wire.dialects import openai_chat
-from cortex.wire.dialects.anthropic_messages import BILLED, batch, strip_billing_header
-from cortex.wire.dialects.ollama import embeddings
-from cortex.wire.dialects.openai_responses import socket_events
+from cortex.wire.dialects.anthropic_messages import BILLED, strip_billing_header
+from cortex.wire.dialects.anthropic_messages.batch import parse_batch
+from cortex.wire.dialects.ollama.embeddings import embed_request
+from cortex.wire.dialects.openai_responses.socket_events import read_event
 from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import InvalidValue
-from cortex.wire.fields.body import parse
-from cortex.wire.fields.raw_fields import replace_fields
+from cortex.wire.fields.body import parse, replace_fields
 from cortex.wire.packed_request import encode_head
 from cortex.wire.pictures.files import check_files, take_files
 from cortex.wire.pooling.parse import ROUTES as POOLING_ROUTES
@@ -76,39 +75,23 @@ class CompletedBody(ChannelMessage, frozen=True):
     body: bytes
 
 
-class ReadEvent(ChannelMessage, frozen=True):
-    """A `ClientEvent`."""
-
-    steers: bool
-    stream_id: str | None
-    generates: bool
-    body: bytes
-
-
-class MessageBatch(ChannelMessage, frozen=True):
-    """The requests of a batch, one per line."""
-
-    text: bytes
-    num_lines: int
-
-
 def functions() -> dict[str, Callable[..., Any]]:
     gc.disable()  # JSON has no cycles, and a collection would visit millions of objects again and again
     table = (
         parse_request,
         translate_request,
-        translate_embed,
+        embed_request,
         edit_fields,
-        write_server_body,
+        server_body,
         read_relayed,
         read_preset,
         parse_tokenize,
         parse_pooling,
-        find_picture_urls,
+        find_urls,
         inline_pictures,
         find_references,
         read_event,
-        read_message_batch,
+        parse_batch,
         complete_conversation,
         list_items,
     )
@@ -132,19 +115,9 @@ def translate_request(dialect: str, model: str, tenant: bytes, body: bytes) -> P
     return Parsed(encode_head(request), translated(request, model, tenant))
 
 
-def translate_embed(model: str | None, body: bytes) -> bytes:
-    """A request of Ollama's embedding routes, for `model` of `/v1/embeddings`; None: the model that it names."""
-    return embeddings.request_body(body, model)
-
-
-def edit_fields(values: dict[str, str | int], without: tuple[str, ...], body: bytes) -> bytes:
-    """A body that gets other values for some fields, and loses others; all else stays as it is."""
-    return replace_fields(body, values, without=without)
-
-
-def write_server_body(path: str, without: tuple[str, ...], access: Access, body: bytes) -> ServerBody:
-    """A body for a server that is not ours, of a request to `path`, without some of its fields."""
-    return servers.server_body(path, body, without, access)
+def edit_fields(values: dict[str, str], body: bytes) -> bytes:
+    """A body with other values for some fields; all else stays as it is."""
+    return replace_fields(body, values)
 
 
 def read_relayed(dialect: str, generates: bool, strip_billing: bool, body: bytes) -> ReadBody:
@@ -176,31 +149,11 @@ def parse_pooling(path: str, body: bytes) -> PoolingRequest:
     return POOLING_ROUTES[path](body)
 
 
-def find_picture_urls(body: bytes) -> tuple[PictureUrl, ...]:
-    """The pictures of a request that are addresses."""
-    return picture_urls.find_urls(body)
-
-
 def inline_pictures(urls: tuple[str, ...], sizes: tuple[int, ...], body: bytes) -> bytes:
     """A request with files in place of these addresses. The files follow it in `body`; `sizes`: their bytes."""
     ends = list(itertools.accumulate(sizes, initial=len(body) - sum(sizes)))
     files = {url: body[start:end] for url, (start, end) in zip(urls, itertools.pairwise(ends), strict=True)}
-    return picture_urls.inline(body[: ends[0]], files)
-
-
-def find_references(generates: bool, body: bytes) -> References:
-    """What the items of a request of the Responses API refer to."""
-    return conversations.references_in(body, generates=generates)
-
-
-def read_event(body: bytes) -> ReadEvent:
-    """What a client of the Responses API sends over a WebSocket."""
-    return ReadEvent(*socket_events.read_event(body))
-
-
-def read_message_batch(max_lines: int, body: bytes) -> MessageBatch:
-    """The body of a batch in Anthropic's API."""
-    return MessageBatch(*batch.parse(body, max_lines))
+    return inline(body[: ends[0]], files)
 
 
 def complete_conversation(
@@ -208,13 +161,8 @@ def complete_conversation(
 ) -> CompletedBody:
     """A request of the Responses API, joined with stored responses: it continues the first `num_earlier`, and refers to
     items of the others."""
-    completed, stored_input = conversations.complete(Joined(body, sizes), num_earlier, completion)
+    completed, stored_input = complete(Joined(body, sizes), num_earlier, completion)
     return CompletedBody(completed.envelope.summary, envelope.spans(completed), stored_input, completed.body)
-
-
-def list_items(limit: int, ascending: bool, after: str | None, sizes: tuple[StoredSize, ...], body: bytes) -> bytes:
-    """A page of the input items of a chain of stored responses, as JSON."""
-    return conversations.list_items(Joined(body, sizes), limit=limit, ascending=ascending, after=after)
 
 
 def translated(request: GenerateRequest, model: str, tenant: bytes = b"") -> bytes:

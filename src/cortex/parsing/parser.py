@@ -8,21 +8,19 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from cortex.foreign.body import Access, ServerBody
+from cortex.foreign.body import ServerBody
 from cortex.ipc.channel import Unsendable
 from cortex.ipc.fair_queue import FairQueue, NoPlace
 from cortex.ipc.helper import Helper, function_of
 from cortex.ipc.pool import CallLost, HelperPool, PoolLost
 from cortex.parsing import functions
-from cortex.parsing.conversations import Completed, Completion, Joined, References, join
-from cortex.parsing.cost import LARGE_BYTES, is_edited_elsewhere, is_parsed_elsewhere
+from cortex.parsing.conversations import Completed, Completion, Joined, join, list_items
+from cortex.parsing.cost import LARGE_BYTES, is_parsed_elsewhere
 from cortex.parsing.envelope import RelayedBody, envelope_of
-from cortex.parsing.functions import Parsed, ParsedText, ReadEvent
+from cortex.parsing.functions import Parsed, ParsedText
 from cortex.parsing.items import StoredTexts
-from cortex.parsing.picture_urls import PictureUrl
 from cortex.wire.errors import BodyTooLarge, Overloaded, PreparationLimitExceeded, RateLimitExceeded
 from cortex.wire.packed_request import PackedRequest
-from cortex.wire.pooling.request import PoolingRequest
 from cortex.wire.preset import Preset
 from cortex.wire.requests import GenerateRequest
 
@@ -61,6 +59,12 @@ class BodyParser:
         )
         self._queue = FairQueue(_NUM_WORKERS, _MAX_WAITING, max_waiting_per_client)
 
+    async def run(self, function: Callable[..., T], *arguments: Any, body: bytes, client: str) -> T:
+        """What one of `functions` returns: at once, or from another process if `body` is large."""
+        if not is_parsed_elsewhere(body):
+            return function(*arguments, body)
+        return await self._call(function, *arguments, body=body, client=client)
+
     async def parse(
         self,
         dialect: str,
@@ -74,30 +78,16 @@ class BodyParser:
         """An inference request, without its billing line if `strip_billing`. Without `generates` it may lack what only
         a response needs. `tenant`: as the client's gateway names it."""
         arguments = dialect, strip_billing, generates, tenant
-        return _packed(await self._parse(functions.parse_request, *arguments, body=body, client=client))
+        return _packed(await self.run(functions.parse_request, *arguments, body=body, client=client))
 
     async def translate(
         self, dialect: str, body: bytes, model: str, client: str, *, tenant: bytes = b""
     ) -> tuple[GenerateRequest, ServerBody]:
         """The head of an inference request, and the request for `model` in OpenAI chat, without a limit of tokens and
         with `tenant` as its salt if that is given."""
-        parsed = await self._parse(functions.translate_request, dialect, model, tenant, body=body, client=client)
+        parsed = await self.run(functions.translate_request, dialect, model, tenant, body=body, client=client)
         translated = _packed(parsed)
         return translated.head, ServerBody(translated.rest)
-
-    async def edit(
-        self, body: bytes, values: dict[str, str | int], client: str, *, without: tuple[str, ...] = ()
-    ) -> bytes:
-        """`body`, which must be a JSON object, with other values for some fields and without others."""
-        if not is_edited_elsewhere(body):
-            return functions.edit_fields(values, without, body)
-        return await self._call(functions.edit_fields, values, without, body=body, client=client)
-
-    async def server_body(
-        self, path: str, body: bytes, client: str, *, without: tuple[str, ...], access: Access = "any"
-    ) -> ServerBody:
-        """A body for a server that is not ours, of a request to `path`."""
-        return await self._parse(functions.write_server_body, path, without, access, body=body, client=client)
 
     async def read_relayed(
         self, dialect: str, body: bytes, client: str, *, generates: bool, strip_billing: bool
@@ -116,41 +106,16 @@ class BodyParser:
         reply = await self._call(functions.read_preset, *arguments, body=body, client=client)
         return RelayedBody(reply.changed or body, envelope_of(reply.changed or body, reply.summary, reply.spans), False)
 
-    async def translate_embed(self, body: bytes, model: str | None, client: str) -> bytes:
-        """The body for `/v1/embeddings` of a request of Ollama's embedding routes."""
-        return await self._parse(functions.translate_embed, model, body=body, client=client)
-
     async def parse_tokenize(self, body: bytes, client: str, tenant: bytes = b"") -> PackedRequest | ParsedText:
         """A request for the tokens of a conversation or of a text. `tenant`: as in `parse`."""
-        reply = await self._parse(functions.parse_tokenize, tenant, body=body, client=client)
+        reply = await self.run(functions.parse_tokenize, tenant, body=body, client=client)
         return reply if isinstance(reply, ParsedText) else _packed(reply)
-
-    async def parse_pooling(self, path: str, body: bytes, client: str) -> PoolingRequest:
-        """A request for vectors or scores of the route `path`."""
-        return await self._parse(functions.parse_pooling, path, body=body, client=client)
-
-    async def find_picture_urls(self, body: bytes, client: str) -> tuple[PictureUrl, ...]:
-        """The pictures of a request that are addresses."""
-        return await self._parse(functions.find_picture_urls, body=body, client=client)
 
     async def inline_pictures(self, body: bytes, files: Mapping[str, bytes], client: str) -> bytes:
         """`body` with files in place of their addresses."""
         data = b"".join((body, *files.values()))
         sizes = tuple(map(len, files.values()))
-        return await self._parse(functions.inline_pictures, tuple(files), sizes, body=data, client=client)
-
-    async def find_references(self, body: bytes, client: str, *, generates: bool) -> References:
-        """What the items of a request of the Responses API refer to."""
-        return await self._parse(functions.find_references, generates, body=body, client=client)
-
-    async def read_event(self, text: bytes, client: str) -> ReadEvent:
-        """What a client of the Responses API sends over a WebSocket."""
-        return await self._parse(functions.read_event, body=text, client=client)
-
-    async def read_message_batch(self, body: bytes, max_lines: int, client: str) -> tuple[bytes, int]:
-        """The requests of a batch in Anthropic's API, one per line, and their number."""
-        read = await self._parse(functions.read_message_batch, max_lines, body=body, client=client)
-        return read.text, read.num_lines
+        return await self.run(functions.inline_pictures, tuple(files), sizes, body=data, client=client)
 
     async def complete(
         self,
@@ -163,7 +128,7 @@ class BodyParser:
         """A request of the Responses API with the responses that it continues and the items that it refers to."""
         data, sizes = await _joined(body, (*earlier, *referred))
         arguments = completion, len(earlier), sizes
-        reply = await self._parse(functions.complete_conversation, *arguments, body=data, client=client)
+        reply = await self.run(functions.complete_conversation, *arguments, body=data, client=client)
         envelope = envelope_of(reply.body, reply.summary, reply.spans)
         return Completed(RelayedBody(reply.body, envelope, False), reply.stored_input)
 
@@ -172,16 +137,10 @@ class BodyParser:
     ) -> bytes:
         """A page of the conversation that the last response of `chain` was made from, as JSON."""
         data, sizes = await _joined(b"", chain)
-        return await self._parse(functions.list_items, limit, ascending, after, sizes, body=data, client=client)
+        return await self.run(list_items, limit, ascending, after, sizes, body=data, client=client)
 
     async def close(self) -> None:
         await self._pool.close()
-
-    async def _parse(self, function: Callable[..., T], *arguments: Any, body: bytes, client: str) -> T:
-        """What `function` returns: at once, or from another process if `body` is large."""
-        if not is_parsed_elsewhere(body):
-            return function(*arguments, body)
-        return await self._call(function, *arguments, body=body, client=client)
 
     async def _call(self, function: Callable[..., T], *arguments: Any, body: bytes, client: str) -> T:
         try:

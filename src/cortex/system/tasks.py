@@ -99,6 +99,16 @@ class Supervisor:
         self._tasks.append(task)
         return task
 
+    def every(self, interval_s: float, name: str, call: Work) -> SupervisedTask:
+        """A task that calls `call()` at this interval, first after one."""
+
+        async def repeat() -> None:
+            while True:
+                await asyncio.sleep(interval_s)
+                await call()
+
+        return self.start(name, repeat)
+
     def _restarted(self, name: str) -> None:
         self.restarts[name] = self.restarts.get(name, 0) + 1
         if self._on_restart is not None:

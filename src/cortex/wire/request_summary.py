@@ -31,6 +31,7 @@ class RequestSummary(msgspec.Struct, frozen=True, array_like=True):
     picture_bytes: int = 0
     """How much of the body is pictures, which count as tokens instead."""
     picture_tokens: int = 0
+    """About the most tokens that they take."""
     conversation_id: str | None = None
     """The conversation that the request continues (Responses API)."""
     keep_alive_s: float | None = None

@@ -11,8 +11,8 @@ from rich.console import Console
 from cortex.cli.commands.status import render
 from cortex.cli.fleet_view import DeviceView, FleetView, HeldModel, NodeView
 from cortex.cli.output import PlainConsole, bar, console, size, table
+from cortex.cli.views.jobs import ProgressView
 from cortex.cli.views.load import describe, show
-from cortex.cli.views.progress import ProgressView
 from cortex.wire.node.protocol import ModelLoad, ModelState, ModelStatus, Progress
 from cortex.wire.words import duration, plural
 

@@ -14,6 +14,7 @@ from cortex.gateway.api.parts import ApiServices
 from cortex.gateway.ledger.keys import generate
 from cortex.gateway.proxy.deferred_responses import DeferredResponses
 from cortex.http.request import Request
+from cortex.system.tasks import OwnedTasks
 from cortex.wire.node.protocol import ModelState
 
 from ...waiting import WAIT_S, until
@@ -198,7 +199,7 @@ async def test_stream_of_logs_keeps_what_a_slow_client_has_not_read(
     client = await start_gateway(await neurons("beast", sizes={"a": GB}))
     await client.chat("a")
     slow, gateway = SlowExchange(), client.gateway
-    api = ApiServices(gateway.dispatcher, {}, gateway._metering, DeferredResponses())  # noqa: SLF001
+    api = ApiServices(gateway.dispatcher, {}, gateway._metering, OwnedTasks(), DeferredResponses())  # noqa: SLF001
     routes = ModelServerRoutes(api, gateway.event_log, follow_s=0.01)
     async with asyncio.timeout(WAIT_S):
         await routes._follow(slow, "proxy", None, has_history=True)  # type: ignore[arg-type]  # noqa: SLF001

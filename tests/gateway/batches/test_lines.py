@@ -52,13 +52,13 @@ def test_a_value_with_a_million_objects_takes_no_memory() -> None:
 
 def test_a_batch_of_messages_is_divided_into_lines() -> None:
     body = b'{"requests": [{"custom_id": "a", "params": {"x": [1]}}, {"custom_id": "b", "params": 2}]}'
-    text, num_lines = batch.parse(body, 10)
+    text, num_lines = batch.parse_batch(10, body)
     assert (num_lines, json.loads(text.splitlines()[0])["body"]) == (2, {"x": [1]})
     for wrong in (body.replace(b'"b"', b'"a"'), body.replace(b'"b"', b'"b c"'), b'{"requests": []}', b"{", b"[]"):
         with pytest.raises((InvalidValue, MalformedJSON)):
-            batch.parse(wrong, 10)
+            batch.parse_batch(10, wrong)
     with pytest.raises(InvalidValue, match="1 to 1 "):
-        batch.parse(body, 1)
+        batch.parse_batch(1, body)
 
 
 def test_lines_beyond_the_limit_of_models_are_invalid() -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from cortex.gateway.ledger.keys import Keyring, NewKey
 from cortex.gateway.ledger.ledger import Ledger
 from cortex.gateway.ledger.meter import KeyedMeter, Meter, Reservation
 from cortex.gateway.ledger.store import open_store
 from cortex.http.request import Request
 from cortex.wire.events import Usage
+from cortex.wire.request_summary import RequestSummary
 
 NOW = 1_700_000_040.0
 
@@ -22,11 +21,8 @@ class Clock:
         return self.now
 
 
-class Limits(NamedTuple):
-    completion_limit: int | None
-    num_choices: int = 1
-    picture_tokens: int = 0
-    model: str = "m"
+def limited(completion_limit: int | None) -> RequestSummary:
+    return RequestSummary("m", stream=False, completion_limit=completion_limit, num_choices=1)
 
 
 def request(*headers: tuple[bytes, bytes]) -> Request:
@@ -39,7 +35,7 @@ def bearer(key: NewKey) -> Request:
 
 def admit(meter: Meter, key: NewKey, *, limit: int | None = 100) -> Reservation:
     """A request with a prompt of about 100 tokens, whose response ends at `limit` or, without one, at its budget."""
-    return meter.admit(meter.key(bearer(key)), 400, Limits(limit), lambda _: None if limit is None else 100 + limit)
+    return meter.admit(meter.key(bearer(key)), 400, limited(limit), lambda _: None if limit is None else 100 + limit)
 
 
 def settle(reservation: Reservation, prompt: int, completion: int) -> None:

@@ -20,7 +20,7 @@ from cortex.wire.node.protocol import ModelState
 
 from ..fake_neuron import GB, StartNeuron
 from ..started_gateway import StartGateway
-from .metered_requests import NOW, Clock, Limits
+from .metered_requests import NOW, Clock, limited
 
 FREE = Cost()
 PRICED = Cost(input=1.0, cached_input=0.5, output=2.0)
@@ -40,7 +40,7 @@ async def opened(database: str, groups: tuple[GroupSection, ...], *keys: NewKey)
 
 
 def admit(meter: KeyedMeter, key: NewKey, cost: Cost = FREE, limit: int = 100) -> Reservation:
-    return meter.admit(key.section, 400, Limits(limit), lambda _: 8192, lambda _: cost)
+    return meter.admit(key.section, 400, limited(limit), lambda _: 8192, lambda _: cost)
 
 
 def settle(reservation: Reservation, prompt: int, completion: int) -> None:

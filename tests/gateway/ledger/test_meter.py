@@ -11,7 +11,7 @@ from cortex.gateway.ledger.store import open_store
 from cortex.gateway.ledger.usage_report import usage
 from cortex.wire.errors import InsufficientQuota, InvalidAPIKey, RateLimitExceeded
 
-from .metered_requests import NOW, Clock, Limits, admit, bearer, opened, request, settle
+from .metered_requests import NOW, Clock, admit, bearer, limited, opened, request, settle
 
 
 async def test_request_reserves_settles_and_is_written(database: str) -> None:
@@ -89,7 +89,7 @@ async def test_rejects_requests_without_a_valid_key(tmp_path: object, headers: l
     with pytest.raises(InvalidAPIKey):
         meter.key(request(*headers))
     with pytest.raises(InvalidAPIKey):
-        meter.admit(None, 1, Limits(None))
+        meter.admit(None, 1, limited(None))
     with pytest.raises(InvalidAPIKey):
         meter.authenticate(request(*headers))
     await ledger.close()

@@ -17,7 +17,7 @@ from cortex.gateway.ledger.sessions import Sessions
 from cortex.gateway.ledger.users import SignInSection, User, openid_id
 from cortex.wire.errors import InvalidAPIKey, ModelNotAllowed
 
-from .metered_requests import Limits, opened, request
+from .metered_requests import limited, opened, request
 
 ANNA = User(name="anna", id=openid_id("https://login.example", "1"))
 
@@ -26,7 +26,7 @@ async def test_tighter_sign_in_holds_for_users_who_have_an_account(tmp_path: Pat
     ledger, _ = await opened(f"{tmp_path}/spend.db")
 
     def admitted(section: SignInSection) -> None:
-        reservation = KeyedMeter(ledger).admit(section.key_of(ANNA), 400, Limits(100))
+        reservation = KeyedMeter(ledger).admit(section.key_of(ANNA), 400, limited(100))
         try:
             assert reservation.key is not None
             check_model(reservation.key, "large")
@@ -43,7 +43,7 @@ async def test_tighter_sign_in_holds_for_users_who_have_an_account(tmp_path: Pat
 async def test_request_that_began_before_a_reload_does_not_bring_the_old_key_back(tmp_path: Path) -> None:
     key = generate("alice", models=("small",))
     ledger, meter = await opened(f"{tmp_path}/spend.db", key)
-    reservation = meter.admit(replace(key.section, models=()), 400, Limits(100))
+    reservation = meter.admit(replace(key.section, models=()), 400, limited(100))
     assert reservation.key is not None
     with pytest.raises(ModelNotAllowed):
         check_model(reservation.key, "large")

@@ -178,7 +178,7 @@ async def test_a_disk_that_is_full_is_an_error_of_the_request(monkeypatch: pytes
     def full() -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("cortex.http.server.spool.new_spool", full)
+    monkeypatch.setattr("cortex.http.composed_body.new_spool", full)
     async with Site() as site:
         status, message = await site.send(bytes(2 * MIB))
         assert (status, message) == (

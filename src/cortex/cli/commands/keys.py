@@ -22,7 +22,7 @@ from cortex.cli.client import GatewayClient, gateway_options
 from cortex.cli.failures import CommandError, ExitCode, Group, check_environment
 from cortex.cli.ledger_source import ask, configuration, ledger
 from cortex.cli.model_name import MODEL
-from cortex.cli.output import console, json_option, print_json, table
+from cortex.cli.output import answer, console, json_option, print_json, table
 from cortex.gateway.config import Config, load
 from cortex.gateway.database import Execute
 from cortex.gateway.dispatch.operator import audit
@@ -190,10 +190,7 @@ def change(
         except ValueError as problem:
             raise click.BadParameter(str(problem), param_hint="--expires") from problem
         described = msgspec.to_builtins(described)
-    if as_json:
-        print_json(described)
-    else:
-        console().print(f"Changed {described['name']} ({described['id']}).", soft_wrap=True)
+    answer(described, f"Changed {described['name']} ({described['id']}).", as_json=as_json)
 
 
 @keys.command()

@@ -17,7 +17,7 @@ from cortex.cli import fleet_view
 from cortex.cli.client import GatewayClient, GatewayRejected, gateway_options, model_path
 from cortex.cli.failures import Command, CommandError, ExitCode
 from cortex.cli.model_name import MODEL
-from cortex.cli.output import console, json_option, print_json, rate, size, table
+from cortex.cli.output import answer, console, json_option, print_json, rate, say, size, table
 from cortex.cli.views.bench import parse_bench, show_bench, when_measured
 from cortex.cli.views.jobs import follow, parse
 from cortex.cli.views.load import context_of
@@ -107,7 +107,7 @@ def unload(
         if status.state is ModelState.ASLEEP
     ]
     places = ", ".join(f"{name} (asleep)" if name in asleep else name for name in response["nodes"])
-    _print(f"{response['model']} {'unloaded' if wait else 'is being unloaded'}: {places}")
+    say(f"{response['model']} {'unloaded' if wait else 'is being unloaded'}: {places}")
 
 
 @click.command(cls=Command)
@@ -117,10 +117,7 @@ def unload(
 def unpin(model: str, gateway: GatewayClient, as_json: bool) -> None:
     """Let a model be evicted again."""
     response = gateway.post(model_path(model, "unpin"), {})
-    if as_json:
-        print_json(response)
-    else:
-        _print(f"{response['model']} is no longer pinned")
+    answer(response, f"{response['model']} is no longer pinned", as_json=as_json)
 
 
 @click.command(cls=Command)
@@ -140,11 +137,11 @@ def forget_size(model: str, node: str | None, gateway: GatewayClient, as_json: b
         return
     for place in response["nodes"]:
         if place["error"] is not None:
-            _print(f"{place['node']}: {place['error']}")
+            say(f"{place['node']}: {place['error']}")
         else:
             expected = place["estimate_bytes"]
             size_now = f"counts as {size(expected)} from now on" if expected else "has no size from now on"
-            _print(f"{response['model']} on {place['node']} {size_now}")
+            say(f"{response['model']} on {place['node']} {size_now}")
 
 
 @click.command(cls=Command)
@@ -167,10 +164,8 @@ def move(model: str, node: str, gateway: GatewayClient, as_json: bool) -> None:
     left = [place for place, held in before if held.state not in (ModelState.COLD, ModelState.FAILED)]
     for place in left:
         follow(gateway, gateway.post(model_path(name, "unload"), {"node": place, "unpin": True, "wait": False})["job"])
-    if as_json:
-        print_json({"model": name, "node": node, "unloaded_from": left})
-    else:
-        _print(f"{name} is ready on {node}" + (f"; unloaded from {', '.join(left)}" if left else ""))
+    line = f"{name} is ready on {node}" + (f"; unloaded from {', '.join(left)}" if left else "")
+    answer({"model": name, "node": node, "unloaded_from": left}, line, as_json=as_json)
 
 
 def order(
@@ -200,9 +195,9 @@ def order(
         return
     places = ", ".join(response["nodes"]) or "no node"
     if wait:
-        _print(f"{response['model']} {result} {places}{_context(gateway, response['model'])}")
+        say(f"{response['model']} {result} {places}{_context(gateway, response['model'])}")
     else:
-        _print(f"{action} of {response['model']} on {places} has begun: {parse(response['job']).id}")
+        say(f"{action} of {response['model']} on {places} has begun: {parse(response['job']).id}")
 
 
 def _load_profile(gateway: GatewayClient, name: str, *, wait: bool, as_json: bool) -> None:
@@ -217,7 +212,7 @@ def _load_profile(gateway: GatewayClient, name: str, *, wait: bool, as_json: boo
             order["job"] = gateway.get(f"/fleet/jobs/{order['job']['id']}")
             continue
         if not as_json:
-            _print(f"{order['model']} {'is ready' if wait else 'is being loaded'} on {', '.join(order['nodes'])}")
+            say(f"{order['model']} {'is ready' if wait else 'is being loaded'} on {', '.join(order['nodes'])}")
     if as_json:
         print_json(response)
     if failures:
@@ -245,9 +240,9 @@ def _preview_unload(gateway: GatewayClient, model: str, node: str | None, as_jso
             f"{plural(running, 'request')} in progress" if running else "idle",
             "pinned, so it asks first" if name in response["pinned_on"] else "",
         ]
-        _print(f"unload {response['model']} from {name}: {', '.join(filter(None, notes))}")
+        say(f"unload {response['model']} from {name}: {', '.join(filter(None, notes))}")
     if not response["nodes"]:
-        _print(f"{response['model']} is not loaded on any node")
+        say(f"{response['model']} is not loaded on any node")
 
 
 def _post_unload(gateway: GatewayClient, model: str, body: dict[str, Any]) -> Any:
@@ -272,10 +267,6 @@ def _ended(gateway: GatewayClient, response: Any) -> Any:
 
 def _body(**fields: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def _print(line: str) -> None:
-    console().print(line, soft_wrap=True)
 
 
 @click.command(cls=Command)

@@ -15,7 +15,7 @@ from cortex.cli import fleet_view
 from cortex.cli.client import GatewayClient, GatewayRejected, gateway_options
 from cortex.cli.failures import Command, CommandError, ExitCode
 from cortex.cli.fleet_view import HeldModel, NodeView
-from cortex.cli.output import console, json_option, print_json, rate, size, state, table
+from cortex.cli.output import answer, console, json_option, print_json, rate, size, state, table
 from cortex.cli.views.jobs import parse
 from cortex.cli.views.load import describe, memory_of
 from cortex.wire.node.protocol import ModelState, ModelStatus
@@ -217,7 +217,4 @@ def _num_running(fleet: fleet_view.FleetView, name: str) -> int:
 
 def _drain(gateway: GatewayClient, node: str, order: str, result: str, as_json: bool) -> None:
     response = gateway.post(f"/fleet/nodes/{quote(node, safe='')}/{order}", {})
-    if as_json:
-        print_json(response)
-    else:
-        console().print(f"{node} {result}", soft_wrap=True)
+    answer(response, f"{node} {result}", as_json=as_json)

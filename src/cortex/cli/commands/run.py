@@ -14,7 +14,7 @@ from cortex.cli.client import GatewayClient, GatewayRejected, gateway_options, m
 from cortex.cli.commands.chat import conversation_options, converse
 from cortex.cli.failures import Command, CommandError, ExitCode
 from cortex.cli.model_name import MODEL
-from cortex.cli.output import console, json_option, print_json, size
+from cortex.cli.output import answer, console, json_option, print_json, size
 from cortex.cli.views.jobs import follow, parse
 from cortex.formats.quant_names import is_same_quant
 from cortex.wire.errors import ModelNotFound
@@ -186,10 +186,7 @@ def _delete_created(gateway: GatewayClient, model: str, *, yes: bool, as_json: b
     if not yes:
         click.confirm(f"Delete {model}? What it was made of stays.", abort=True, err=True)
     deleted = gateway.delete(f"/fleet/created/{quote(model)}")
-    if as_json:
-        print_json(deleted)
-    else:
-        console().print(f"{model} deleted", soft_wrap=True)
+    answer(deleted, f"{model} deleted", as_json=as_json)
 
 
 @click.command(cls=Command)

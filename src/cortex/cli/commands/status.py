@@ -18,7 +18,7 @@ from cortex.cli.client import GatewayClient, GatewayRejected, gateway_options
 from cortex.cli.failures import Command, CommandError, ExitCode
 from cortex.cli.fleet_view import FleetView, HeldModel, NodeView, without_name
 from cortex.cli.model_name import MODEL
-from cortex.cli.output import bar, console, json_option, print_json, rate, size, state, table
+from cortex.cli.output import answer, bar, console, json_option, print_json, rate, size, state, table
 from cortex.cli.views.load import context_of, describe, fraction_done, memory_of, reason_of
 from cortex.wire.node.protocol import ModelState
 from cortex.wire.words import duration, plural, replicas_in_words
@@ -89,43 +89,33 @@ def _node(node: NodeView, fleet: FleetView) -> RenderableType:
     kind = "" if node.kind == "neuron" else f"  ({node.kind} server)"
     parts: list[RenderableType] = [Text.assemble((node.name, "bold"), kind, "  ", condition)]
     if node.devices:
-        parts.append(Padding(_devices(node), (0, 0, 0, 2)))
+        parts.append(_indented(_devices(node)))
     if node.ceiling_bytes is not None:
-        ceiling = f"models take at most {size(node.ceiling_bytes)} of this node"
-        parts.append(Padding(Text(ceiling, style="dim"), (0, 0, 0, 2)))
+        parts.append(_indented(f"models take at most {size(node.ceiling_bytes)} of this node", "dim"))
     if node.host is not None and node.host.shortage:
-        parts.append(Padding(Text(node.host.shortage, style="yellow"), (0, 0, 0, 2)))
+        parts.append(_indented(node.host.shortage, "yellow"))
     if node.models:
-        parts.append(Padding(_models(node, fleet), (0, 0, 0, 2)))
-        parts += [
-            Padding(Text(f"{model.id}: {reason_of(model)}", style="red"), (0, 0, 0, 2))
-            for model in node.models
-            if model.reason
-        ]
-        parts += [
-            Padding(Text(f"{model.id}: {model.context_shortage}", style="yellow"), (0, 0, 0, 2))
-            for model in node.models
-            if model.state is ModelState.READY and model.context_shortage
-        ]
-        parts += [
-            Padding(
-                Text(f"{model.id}: its files have changed; unload and load it to use them", style="yellow"),
-                (0, 0, 0, 2),
-            )
-            for model in node.models
-            if model.files_changed
-        ]
+        parts.append(_indented(_models(node, fleet)))
+        parts += [_indented(f"{model.id}: {reason_of(model)}", "red") for model in node.models if model.reason]
+        short = [each for each in node.models if each.state is ModelState.READY and each.context_shortage]
+        parts += [_indented(f"{model.id}: {model.context_shortage}", "yellow") for model in short]
+        changed = "its files have changed; unload and load it to use them"
+        parts += [_indented(f"{model.id}: {changed}", "yellow") for model in node.models if model.files_changed]
     for member in node.members if node.up else ():
         held = f", {size(member.measured_bytes)}" if member.measured_bytes else ""
         part = f"part of {member.id}, which {member.nodes[0]} serves: {describe(member)}{held}"
-        parts.append(Padding(Text(part), (0, 0, 0, 2)))
+        parts.append(_indented(part))
         parts += [Padding(Text(line, style="dim"), (0, 0, 0, 4)) for line in member.log_lines]
     here = {member.id for member in node.members}
     if cold := sorted(model for model in node.cold_models if model not in here):
-        parts.append(Padding(Text(f"cold: {', '.join(cold)}", style="dim"), (0, 0, 0, 2)))
+        parts.append(_indented(f"cold: {', '.join(cold)}", "dim"))
     for model, reason in (node.absent_models | node.cold_reasons).items() if node.up else ():
-        parts.append(Padding(Text(f"{model}: {without_name(model, reason)}", style="red"), (0, 0, 0, 2)))
+        parts.append(_indented(f"{model}: {without_name(model, reason)}", "red"))
     return Padding(Lines(*parts), (0, 0, 1, 0))
+
+
+def _indented(shown: RenderableType, style: str = "") -> Padding:
+    return Padding(Text(shown, style=style) if isinstance(shown, str) else shown, (0, 0, 0, 2))
 
 
 def _devices(node: NodeView) -> Table:
@@ -238,10 +228,7 @@ def cancel(ids: tuple[str, ...], model: str | None, gateway: GatewayClient, as_j
     if missing := [id for id in ids if id not in known]:
         raise CommandError(f"no request {missing[0]} runs", "`cortex cancel` lists those that do", ExitCode.NOT_FOUND)
     num_cancelled = sum(_cancel(gateway, id) for id in dict.fromkeys(wanted))
-    if as_json:
-        print_json({"cancelled": num_cancelled})
-    else:
-        console().print(f"{plural(num_cancelled, 'request')} cancelled")
+    answer({"cancelled": num_cancelled}, f"{plural(num_cancelled, 'request')} cancelled", as_json=as_json)
 
 
 def _cancel(gateway: GatewayClient, id: str) -> int:

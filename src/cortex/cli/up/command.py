@@ -38,8 +38,8 @@ from cortex.cli.up.plan import UpPlan, distinct, metrics_host, overrides
 from cortex.cli.up.preflight import require_engine, require_free_ports
 from cortex.cli.up.run_files import Ports, run_directory
 from cortex.cli.up.sources import ModelSource, NamedModel, parse_source
+from cortex.cli.views.jobs import ProgressView
 from cortex.cli.views.load import reason_of, show
-from cortex.cli.views.progress import ProgressView
 from cortex.fleet.known_models import KnownModel, known_repository
 from cortex.gateway.config import load
 from cortex.gateway.configuration_files import load_catalogue

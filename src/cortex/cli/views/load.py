@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cortex.cli.fleet_view import without_name
 from cortex.cli.output import size
-from cortex.cli.views.progress import ProgressView
+from cortex.cli.views.jobs import ProgressView
 from cortex.wire.node.protocol import ModelState, ModelStatus
 from cortex.wire.words import duration, replicas_in_words
 

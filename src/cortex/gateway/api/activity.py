@@ -7,16 +7,15 @@ Operators see all requests. The owner of another key sees the requests of that k
 from __future__ import annotations
 
 import fnmatch
-import logging
 import time
+from collections.abc import Coroutine
 from itertools import islice
 from typing import Any
 
 import msgspec
 
 from cortex.gateway.api.live.event_streams import EventStreams
-from cortex.gateway.api.parts import ApiRoute, ApiServices, expect, number_in_query, time_in_query
-from cortex.gateway.database import StoreError
+from cortex.gateway.api.parts import ApiRoute, ApiServices, number_in_query, time_in_query
 from cortex.gateway.dispatch.operator.audit import AuditLog
 from cortex.gateway.history.history import WINDOWS, History
 from cortex.gateway.ledger.keys import KeySection
@@ -25,18 +24,16 @@ from cortex.gateway.proxy.accounting.request_log import Matches, RequestLog, Sea
 from cortex.gateway.proxy.accounting.running import RunningRequest, RunningRequests
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.request import Request
-from cortex.http.routing import Route, query
+from cortex.http.routing import Route, expect, query
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.wire import sse
-from cortex.wire.errors import DatabaseUnavailable, InvalidValue, RouteNotFound, shorten
+from cortex.wire.errors import InvalidValue, RouteNotFound, shorten
 
 PATH = "/fleet/activity"
 EVENTS_PATH = f"{PATH}/events"
 RUNNING_PATH = f"{PATH}/running"
 MAX_LISTED = 1000
-
-log = logging.getLogger(__name__)
 
 
 class ActivityRoutes:
@@ -63,30 +60,21 @@ class ActivityRoutes:
             Route("GET", EVENTS_PATH, self._stream),
             Route("GET", RUNNING_PATH, self._list_running),
             Route("DELETE", f"{RUNNING_PATH}/(?P<request_id>.+)", self._cancel),
-            Route("GET", f"{PATH}/(?P<request_id>.+)", self._show_one),
-            Route("DELETE", f"{PATH}/(?P<request_id>.+)", self._forget_one),
+            Route("GET", f"{PATH}/(?P<request_id>.+)", self._one),
+            Route("DELETE", f"{PATH}/(?P<request_id>.+)", self._forget),
         ]
 
     def _key(self, exchange: Exchange) -> KeySection | None:
         return self._api.metering.meter.key(exchange.request)
 
-    def _show_list(self, exchange: Exchange) -> Response | None:
-        request = exchange.request
-        if query(request, "since") is None and query(request, "until") is None:
-            return self._list(request, self._key(exchange))
-        self._api.deferred.respond(exchange, self._logged(request, self._key(exchange)))
-        return None
+    def _show_list(self, exchange: Exchange) -> Response | Coroutine[Any, Any, Response]:
+        request, key = exchange.request, self._key(exchange)
+        is_recent = query(request, "since") is None and query(request, "until") is None
+        return self._list(request, key) if is_recent else self._logged(request, key)
 
-    def _forget_matching(self, exchange: Exchange) -> None:
+    async def _forget_matching(self, exchange: Exchange) -> Response:
         self._api.authenticate_operator(exchange.request)
-        self._api.deferred.respond(exchange, self._removed(_filter(exchange.request)))
-
-    def _show_one(self, exchange: Exchange, request_id: str) -> None:
-        self._api.deferred.respond(exchange, self._one(request_id, self._key(exchange)))
-
-    def _forget_one(self, exchange: Exchange, request_id: str) -> None:
-        self._api.authenticate_operator(exchange.request)
-        self._api.deferred.respond(exchange, self._forget(request_id))
+        return await self._removed(_filter(exchange.request))
 
     def _list(self, request: Request, key: KeySection | None) -> Response:
         """The newest requests that match. `after`: only those with a higher number; `before`: only with a lower."""
@@ -118,8 +106,6 @@ class ActivityRoutes:
             found = await self._log.read(
                 since, until, limit, lambda record: _is_shown(record, key) and matches(record), key_id=_only_of(key)
             )
-        except StoreError as error:
-            raise _unavailable(error) from error
         except SearchTooLong as error:
             raise InvalidValue(
                 f"Fewer than {limit} of the newest {self._log.limits.searched} requests of this time match: ask for a "
@@ -128,24 +114,23 @@ class ActivityRoutes:
             ) from error
         return json_response({"requests": [_as_json(record, key) for record in found], "next": 0})
 
-    async def _one(self, request_id: str, key: KeySection | None) -> Response:
+    async def _one(self, exchange: Exchange, request_id: str) -> Response:
+        key = self._key(exchange)
+
         def matches(record: RequestRecord) -> bool:
             return record.id.decode() == request_id and _is_shown(record, key)
 
         found = next(filter(matches, self._activity.newest_first()), None)
         if found is None and self._log.retention_days:
-            try:
-                logged = await self._log.read(
-                    0, time.time() + 60, 1, matches, key_id=_only_of(key), request_id=request_id
-                )
-            except StoreError as error:
-                raise _unavailable(error) from error
+            until = time.time() + 60
+            logged = await self._log.read(0, until, 1, matches, key_id=_only_of(key), request_id=request_id)
             found = next(iter(logged), None)
         if found is None:
             raise RouteNotFound(f"There is no request {shorten(request_id)}; GET {PATH} lists those that are kept.")
         return json_response(_as_json(found, key, in_full=True))
 
-    async def _forget(self, request_id: str) -> Response:
+    async def _forget(self, exchange: Exchange, request_id: str) -> Response:
+        self._api.authenticate_operator(exchange.request)
         response = await self._removed(lambda record: record.id.decode() == request_id, request_id)
         if response == json_response({"removed": 0}):
             raise RouteNotFound(f"There is no request {shorten(request_id)} among those that are kept.")
@@ -155,10 +140,7 @@ class ActivityRoutes:
         """Delete the matching requests, in memory and in the request log; only those of `request_id` if it is given."""
         num_removed = self._activity.forget(matches)
         if self._log.retention_days:
-            try:
-                num_removed = max(num_removed, await self._log.forget(matches, request_id=request_id))
-            except StoreError as error:
-                raise _unavailable(error) from error
+            num_removed = max(num_removed, await self._log.forget(matches, request_id=request_id))
         return json_response({"removed": num_removed})
 
     def _list_running(self, exchange: Exchange) -> Response:
@@ -194,11 +176,6 @@ class ActivityRoutes:
 
         self._streams.begin(exchange)
         self._streams.keep(exchange, self._activity.subscribe(send))
-
-
-def _unavailable(error: StoreError) -> DatabaseUnavailable:
-    log.error("the request log cannot be used: %s", error)
-    return DatabaseUnavailable("The request log cannot be used now; the gateway's log has the reason.")
 
 
 def _is_operator(key: KeySection | None) -> bool:
@@ -315,20 +292,15 @@ class AuditRoutes:
         self._audit = audit
 
     def routes(self) -> list[ApiRoute]:
-        return [Route("GET", "/fleet/audit", self._respond)]
+        return [Route("GET", "/fleet/audit", self._list)]
 
-    def _respond(self, exchange: Exchange) -> None:
-        self._api.authenticate_operator(exchange.request)
-        self._api.deferred.respond(exchange, self._list(exchange.request))
-
-    async def _list(self, request: Request) -> Response:
+    async def _list(self, exchange: Exchange) -> Response:
+        request = exchange.request
+        self._api.authenticate_operator(request)
         until = time_in_query(request, "until", time.time() + 60)
         since = time_in_query(request, "since", 0)
         limit = number_in_query(request, "limit", 100, most=MAX_LISTED)
-        try:
-            entries = await self._audit.read(since, until, limit, query(request, "key") or "")
-        except StoreError as error:
-            raise DatabaseUnavailable(f"The audit log cannot be read: {error}.") from error
+        entries = await self._audit.read(since, until, limit, query(request, "key") or "")
         shown = [msgspec.structs.asdict(entry) for entry in entries]
         return json_response({"entries": [{"at": entry.pop("at_ms") / 1000} | entry for entry in shown]})
 

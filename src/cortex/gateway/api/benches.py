@@ -23,7 +23,6 @@ from cortex.gateway.proxy.routes import error_response, json_response
 from cortex.http.routing import Route
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
-from cortex.system.tasks import OwnedTasks
 from cortex.wire.error_encoding import OPENAI, from_code
 from cortex.wire.errors import CortexError, ModelUnsupported
 from cortex.wire.node.bench import BenchRequest, BenchStatus
@@ -39,13 +38,12 @@ class _BenchOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BenchRoutes:
-    """Owns one task for each measurement."""
+    """Follows each measurement to its end, as a job."""
 
     def __init__(self, api: ApiServices, operator: OperatorCommands, board: JobBoard) -> None:
         self._api = api
         self._operator = operator
         self._board = board
-        self._tasks = OwnedTasks()
 
     def routes(self) -> list[ApiRoute]:
         return [Route("POST", "/fleet/models/(?P<name>.+)/bench", self._begin)]
@@ -60,10 +58,6 @@ class BenchRoutes:
             return json_response(_body(job), 202)
         job.on_end(lambda: exchange.respond(*_ended(job)))
         return None
-
-    async def close(self) -> None:
-        """Stop watching; nodes finish by themselves."""
-        await self._tasks.cancel()
 
     def _start(self, model: str, order: _BenchOrder, by: str) -> Job:
         asleep = self._operator.sleepers_for(model, order.node)
@@ -82,7 +76,7 @@ class BenchRoutes:
 
         names = asleep or [run.node for run in runs]
         job = self._board.start("bench", model, names, by=by, awaited=names, read_stage=stage, cancel=cancel)
-        self._tasks.start(self._measure(job, asleep, runs, order), f"measure {model}")
+        self._api.tasks.start(self._measure(job, asleep, runs, order), f"measure {model}")
         return job
 
     async def _measure(self, job: Job, asleep: Sequence[str], runs: list[_NodeRun], order: _BenchOrder) -> None:

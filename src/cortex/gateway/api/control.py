@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from cortex.gateway.api.health import GatewayHealth, is_ready
 from cortex.gateway.api.live.event_streams import EventStreams
 from cortex.gateway.api.live.fleet_feed import FleetFeed, node_statuses
 from cortex.gateway.api.live.public_view import FleetView
-from cortex.gateway.api.parts import ApiPart, expect, listing_key
+from cortex.gateway.api.parts import ApiHandler, ApiRoute, listing_key
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.operator.audit import MAX_DETAIL, AuditLog
 from cortex.gateway.dispatch.view import DispatchView
@@ -32,18 +32,14 @@ from cortex.gateway.proxy.redaction import shown_to
 from cortex.gateway.proxy.routes import OPAQUE, ROUTES, error_response, family_of, json_response
 from cortex.http.cross_site import CrossSiteCheck
 from cortex.http.request import Request
-from cortex.http.routing import Route, Router, path_of, query
+from cortex.http.routing import Route, Router, expect, path_of, query
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.system.build import build_information
 from cortex.wire import sse
 from cortex.wire.dialects.ollama.models import RUNNING, is_for_ollama
 from cortex.wire.error_encoding import Family
-from cortex.wire.errors import (
-    CortexError,
-    InvalidAPIKey,
-    NodeNotFound,
-)
+from cortex.wire.errors import CortexError, InvalidAPIKey, NodeNotFound
 from cortex.wire.fields.body import check_content_type
 from cortex.wire.model_list import model_list
 
@@ -67,11 +63,11 @@ class Control:
         cross_site: CrossSiteCheck,
         deferred: DeferredResponses,
         streams: EventStreams,
-        parts: Sequence[ApiPart] = (),
+        routes: Iterable[ApiRoute] = (),
         open_paths: Sequence[bytes] = OPEN_PATHS,
         audit: AuditLog | None = None,
     ) -> None:
-        """`parts`: each serves its own routes. `open_paths` need no key. `audit` records changes."""
+        """`routes`: those of the other parts. `open_paths` need no key. `audit` records changes."""
         self._audit = audit
         self._open_paths = open_paths
         self._dispatcher = dispatcher
@@ -85,10 +81,10 @@ class Control:
         """Ticked by the gateway."""
         self._deferred = deferred
         self._streams = streams
-        self._with_effects = Router(route for part in parts for route in part.routes())
+        self._with_effects = Router(routes)
         """Requests that may change something."""
         self._created = int(time.time())
-        self._pages: Router[Callable[..., Response | None]] = Router(
+        self._pages: Router[ApiHandler] = Router(
             [
                 Route("GET", "/", self._index),
                 Route("GET", "/health", self._health),
@@ -117,6 +113,9 @@ class Control:
             handler, values = (self._with_effects if has_effects else self._pages).find(request)
             served = handler(exchange, **values)
             if served is None:
+                return
+            if not isinstance(served, Response):
+                self._deferred.respond(exchange, served)
                 return
             response = served
         except InvalidAPIKey as error:
@@ -230,8 +229,8 @@ class Control:
     def _view(self, request: Request) -> FleetView:
         return FleetView(self._is_operator(request), self.meter.key(request))
 
-    def _list_models(self, exchange: Exchange) -> None:
-        """Respond with the list. A long one is made on another thread, from a snapshot of the fleet."""
+    def _list_models(self, exchange: Exchange) -> Response | Coroutine[Any, Any, Response]:
+        """The list. A long one is made on another thread, from a snapshot of the fleet."""
         key = listing_key(self.meter, exchange.request, self._open_paths)
         view = FleetView(self._is_operator(exchange.request), key)
         fleet, feasible_on = self._dispatcher.fleet, self._dispatcher.feasibility().nodes
@@ -249,9 +248,8 @@ class Control:
             return json_response(model_list(list(map(view.model, listed)), partial(query, exchange.request)))
 
         if sum(len(node.residencies) for node in fleet.nodes) <= MAX_LISTED_AT_ONCE:
-            exchange.respond(*make())
-        else:
-            self._deferred.respond(exchange, asyncio.to_thread(make))
+            return make()
+        return asyncio.to_thread(make)
 
     def _resolve(self, request: Request, name: str) -> Resolution:
         """Raises ModelNotFound, also for a model that the key may not use."""

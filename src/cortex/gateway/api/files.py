@@ -26,7 +26,6 @@ from cortex.http.routing import Route, query
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.http.upstream.faults import UpstreamFault
-from cortex.system.tasks import OwnedTasks
 from cortex.wire.errors import (
     CortexError,
     HubUnavailable,
@@ -127,38 +126,33 @@ class _Pulls:
 
 
 class FileRoutes:
-    """Owns one task per pull."""
+    """Follows each pull to its end, as a job."""
 
     def __init__(self, api: ApiServices, neighbours: Neighbours, board: JobBoard) -> None:
         self._api = api
         self._neighbours = neighbours
         self._board = board
-        self._tasks = OwnedTasks()
 
     def routes(self) -> list[ApiRoute]:
         return [
             Route("POST", PULL_PATH, self._begin_pull),
-            Route("GET", "/fleet/hub/(?P<source>.+)", self._show_offer),
-            Route("DELETE", "/fleet/nodes/(?P<node>[^/]+)/files/(?P<model>.+)", self._begin_delete),
+            Route("GET", "/fleet/hub/(?P<source>.+)", self._offer),
+            Route("DELETE", "/fleet/nodes/(?P<node>[^/]+)/files/(?P<model>.+)", self._delete),
         ]
 
     def _begin_pull(self, exchange: Exchange) -> Response:
         by = self._api.authenticate_operator(exchange.request)
         return json_response({"job": self._pull(read_body(exchange.request.body, _Pull), by).as_json()}, 202)
 
-    def _show_offer(self, exchange: Exchange, source: str) -> None:
+    async def _delete(self, exchange: Exchange, node: str, model: str) -> Response:
         self._api.authenticate_operator(exchange.request)
-        wanted = self._files(_Pull(model=source))
-        asked = self._client(query(exchange.request, "node") or self._choose_node(wanted.model_id))
-        self._api.deferred.respond(exchange, self._offer(asked, wanted))
+        return json_response(await self.delete(node, model, query(exchange.request, "quant")))
 
-    def _begin_delete(self, exchange: Exchange, node: str, model: str) -> None:
-        self._api.authenticate_operator(exchange.request)
-        files = FilesRequest(model_id=model, quant=query(exchange.request, "quant"))
-        self._api.deferred.respond(exchange, self._delete(self._client(node), files))
-
-    async def _offer(self, client: NodeClient, files: FilesRequest) -> Response:
+    async def _offer(self, exchange: Exchange, source: str) -> Response:
         """The quantisations in a repository, with their sizes and where each would fit."""
+        self._api.authenticate_operator(exchange.request)
+        files = self.source_of(source)
+        client = self._client(query(exchange.request, "node") or self._choose_node(files.model_id))
         self._api.check_awake(client.name)
         try:
             found = await client.hub_repository(files.source or files.model_id)
@@ -194,10 +188,6 @@ class FileRoutes:
             if each.node in by_name
         ]
 
-    async def close(self) -> None:
-        """Stop watching; nodes finish their downloads by themselves."""
-        await self._tasks.cancel()
-
     @property
     def are_shared(self) -> bool:
         """Whether nodes get files from each other."""
@@ -207,17 +197,15 @@ class FileRoutes:
         """Download `model`, also `MODEL:QUANT`, to the node that suits it. Raises CortexError."""
         return self._pull(_Pull(model=model), by)
 
-    async def delete(self, node: str, model: str, quant: str | None) -> None:
+    async def delete(self, node: str, model: str, quant: str | None) -> dict[str, Any]:
         """Delete the files of a model from a node, or one quantisation of them. Raises CortexError."""
-        await self._delete(self._client(node), FilesRequest(model_id=model, quant=quant))
-
-    async def _delete(self, client: NodeClient, files: FilesRequest) -> Response:
+        client = self._client(node)
         await self._api.awaken(client.name)
         try:
-            deleted = await client.delete_files(files)
+            deleted = await client.delete_files(FilesRequest(model_id=model, quant=quant))
         except UpstreamFault as fault:
             raise UpstreamUnavailable(f"Node {client.name} did not respond: {fault}") from fault
-        return json_response({"node": client.name, "model": deleted.model_id, "freed_bytes": deleted.freed_bytes})
+        return {"node": client.name, "model": deleted.model_id, "freed_bytes": deleted.freed_bytes}
 
     def _pull(self, wanted: _Pull, by: str) -> Job:
         files = self._files(wanted)
@@ -235,7 +223,7 @@ class FileRoutes:
             read_stage=pulls.stage,
             cancel=pulls.cancel,
         )
-        self._tasks.start(pulls.outcomes(job), f"pull {files.model_id}")
+        self._api.tasks.start(pulls.outcomes(job), f"pull {files.model_id}")
         return job
 
     def source_of(self, name: str) -> FilesRequest:

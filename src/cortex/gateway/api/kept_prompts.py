@@ -55,13 +55,14 @@ class KeptPromptRoutes:
         self._sharing = sharing
 
     def routes(self) -> list[ApiRoute]:
-        return [Route("POST", "/fleet/forget", self._begin)]
+        return [Route("POST", "/fleet/forget", self._forget)]
 
-    def _begin(self, exchange: Exchange) -> None:
+    async def _forget(self, exchange: Exchange) -> Response:
         self._api.authenticate_operator(exchange.request)
         wanted = read_body(exchange.request.body, _Forget)
         order = ForgetBlocksRequest(self._model_id(wanted.model), self._tenants(wanted), wanted.unused_s)
-        self._api.deferred.respond(exchange, self._forget(self._asked(wanted.node), order))
+        clients = self._asked(wanted.node)
+        return json_response({"nodes": await asyncio.gather(*(self._forgotten(client, order) for client in clients))})
 
     def _model_id(self, name: str | None) -> str | None:
         try:
@@ -95,9 +96,6 @@ class KeptPromptRoutes:
         if node is not None and not names:
             raise NodeNotFound(f"There is no node {shorten(node)} that loads models.", param="node")
         return [self._api.nodes[name] for name in names if name in self._api.nodes]
-
-    async def _forget(self, clients: list[NodeClient], order: ForgetBlocksRequest) -> Response:
-        return json_response({"nodes": await asyncio.gather(*(self._forgotten(client, order) for client in clients))})
 
     async def _forgotten(self, client: NodeClient, order: ForgetBlocksRequest) -> dict[str, Any]:
         """What was deleted from a node, or why nothing was."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
@@ -26,7 +26,7 @@ from cortex.http.request import Request
 from cortex.http.routing import Route
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
-from cortex.wire.errors import DatabaseUnavailable, InvalidValue, ManagedByFile, OperatorOnly, RouteNotFound, shorten
+from cortex.wire.errors import InvalidValue, ManagedByFile, OperatorOnly, RouteNotFound, shorten
 from cortex.wire.fields.request_class import RequestClass
 
 log = logging.getLogger(__name__)
@@ -93,16 +93,11 @@ class KeyRoutes:
             )
         ]
 
-    def _handle(self, exchange: Exchange, *, root: str, name: str = "") -> None:
-        request = exchange.request
+    def _handle(self, exchange: Exchange, *, root: str, name: str = "") -> Coroutine[Any, Any, Response]:
+        request, body = exchange.request, exchange.request.body
         if request.method in (b"GET", b"HEAD"):
-            work = self._list(self._api.metering.meter.key(request), with_keys=root == KEYS_PATH)
-        else:
-            work = self._changing(request, root, name)
-        self._api.deferred.respond(exchange, work)
-
-    def _changing(self, request: Request, root: str, name: str) -> Any:
-        operator, body = self._operator(request), request.body
+            return self._list(self._api.metering.meter.key(request), with_keys=root == KEYS_PATH)
+        operator = self._operator(request)
         if root == KEYS_PATH:
             if request.method == b"POST":
                 return self._make(read_body(body, _NewKey))
@@ -254,15 +249,12 @@ class KeyRoutes:
         raise RouteNotFound(f"There is no group {shorten(name)}; GET /groups lists them.")
 
     async def _edit(self, work: Callable[[Execute], T]) -> T:
-        """Edit the database and put the result in force. Raises DatabaseUnavailable, InvalidValue, and what `work`
+        """Edit the database and put the result in force. Raises StoreError, InvalidValue, and what `work`
         raises; then nothing has changed."""
         try:
             result = await self._api.metering.key_store.edit(work)
         except KeyConflict as problem:
             raise InvalidValue(f"Nothing has changed: {problem}.") from problem
-        except StoreError as error:
-            log.error("keys cannot be changed: %s", error)
-            raise DatabaseUnavailable("Keys cannot be changed now; the gateway's log has the reason.") from error
         try:
             await self._refresh()
         except StoreError as error:  # the response reports it; the gateway keeps looking for changes

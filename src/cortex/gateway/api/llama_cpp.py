@@ -16,13 +16,13 @@ import msgspec
 from cortex.gateway.api.live.event_streams import EventStreams
 from cortex.gateway.api.models import offered
 from cortex.gateway.api.orders import OrderRoutes
-from cortex.gateway.api.parts import ApiRoute, ApiServices, expect, listing_key, read_body
+from cortex.gateway.api.parts import ApiRoute, ApiServices, listing_key, read_body
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.ledger import keys
 from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.proxy.admission import resolve_listed
 from cortex.gateway.proxy.routes import json_response
-from cortex.http.routing import Route, query
+from cortex.http.routing import Route, expect, query
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.wire import llama_cpp

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -19,10 +19,9 @@ from cortex.http.routing import Route, is_in_query, query
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.http.upstream.faults import UpstreamFault
-from cortex.system.tasks import OwnedTasks
 from cortex.wire.errors import CortexError, NodeNotFound, UpstreamUnavailable, shorten
 from cortex.wire.node.load_options import ENGINE
-from cortex.wire.node.model_log import ModelLog
+from cortex.wire.node.orders import ModelLog
 from cortex.wire.node.protocol import ModelStatus
 
 T = TypeVar("T")
@@ -42,29 +41,20 @@ class ModelServerRoutes:
         self._api = api
         self._follow_s = follow_s
         self._event_log = event_log
-        self._tasks = OwnedTasks()
 
     def routes(self) -> list[ApiRoute]:
         return [
-            Route("GET", "/fleet/models/(?P<name>.+)/log", self._show_log),
-            Route("DELETE", "/fleet/models/(?P<name>.+)/size", self._begin_forgetting),
+            Route("GET", "/fleet/models/(?P<name>.+)/log", self._log),
+            Route("DELETE", "/fleet/models/(?P<name>.+)/size", self._forget_size),
             Route("GET", "/logs", self._show_all),
             Route("GET", "/logs/stream", self._stream),
             Route("GET", "/logs/stream/(?P<name>.+)", self._stream),
         ]
 
-    async def close(self) -> None:
-        """End every stream of logs."""
-        await self._tasks.cancel()
-
-    def _show_all(self, exchange: Exchange) -> None:
+    async def _show_all(self, exchange: Exchange) -> Response:
         self._api.authenticate_operator(exchange.request)
-
-        async def shown() -> Response:
-            text = "".join((*map(_line, reversed(self._event_log.events)), await self._output(None, {})))
-            return Response(200, _TEXT, text.encode())
-
-        self._api.deferred.respond(exchange, shown())
+        text = "".join((*map(_line, reversed(self._event_log.events)), await self._output(None, {})))
+        return Response(200, _TEXT, text.encode())
 
     def _stream(self, exchange: Exchange, name: str | None = None) -> None:
         """Follow events and output: `proxy` has the events, `upstream` the output of all servers, a model's id that of
@@ -74,7 +64,7 @@ class ModelServerRoutes:
         has_history = not is_in_query(exchange.request, "no-history")
         exchange.start(200, _TEXT)
         following = self._follow(exchange, name, model, has_history=has_history)
-        task = self._tasks.start(following, "follow logs")
+        task = self._api.tasks.start(following, "follow logs")
         exchange.on_disconnect(task.cancel)
 
     async def _follow(self, exchange: Exchange, name: str | None, model: str | None, *, has_history: bool) -> None:
@@ -123,13 +113,16 @@ class ModelServerRoutes:
                 parts += [f"[{each}] {line}\n" for line in found.lines]
         return "".join(parts)
 
-    def _show_log(self, exchange: Exchange, name: str) -> None:
+    async def _log(self, exchange: Exchange, name: str) -> Response:
+        """Raises the error of the last node where none has a log."""
         model, clients = self._nodes_of(exchange.request, name)
         after = number_in_query(exchange.request, "after", 0, most=_MAX_LINES)
-        self._api.deferred.respond(exchange, self._logs(model, clients, after))
-
-    def _begin_forgetting(self, exchange: Exchange, name: str) -> None:
-        self._api.deferred.respond(exchange, self._forget_size(*self._nodes_of(exchange.request, name)))
+        found = await asyncio.gather(*(_asked(client, self._log_of(client, model, after)) for client in clients))
+        logs = [(client.name, log) for client, log in zip(clients, found, strict=True) if isinstance(log, ModelLog)]
+        if not logs and isinstance(found[-1], CortexError):
+            raise found[-1]
+        nodes = [{"node": name, "lines": log.lines, "next": log.next} for name, log in logs]
+        return json_response({"model": model, "nodes": nodes})
 
     def _nodes_of(self, request: Request, name: str) -> tuple[str, list[NodeClient]]:
         """The model, and the nodes that an operator's request is about."""
@@ -142,8 +135,9 @@ class ModelServerRoutes:
             raise NodeNotFound(f"No node{f' {shorten(wanted)}' if wanted else ''} that loads models has {model}.")
         return model, clients
 
-    async def _forget_size(self, model: str, clients: Sequence[NodeClient]) -> Response:
+    async def _forget_size(self, exchange: Exchange, name: str) -> Response:
         """Forget it here and on the nodes. Each node reports the size that it now assumes, or its error."""
+        model, clients = self._nodes_of(exchange.request, name)
         found = await asyncio.gather(*(_asked(client, self._forgotten(client, model)) for client in clients))
         self._api.dispatcher.forget_size(model)
         nodes = [
@@ -158,18 +152,9 @@ class ModelServerRoutes:
         await self._api.awaken(client.name)
         return await client.forget_size(model)
 
-    async def _log(self, client: NodeClient, model: str, after: int) -> ModelLog:
+    async def _log_of(self, client: NodeClient, model: str, after: int) -> ModelLog:
         self._api.check_awake(client.name)
         return await client.model_log(model, after)
-
-    async def _logs(self, model: str, clients: Sequence[NodeClient], after: int) -> Response:
-        """Raises the error of the last node where none has a log."""
-        found = await asyncio.gather(*(_asked(client, self._log(client, model, after)) for client in clients))
-        logs = [(client.name, log) for client, log in zip(clients, found, strict=True) if isinstance(log, ModelLog)]
-        if not logs and isinstance(found[-1], CortexError):
-            raise found[-1]
-        nodes = [{"node": name, "lines": log.lines, "next": log.next} for name, log in logs]
-        return json_response({"model": model, "nodes": nodes})
 
 
 def _line(event: dict[str, Any]) -> str:

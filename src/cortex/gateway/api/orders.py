@@ -25,14 +25,7 @@ from cortex.http.routing import Route
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.wire.error_encoding import OPENAI
-from cortex.wire.errors import (
-    CortexError,
-    CrossSiteRequest,
-    InvalidValue,
-    MalformedJSON,
-    ModelNotFound,
-    shorten,
-)
+from cortex.wire.errors import CortexError, CrossSiteRequest, InvalidValue, ModelNotFound, shorten
 from cortex.wire.node.protocol import ModelState, NodeValue, Progress
 
 
@@ -135,7 +128,7 @@ class OrderRoutes:
     def _carry_out(self, exchange: Exchange, name: str, order: str) -> Response | None:
         request = exchange.request
         by = self._api.authenticate_operator(request)
-        details = _read(request.body)
+        details = read_body(request.body, _Order)
         model = self._api.dispatcher.resolve(name).model_id
         if order == "unpin" or (order == "pin" and not details.pinned):
             if details.dry_run:
@@ -323,13 +316,3 @@ def _ended(job: Job) -> Response:
     if job.error is not None:
         return error_response(job.error, OPENAI)
     return json_response({"model": job.model, "nodes": job.nodes, "job": job.as_json()})
-
-
-def _read(body: bytes) -> _Order:
-    try:
-        return msgspec.json.decode(body, type=_Order) if body.strip() else _Order()
-    except msgspec.ValidationError as problem:
-        fields = '"node", "force", "sleep", "unpin", "pinned", "wait" and "dry_run"'
-        raise InvalidValue(f"The body may hold {fields}: {shorten(str(problem))}.") from problem
-    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
-        raise MalformedJSON(f"The body is not valid JSON: {shorten(str(problem))}") from problem

@@ -1,14 +1,12 @@
-"""The contract of the parts of the gateway's API, and functions that read requests."""
+"""What the parts of the gateway's API have in common, and functions that read requests."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Protocol, TypeVar
-
-import msgspec
+from typing import Any, TypeVar
 
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.nodes.client import NodeClient
@@ -18,27 +16,18 @@ from cortex.gateway.proxy.deferred_responses import DeferredResponses
 from cortex.http.request import Request
 from cortex.http.routing import Route, query
 from cortex.http.server.server import Response
-from cortex.wire.errors import (
-    CortexError,
-    InvalidValue,
-    MalformedJSON,
-    MethodNotAllowed,
-    UpstreamUnavailable,
-    shorten,
-)
+from cortex.system.tasks import OwnedTasks
+from cortex.wire.errors import CortexError, InvalidValue, UpstreamUnavailable
+from cortex.wire.fields.body import decode
 
 T = TypeVar("T")
 
 
-ApiRoute = Route[Callable[..., Response | None]]
-"""The handler gets the exchange, and what the path matched by name. It returns None when it responds itself, now or
-later. Raises CortexError."""
-
-
-class ApiPart(Protocol):
-    """A group of routes with one owner. The client is authenticated before a handler is called."""
-
-    def routes(self) -> Sequence[ApiRoute]: ...
+ApiHandler = Callable[..., Response | Coroutine[Any, Any, Response] | None]
+"""Gets the exchange, and what the path matched by name. It returns the response or a coroutine that makes it, or None
+when it responds itself, now or later. Both raise CortexError, a coroutine also StoreError. The client was authenticated
+before."""
+ApiRoute = Route[ApiHandler]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +37,8 @@ class ApiServices:
     dispatcher: Dispatcher
     nodes: Mapping[str, NodeClient]
     metering: Metering
+    tasks: OwnedTasks
+    """Follow work of nodes; at the end of the gateway they are cancelled, and nodes finish by themselves."""
     deferred: DeferredResponses
 
     def authenticate_operator(self, request: Request) -> str:
@@ -76,16 +67,6 @@ class ApiServices:
         """Raises UpstreamUnavailable for a node that sleeps, or could not be woken."""
         if (why := self.dispatcher.why_away(node)) is not None:
             raise UpstreamUnavailable(f"Node {node}: {why}.")
-
-
-def expect(request: Request, *methods: bytes) -> None:
-    """Raise MethodNotAllowed for any other method."""
-    if request.method not in methods:
-        allowed = b" or ".join(methods).decode()
-        raise MethodNotAllowed(
-            f"{shorten(request.path.decode('latin-1'))} takes {allowed} only.",
-            details={"allowed_methods": [method.decode() for method in methods]},
-        )
 
 
 def listing_key(meter: Meter, request: Request, open_paths: Sequence[bytes]) -> KeySection | None:
@@ -129,9 +110,4 @@ def time_in_query(request: Request, name: str, default: float) -> float:
 def read_body(body: bytes, kind: type[T]) -> T:
     """The JSON body of a request; the default value of `kind` when there is none. Raises InvalidValue or
     MalformedJSON."""
-    try:
-        return msgspec.json.decode(body.strip() or b"{}", type=kind)
-    except msgspec.ValidationError as problem:
-        raise InvalidValue(f"Invalid body: {shorten(str(problem))}.") from problem
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
-        raise MalformedJSON(f"The body is not valid JSON: {shorten(str(problem))}") from problem
+    return decode(body.strip() or b"{}", kind)

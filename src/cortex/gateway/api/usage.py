@@ -5,7 +5,6 @@ Operators see all of it, or with `key` one key. The owner of another key sees th
 
 from __future__ import annotations
 
-import logging
 import time
 from functools import partial
 from typing import Any, get_args
@@ -13,7 +12,6 @@ from typing import Any, get_args
 import msgspec
 
 from cortex.gateway.api.parts import ApiRoute, ApiServices, time_in_query
-from cortex.gateway.database import StoreError
 from cortex.gateway.ledger.store import GroupBy
 from cortex.gateway.ledger.usage_report import UsageRow, as_csv, report
 from cortex.gateway.proxy.routes import json_response
@@ -21,9 +19,7 @@ from cortex.http.request import Request
 from cortex.http.routing import Route, query
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
-from cortex.wire.errors import DatabaseUnavailable, InvalidValue, OperatorOnly
-
-log = logging.getLogger(__name__)
+from cortex.wire.errors import InvalidValue, OperatorOnly
 
 PATH = "/fleet/usage"
 CSV_PATH = f"{PATH}.csv"
@@ -42,16 +38,21 @@ class UsageRoutes:
         self._api = api
 
     def routes(self) -> list[ApiRoute]:
-        return [Route("GET", PATH, self._respond), Route("GET", CSV_PATH, partial(self._respond, as_csv=True))]
+        return [Route("GET", PATH, self._read), Route("GET", CSV_PATH, partial(self._read, is_csv=True))]
 
-    def _respond(self, exchange: Exchange, *, as_csv: bool = False) -> None:
+    async def _read(self, exchange: Exchange, *, is_csv: bool = False) -> Response:
         request = exchange.request
         group = _group(query(request, "by") or "day")
         until = time_in_query(request, "until", time.time() + 60)
         since = time_in_query(request, "since", until - DEFAULT_SPAN_S)
         key_id = self._shown_key(request, group)
-        wants_csv = as_csv or b"text/csv" in (request.header(b"accept") or b"")
-        self._api.deferred.respond(exchange, self._read(group, since, until, key_id, wants_csv=wants_csv))
+        ledger, catalogue = self._api.metering.ledger, self._api.dispatcher.fleet.catalogue
+        spends = await ledger.usage(group, since=since, until=until, key_id=key_id) if ledger is not None else []
+        rows = report(group, spends, catalogue.cost)
+        if is_csv or b"text/csv" in (request.header(b"accept") or b""):
+            return Response(200, _CSV_HEADERS, as_csv(group, rows).encode())
+        body = {"by": group, "since": since, "until": until, "is_recorded": ledger is not None}
+        return json_response(body | {"rows": [_as_json(row) for row in rows]})
 
     def _shown_key(self, request: Request, group: GroupBy) -> str | None:
         """The id of the only key whose usage is shown; None for all."""
@@ -67,21 +68,6 @@ class UsageRoutes:
             if wanted in (account.key.id, account.key.name):
                 return account.key.id
         return wanted  # usage of a revoked key stays recorded under its id
-
-    async def _read(
-        self, group: GroupBy, since: float, until: float, key_id: str | None, *, wants_csv: bool
-    ) -> Response:
-        ledger, catalogue = self._api.metering.ledger, self._api.dispatcher.fleet.catalogue
-        try:
-            spends = await ledger.usage(group, since=since, until=until, key_id=key_id) if ledger is not None else []
-        except StoreError as error:
-            log.error("usage cannot be read: %s", error)
-            raise DatabaseUnavailable("Usage cannot be read now; the gateway's log has the reason.") from error
-        rows = report(group, spends, catalogue.cost)
-        if wants_csv:
-            return Response(200, _CSV_HEADERS, as_csv(group, rows).encode())
-        body = {"by": group, "since": since, "until": until, "is_recorded": ledger is not None}
-        return json_response(body | {"rows": [_as_json(row) for row in rows]})
 
 
 def _group(name: str) -> GroupBy:

@@ -6,7 +6,6 @@ A key sees its own files and batches only.
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
@@ -15,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from cortex.gateway.api.parts import ApiRoute, expect, number_in_query, read_body
+from cortex.gateway.api.parts import ApiRoute, number_in_query, read_body
 from cortex.gateway.batches import tables
 from cortex.gateway.batches.files import FileStore, chunks_of
 from cortex.gateway.batches.lines import ENDPOINTS, MESSAGES
@@ -28,16 +27,17 @@ from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.meter import ANONYMOUS, Metering
 from cortex.gateway.ledger.users import is_user
 from cortex.gateway.proxy.admission import client_of
-from cortex.gateway.proxy.deferred_responses import DeferredResponses
+from cortex.gateway.proxy.deferred_responses import respond
 from cortex.gateway.proxy.inference import Inference
 from cortex.gateway.proxy.listener import FILES_PATH, MESSAGE_BATCHES_PATH
-from cortex.gateway.proxy.routes import error_response, family_of, json_response
+from cortex.gateway.proxy.routes import json_response
 from cortex.http.cross_site import CrossSiteCheck
 from cortex.http.request import Request
-from cortex.http.routing import Route, Router, query
+from cortex.http.routing import Route, Router, expect, query
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.system.tasks import OwnedTasks, Supervisor
+from cortex.wire.dialects.anthropic_messages.batch import parse_batch
 from cortex.wire.errors import (
     CortexError,
     InvalidValue,
@@ -48,8 +48,6 @@ from cortex.wire.errors import (
 )
 from cortex.wire.fields.body import check_content_type
 from cortex.wire.opaque import multipart
-
-log = logging.getLogger(__name__)
 
 BATCHES_PATH = b"/v1/batches"
 PURPOSES = ("batch", "user_data")
@@ -100,14 +98,12 @@ class BatchService:
         inference: Inference,
         metering: Metering,
         tasks: Supervisor,
-        deferred: DeferredResponses,
         limits: BatchLimits,
     ) -> None:
         self._files = FileStore(database, section, state_directory / section.directory.expanduser())
         self._runner = BatchRunner(inference, self._files, metering, tasks, limits)
         self._metering = metering
         self._parser = inference.services.parser
-        self._deferred = deferred
         self.cross_site = CrossSiteCheck()
         """Replaced by a reload."""
         self._tasks = OwnedTasks()
@@ -149,34 +145,20 @@ class BatchService:
 
     def handle(self, exchange: Exchange) -> None:
         """Take over an exchange whose path `takes` admits."""
-        self._tasks.start(self._respond(exchange))
+        self._tasks.start(respond(exchange, self._response(exchange)))
 
-    async def _respond(self, exchange: Exchange) -> None:
+    async def _response(self, exchange: Exchange) -> Response | None:
         request = exchange.request
-        try:
-            handler, values = self._router.find(request)
-            key = self._metering.meter.key(request)
-            if request.method not in (b"GET", b"HEAD"):
-                self.cross_site.check_origin(
-                    request.text(b"origin"), request.text(b"host"), request.text(b"sec-fetch-site")
-                )
-            response = await handler(exchange, key, **values)
-        except CortexError as error:
-            response = error_response(error, family_of(request.path))
-        except FileNotFoundError:
-            response = error_response(
-                FileNotFound("The content of the file no longer exists."), family_of(request.path)
+        handler, values = self._router.find(request)
+        key = self._metering.meter.key(request)
+        if request.method not in (b"GET", b"HEAD"):
+            self.cross_site.check_origin(
+                request.text(b"origin"), request.text(b"host"), request.text(b"sec-fetch-site")
             )
-        except Exception:
-            log.exception("%s failed", request.path.decode("latin-1"))
-            internal = CortexError("Internal error of the gateway; its log has the details.")
-            response = error_response(internal, family_of(request.path))
-        if response is None:
-            return
-        if exchange.started:
-            exchange.abort()  # a cut-off response must not look complete
-        else:
-            exchange.respond(*response)
+        try:
+            return await handler(exchange, key, **values)
+        except FileNotFoundError as problem:
+            raise FileNotFound("The content of the file no longer exists.") from problem
 
     # --- files
 
@@ -374,7 +356,7 @@ class BatchService:
         check_content_type(request.text(b"content-type"), required=True)
         batch = self._new(key, "anthropic", MESSAGES, "24h", "")
         client = client_of(key, request)
-        text, num_lines = await self._parser.read_message_batch(request.body, section.max_lines, client)
+        text, num_lines = await self._parser.run(parse_batch, section.max_lines, body=request.body, client=client)
         file = await self._files.save(
             _id_of(key), tables.HIDDEN, f"{batch.id}.jsonl", [text], num_bytes=len(text), lasts_s=section.retention_s
         )
@@ -437,11 +419,9 @@ class BatchService:
 
     # --- the fleet
 
-    def _list_all(self, exchange: Exchange) -> None:
-        self._deferred.respond(exchange, self._all(exchange.request))
-
-    async def _all(self, request: Request) -> Response:
+    async def _list_all(self, exchange: Exchange) -> Response:
         """The latest batches of both APIs: of all keys for an operator, else of the key."""
+        request = exchange.request
         key = self._metering.meter.key(request)
         key_id = None if key is None or key.operator else key.id
         limit = number_in_query(request, "limit", 100, most=_MAX_PAGE)

@@ -16,11 +16,11 @@ from typing import TypeVar
 from cortex.gateway.batches import tables
 from cortex.gateway.batches.tables import StoredFile
 from cortex.gateway.config import BatchesSection
-from cortex.gateway.database import Database, Execute, RejectedValue, StoreError
+from cortex.gateway.database import Database, Execute, StoreError, client_error
 from cortex.http.composed_body import ComposedBody
 from cortex.http.request import Headers
 from cortex.http.server.exchange import ClientPace, Exchange
-from cortex.wire.errors import DatabaseUnavailable, InvalidValue, Overloaded, RateLimitExceeded
+from cortex.wire.errors import Overloaded, RateLimitExceeded
 
 T = TypeVar("T")
 CHUNK_BYTES = 256 * 1024
@@ -49,10 +49,8 @@ class FileStore:
         """Work on the database. Raises DatabaseUnavailable or InvalidValue."""
         try:
             return await self.database.do(work)
-        except RejectedValue as problem:
-            raise InvalidValue("The database cannot store a text of the request, such as one with a NUL.") from problem
         except StoreError as problem:
-            raise DatabaseUnavailable("Files and batches are not available now; try again later.") from problem
+            raise client_error(problem) from problem
 
     def path(self, id: str) -> Path:
         return self.directory / id

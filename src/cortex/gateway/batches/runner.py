@@ -178,7 +178,7 @@ class BatchRunner:
     def start(self) -> None:
         self._regular = [
             self._tasks.start("batches", self._work_regularly),
-            self._tasks.start("purge of files", self._purge_regularly),
+            self._tasks.every(PURGE_S, "purge of files", self._purge),
         ]
 
     def kick(self) -> None:
@@ -215,11 +215,9 @@ class BatchRunner:
             self._pump()
             await asyncio.sleep(self._limits.pump_s)
 
-    async def _purge_regularly(self) -> None:
-        while True:
-            await asyncio.sleep(PURGE_S)
-            with contextlib.suppress(CortexError, OSError):
-                await self._files.purge()
+    async def _purge(self) -> None:
+        with contextlib.suppress(CortexError, OSError):
+            await self._files.purge()
 
     async def _claim(self) -> None:
         now = self._files.clock()
@@ -532,14 +530,15 @@ class BatchRunner:
                 work.awaits_budget = isinstance(error, InsufficientQuota) and error.retry_after_s is not None
                 self._inference.reject(received, shown_to(key, error))
                 return
-            self._inference.serve(msgspec.structs.replace(received, idle=work))
+            self._inference.serve(received)
 
         try:
             key = self._key(run.batch)
         except CortexError as error:
             exchange.respond(*error_response(error, route.family))
             return
-        self._inference.read(exchange, route, key, request_id, span, services.clock(), serve)
+        received = ReceivedRequest(exchange, route, request_id, span, services.clock(), key, idle=work)
+        self._inference.read(received, serve)
 
     def _key(self, batch: Batch) -> KeySection | None:
         """The key of a batch; None on an open gateway. Raises InvalidAPIKey for one that is no longer valid."""

@@ -6,7 +6,6 @@ memory.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import socket
@@ -71,12 +70,6 @@ class HistoryStore:
         except msgspec.DecodeError as problem:
             log.warning("the history before the restart is unreadable: %s", problem)
         self._saved_at = now
-
-    async def run(self) -> None:
-        """Save regularly, until cancelled."""
-        while True:
-            await asyncio.sleep(INTERVAL_S)
-            await self.save()
 
     async def save(self) -> None:
         """Write what has changed since the last time."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -27,25 +27,6 @@ LIKELY_TEMPLATE_TOKENS = 256
 MAX_TEMPLATE_TOKENS = 4096
 UNKNOWN = 2**62
 """Exceeds any budget."""
-
-
-class TokenLimits(Protocol):
-    """What the body of a request says about the tokens that may be generated for it."""
-
-    @property
-    def model(self) -> str:
-        """As the client named it."""
-
-    @property
-    def completion_limit(self) -> int | None:
-        """The most tokens of one choice; None where the client sets no limit."""
-
-    @property
-    def num_choices(self) -> int: ...
-
-    @property
-    def picture_tokens(self) -> int:
-        """About the most tokens that its pictures take; their bytes are not part of the prompt's."""
 
 
 class Estimate(NamedTuple):

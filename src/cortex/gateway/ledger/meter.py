@@ -1,6 +1,6 @@
 """The request path's view of the ledger: who the caller is, and what a request may use.
 
-An `OpenMeter` admits every request and records nothing. A `KeyedMeter` needs an API key for every request, reserves
+A `Meter` admits every request and records nothing. A `KeyedMeter` needs an API key for every request, reserves
 tokens before the request runs and records its usage afterwards. `Metering` owns the ledger and picks the meter.
 
 Meters and reservations are called on the event loop's thread and never wait.
@@ -9,9 +9,9 @@ Meters and reservations are called on the event loop's thread and never wait.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from cortex.gateway.config import Config
 from cortex.gateway.database import Database
@@ -31,7 +31,7 @@ from cortex.gateway.ledger.groups import (
 from cortex.gateway.ledger.key_store import KeysInForce, KeyStore, merged
 from cortex.gateway.ledger.keys import Keyring, KeySection, check_operator
 from cortex.gateway.ledger.ledger import Ledger, UnwrittenUsage, slot_of
-from cortex.gateway.ledger.limits import Account, Estimate, TokenLimits
+from cortex.gateway.ledger.limits import Account, Estimate
 from cortex.gateway.ledger.sessions import Sessions, check_from_page, session_of
 from cortex.gateway.ledger.store import Counts, Slot, Store, has_keys
 from cortex.gateway.ledger.users import SignInSection
@@ -40,6 +40,7 @@ from cortex.settings import Listen, SettingsError
 from cortex.system.tasks import Supervisor
 from cortex.wire.errors import CortexError, InvalidAPIKey
 from cortex.wire.events import Usage
+from cortex.wire.request_summary import RequestSummary
 
 log = logging.getLogger(__name__)
 
@@ -61,32 +62,40 @@ def _free(_model: str) -> NoPrices:
     return NoPrices()
 
 
-class Reservation(Protocol):
+class Reservation:
     """The tokens that one request holds, from its admission until its usage is known. Ends once, by `settle` or
-    `cancel`."""
+    `cancel`. This one is charged to no one: on an open gateway, and for health checks of servers."""
 
-    @property
-    def principal(self) -> str:
-        """The name of the key that is charged, for metrics and for the node."""
+    __slots__ = ("_key", "token_limit")
+
+    def __init__(self, key: KeySection | None = None) -> None:
+        self._key = key
+        self.token_limit: int | None = None
+        """The most tokens that the request may use, prompt and all choices together; None without a budget."""
 
     @property
     def key(self) -> KeySection | None:
         """The key that is charged, as it is now configured; None on an open gateway."""
+        return self._key
 
     @property
-    def token_limit(self) -> int | None:
-        """The most tokens that the request may use, prompt and all choices together; None without a budget."""
+    def principal(self) -> str:
+        """The name of the key that is charged, for metrics and for the node."""
+        return ANONYMOUS if self._key is None else self._key.name
 
     @property
     def may_end_response(self) -> bool:
         """Whether the budget may end the response before the client's limit or the model's context does."""
+        return False
 
     def max_prompt_tokens(self, most: int) -> int:
         """An upper bound on the tokens of a prompt that has at most `most` by its size."""
+        return most
 
-    def extend(self, prompt_tokens: int) -> int | None:
+    def extend(self, prompt_tokens: int) -> int | None:  # noqa: ARG002
         """Reserve enough for a prompt with this many tokens, and for a response; returns `token_limit`. Raises
         InsufficientQuota."""
+        return self.token_limit
 
     def settle(self, usage: Usage | None, *, model: str, node: str) -> None:
         """Replace the reservation by `usage`; None when there was no response."""
@@ -95,17 +104,20 @@ class Reservation(Protocol):
         """The request was rejected later: record nothing."""
 
 
-class Meter(Protocol):
-    """Authenticates requests, admits them and records their usage."""
+class Meter:
+    """Authenticates requests, admits them and records their usage. This one is an open gateway's: it admits every
+    request and records nothing."""
+
+    _reservation = Reservation()
 
     def admit(
         self,
-        key: KeySection | None,
-        prompt_bytes: int,
-        limits: TokenLimits,
-        context: ContextOf = _unknown,
-        prices: PricesOf = _free,
-        prompt_tokens: int | None = None,
+        key: KeySection | None,  # noqa: ARG002
+        prompt_bytes: int,  # noqa: ARG002
+        limits: RequestSummary,  # noqa: ARG002
+        context: ContextOf = _unknown,  # noqa: ARG002
+        prices: PricesOf = _free,  # noqa: ARG002
+        prompt_tokens: int | None = None,  # noqa: ARG002
     ) -> Reservation:
         """Reserve what a request of `key`, from `key()`, may use. Raises RateLimitExceeded or InsufficientQuota, and
         InvalidAPIKey if a required key is missing.
@@ -113,6 +125,7 @@ class Meter(Protocol):
         `prompt_bytes` is 0 for a request that uses no tokens. `prompt_tokens`: where they are known before it runs.
         `context` and `prices` are called only where a key has a budget.
         """
+        return self._reservation
 
     def authenticate(self, request: Request) -> str:
         """The principal of a request, from its headers alone. Raises InvalidAPIKey.
@@ -120,67 +133,23 @@ class Meter(Protocol):
         This is the first check of every request, before its body is read: its cost does not depend on what the headers
         contain.
         """
+        key = self.key(request)
+        return ANONYMOUS if key is None else key.name
 
-    def key(self, request: Request) -> KeySection | None:
+    def key(self, request: Request) -> KeySection | None:  # noqa: ARG002
         """The key of a request; None on an open gateway. Raises InvalidAPIKey."""
+        return None
 
     def authenticate_operator(self, request: Request) -> str:
         """The principal of a request that changes the fleet. Raises InvalidAPIKey or OperatorOnly."""
-
-    def sign_in(self, key_text: str) -> tuple[KeySection, str] | None:
-        """A key and a session of the page for its owner; None where there are none. Raises InvalidAPIKey."""
-
-
-class FreeReservation:
-    """The reservation of a request that is charged to no one: on an open gateway, and for health checks of servers."""
-
-    __slots__ = ("key", "may_end_response", "principal", "token_limit")
-
-    def __init__(self, key: KeySection | None = None) -> None:
-        self.principal = ANONYMOUS if key is None else key.name
-        self.key = key
-        self.token_limit = None
-        self.may_end_response = False
-
-    def max_prompt_tokens(self, most: int) -> int:
-        return most
-
-    def extend(self, prompt_tokens: int) -> None:
-        """Nothing is reserved."""
-
-    def settle(self, usage: Usage | None, *, model: str, node: str) -> None:
-        """Nothing is recorded."""
-
-    def cancel(self) -> None:
-        """Nothing is reserved."""
-
-
-class OpenMeter:
-    """The meter of an open gateway: admits every request and records nothing."""
-
-    _reservation = FreeReservation()
-
-    def admit(
-        self,
-        key: KeySection | None,  # noqa: ARG002
-        prompt_bytes: int,  # noqa: ARG002
-        limits: TokenLimits,  # noqa: ARG002
-        context: ContextOf = _unknown,  # noqa: ARG002
-        prices: PricesOf = _free,  # noqa: ARG002
-        prompt_tokens: int | None = None,  # noqa: ARG002
-    ) -> Reservation:
-        return self._reservation
-
-    def authenticate(self, request: Request) -> str:  # noqa: ARG002
-        return ANONYMOUS
-
-    def key(self, request: Request) -> KeySection | None:  # noqa: ARG002
-        return None
-
-    def authenticate_operator(self, request: Request) -> str:  # noqa: ARG002
-        return ANONYMOUS
+        key = self.key(request)
+        if key is None:
+            return ANONYMOUS
+        check_operator(key)
+        return key.name
 
     def sign_in(self, key_text: str) -> tuple[KeySection, str] | None:  # noqa: ARG002
+        """A key and a session of the page for its owner; None where there are none. Raises InvalidAPIKey."""
         return None
 
 
@@ -195,15 +164,22 @@ class _Charge:
         self.price = price
         self.amount = amount
 
-    @property
-    def token_limit(self) -> int | None:
-        return self.amount // self.price if self.account.has_budget else None
+
+def _token_limit(account: Account, tokens: int, charges: Iterable[_Charge]) -> int | None:
+    """The least that the budgets of a request allow it; None without a budget."""
+    limits = [charge.amount // charge.price for charge in charges if charge.account.has_budget]
+    return min([tokens, *limits] if account.has_budget else limits, default=None)
 
 
-class KeyedReservation:
+def _price_of_token(budget: Budget, prices: Prices) -> int:
+    """What a token takes of a budget; 0: a model without prices is free."""
+    return nano_per_token(prices) if budget.is_cost else 1
+
+
+class KeyedReservation(Reservation):
     """Tokens of one request, reserved in the account of its key and in the other budgets that it is charged to."""
 
-    __slots__ = ("_account", "_charges", "_estimate", "_ledger", "_prices", "_tokens", "token_limit")
+    __slots__ = ("_account", "_charges", "_estimate", "_ledger", "_prices", "_tokens")
 
     def __init__(self, ledger: Ledger, account: Account, estimate: Estimate, prices: Prices) -> None:
         """Raises what `Account.reserve` raises."""
@@ -216,8 +192,7 @@ class KeyedReservation:
         self._charges: list[_Charge] = []
         try:
             for budget, other in ledger.budgets(account.key):
-                price = nano_per_token(prices) if budget.is_cost else 1
-                if price:  # a model without prices is free
+                if price := _price_of_token(budget, prices):
                     amount = other.reserve(estimate, now, monotonic_now, price=price)
                     self._charges.append(_Charge(budget, other, price, amount))
         except CortexError:
@@ -225,12 +200,7 @@ class KeyedReservation:
             for charge in self._charges:
                 charge.account.withdraw(charge.amount)
             raise
-        self.token_limit = self._limit()
-
-    def _limit(self) -> int | None:
-        own = self._tokens if self._account.has_budget else None
-        limits = (own, *(charge.token_limit for charge in self._charges))
-        return min((limit for limit in limits if limit is not None), default=None)
+        self.token_limit = _token_limit(account, self._tokens, self._charges)
 
     @property
     def principal(self) -> str:
@@ -256,7 +226,7 @@ class KeyedReservation:
             for charge in self._charges:
                 if charge.account.has_budget:
                     charge.amount = charge.account.extend(charge.amount, self._estimate, now, price=charge.price)
-            self.token_limit = self._limit()
+            self.token_limit = _token_limit(self._account, self._tokens, self._charges)
         return self.token_limit
 
     def settle(self, usage: Usage | None, *, model: str, node: str) -> None:
@@ -274,7 +244,7 @@ class KeyedReservation:
             charge.account.settle(charge.amount, 0, now)
 
 
-class LineReservation:
+class LineReservation(Reservation):
     """The hold of one batch line. The charge is written with the result, in one transaction, so that a line that runs
     twice is charged once: `spend` has the charge, `end` ends the hold."""
 
@@ -286,20 +256,17 @@ class LineReservation:
         "_ledger",
         "_prices",
         "_tokens",
-        "key",
         "model",
         "node",
         "usage",
     )
-
-    may_end_response = False
 
     def __init__(
         self, ledger: Ledger | None, key: KeySection | None, estimate: Estimate, prices: Prices, price: float
     ) -> None:
         """`ledger` is None on an open gateway. `price`: the part of `prices` that batches cost. Raises
         InsufficientQuota."""
-        self.key = key
+        super().__init__(key)
         self.usage: Usage | None = None
         """What it has used, once it is known."""
         self.model = self.node = ""
@@ -317,22 +284,12 @@ class LineReservation:
         self._tokens = self._account.hold(estimate, now)
         try:
             for budget, other in self._ledger.budgets(key):
-                price = nano_per_token(prices) if budget.is_cost else 1
-                if price:
+                if price := _price_of_token(budget, prices):
                     self._charges.append(_Charge(budget, other, price, other.hold(estimate, now, price=price)))
         except CortexError:
             self.end(is_recorded=False)
             raise
-
-    @property
-    def principal(self) -> str:
-        return ANONYMOUS if self.key is None else self.key.name
-
-    @property
-    def token_limit(self) -> int | None:
-        own = self._tokens if self._account is not None and self._account.has_budget else None
-        limits = (own, *(charge.token_limit for charge in self._charges))
-        return min((limit for limit in limits if limit is not None), default=None)
+        self.token_limit = _token_limit(self._account, self._tokens, self._charges)
 
     @property
     def cost_nano(self) -> int:
@@ -342,16 +299,9 @@ class LineReservation:
     def max_prompt_tokens(self, most: int) -> int:
         return self._estimate.max_prompt_tokens(most)
 
-    def extend(self, prompt_tokens: int) -> int | None:
-        """Not extended: a line runs with its hold."""
-        del prompt_tokens
-        return self.token_limit
-
     def settle(self, usage: Usage | None, *, model: str, node: str) -> None:
+        """Neither this nor `cancel` ends the hold: the batch does. Nor is it extended: a line runs with its hold."""
         self.usage, self.model, self.node = usage, model, node
-
-    def cancel(self) -> None:
-        """The batch ends the hold."""
 
     def spend(self) -> dict[Slot, Counts]:
         """The rows to record with its result."""
@@ -377,7 +327,7 @@ class LineReservation:
             charge.account.end_hold(charge.amount, tokens.get(charge.account.key.id, 0), now)
 
 
-class KeyedMeter:
+class KeyedMeter(Meter):
     """Every request needs a key, and its usage is charged to it. Without keys every request is rejected."""
 
     def __init__(self, ledger: Ledger, sessions: Sessions | None = None, sign_in: SignInSection | None = None) -> None:
@@ -390,7 +340,7 @@ class KeyedMeter:
         self,
         key: KeySection | None,
         prompt_bytes: int,
-        limits: TokenLimits,
+        limits: RequestSummary,
         context: ContextOf = _unknown,
         prices: PricesOf = _free,
         prompt_tokens: int | None = None,
@@ -409,9 +359,6 @@ class KeyedMeter:
         )
         return KeyedReservation(self._ledger, account, estimate, prices(limits.model) if budgets else NoPrices())
 
-    def authenticate(self, request: Request) -> str:
-        return self.key(request).name
-
     def key(self, request: Request) -> KeySection:
         """The key of a request, from the headers of OpenAI or Anthropic clients or from the page's session."""
         keyring = self._ledger.keyring
@@ -426,11 +373,6 @@ class KeyedMeter:
             check_from_page(request)
             return self._sign_in.key_of(user)
         raise _no_key()
-
-    def authenticate_operator(self, request: Request) -> str:
-        key = self.key(request)
-        check_operator(key)
-        return key.name
 
     def sign_in(self, key_text: str) -> tuple[KeySection, str] | None:
         key = self._ledger.keyring.recognise(key_text)
@@ -477,32 +419,24 @@ class Metering:
 
     def __init__(self, directory: Path, database: Database, tasks: Supervisor | None = None) -> None:
         """Relative paths of the configuration start at `directory`. `tasks` runs what the ledger does regularly."""
-        self.meter: Meter = OpenMeter()
+        self.meter = Meter()
         self._directory = directory
         self._store = Store(database)
         self.key_store = KeyStore(database)
         self.in_force = KeysInForce()
         """The keys and groups of the file and of the database."""
         self._tasks = tasks
-        self._ledger: Ledger | None = None
-        self._sessions: Sessions | None = None
+        self.ledger: Ledger | None = None
+        """None on a gateway that never had keys."""
+        self.sessions: Sessions | None = None
+        """None before `use`."""
         self._public_addresses: tuple[Listen, ...] = ()
         """A public address of any configuration since the start: addresses stay bound until a restart."""
 
     @property
     def is_open(self) -> bool:
         """Whether every request is admitted without a key."""
-        return isinstance(self.meter, OpenMeter)
-
-    @property
-    def sessions(self) -> Sessions | None:
-        """None before `use`."""
-        return self._sessions
-
-    @property
-    def ledger(self) -> Ledger | None:
-        """The ledger; None on a gateway that never had keys."""
-        return self._ledger
+        return not isinstance(self.meter, KeyedMeter)
 
     async def use(self, config: Config) -> None:
         """Put the keys of `config` and of the database in force. Raises `StoreError` or `KeysNeeded`, and then nothing
@@ -517,11 +451,11 @@ class Metering:
         keyring = Keyring(with_values_of_groups(keys, groups))
         (sign_in,) = with_values_of_groups((config.sign_in,), groups)
         budgets = budgets_of(keys, groups)
-        if self._ledger is not None:
-            await self._ledger.use(keyring, budgets)
+        if self.ledger is not None:
+            await self.ledger.use(keyring, budgets)
         elif keys or config.sign_in.is_enabled or (not config.gateway.open and await self._had_keys()):
-            self._ledger = await self._open_ledger(config, keyring, budgets)
-        is_open = not keys and not config.sign_in.is_enabled and (config.gateway.open or self._ledger is None)
+            self.ledger = await self._open_ledger(config, keyring, budgets)
+        is_open = not keys and not config.sign_in.is_enabled and (config.gateway.open or self.ledger is None)
         public = (*self._public_addresses, *config.public_addresses)
         if is_open and not (config.gateway.open or config.gateway.open_until_keys) and public:
             raise KeysNeeded(public[0])
@@ -530,17 +464,15 @@ class Metering:
             for what in in_force.ignored:
                 log.warning("not in force, although it is in the database: %s", what)
         self.in_force = in_force
-        if self._sessions is None:
-            self._sessions = Sessions(config.state_directory(self._directory))
-        self.meter = (
-            OpenMeter() if is_open or self._ledger is None else KeyedMeter(self._ledger, self._sessions, sign_in)
-        )
+        if self.sessions is None:
+            self.sessions = Sessions(config.state_directory(self._directory))
+        self.meter = Meter() if is_open or self.ledger is None else KeyedMeter(self.ledger, self.sessions, sign_in)
 
     def budget_levels(self) -> Iterator[BudgetLevel]:
         """Every limit of every key and group, and what this gateway knows to be left of it."""
-        if self._ledger is None:
+        if self.ledger is None:
             return
-        counters, none = self._ledger.known_counters(), Counters()
+        counters, none = self.ledger.known_counters(), Counters()
         for owner in self.in_force.owners:
             kind, id = ("key", owner.id) if isinstance(owner, KeySection) else ("group", group_id(owner.name))
             left = budget_left(owner, counters.get(id, none), counters.get(cost_id(owner), none))
@@ -568,6 +500,6 @@ class Metering:
 
     async def close(self) -> None:
         """Write the remaining usage. Idempotent. Raises `StoreError` when that fails."""
-        ledger, self._ledger = self._ledger, None
+        ledger, self.ledger = self.ledger, None
         if ledger is not None:
             await ledger.close()

@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 
-from cortex.gateway.database import Database, Execute, Schema, StoreError
+from cortex.gateway.database import Database, Execute, Schema, StoreError, client_error
 from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.proxy.listener import CONVERSATIONS_PATH
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.request import Request
 from cortex.http.server.server import Response
-from cortex.wire.errors import DatabaseUnavailable, InvalidValue, MethodNotAllowed, RouteNotFound
+from cortex.wire.errors import InvalidValue, MethodNotAllowed, RouteNotFound
 
 MAX_KEPT = 60
 """Conversations per person, as many as the page shows. Older ones are deleted."""
@@ -72,9 +72,7 @@ class Conversations:
                     raise RouteNotFound("There is no such conversation.")
                 return json_response({"deleted": name})
         except StoreError as error:
-            raise DatabaseUnavailable(
-                "Conversations cannot be stored now; the gateway's log has the reason."
-            ) from error
+            raise client_error(error) from error
         raise MethodNotAllowed("Conversations are listed with GET, and changed one by one with PUT and DELETE.")
 
     async def _put(self, name: str, body: bytes, key: KeySection) -> Response:

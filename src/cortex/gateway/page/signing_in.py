@@ -3,7 +3,6 @@ conversations."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 from msgspec.structs import replace
@@ -25,7 +24,7 @@ from cortex.wire.errors import CortexError, InvalidAPIKey, MethodNotAllowed, Rou
 log = logging.getLogger(__name__)
 
 FLOW_COOKIE = b"cortex_sign_in"
-_REST_INTERVAL_S = 30.0
+REST_INTERVAL_S = 30.0
 
 
 class SigningIn:
@@ -54,11 +53,9 @@ class SigningIn:
         return self._section.conversations
 
     async def rest_idle(self) -> None:
-        """Ends idle processes, until this is cancelled."""
-        while True:
-            await asyncio.sleep(_REST_INTERVAL_S)
-            if self._client is not None:
-                await self._client.rest_idle()
+        """Ends idle processes."""
+        if self._client is not None:
+            await self._client.rest_idle()
 
     async def close(self) -> None:
         await self._deferred.close()

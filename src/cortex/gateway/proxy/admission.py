@@ -6,6 +6,7 @@ name. No check whose cost depends on the request runs before the key is known.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -15,13 +16,15 @@ from cortex.fleet.catalogue import ModelSpec, Resolution, near_misses
 from cortex.fleet.placement.decision import Origin
 from cortex.gateway.dispatch.view import DispatchView
 from cortex.gateway.ledger.keys import KeySection, PrefixSharing, check_model, class_of_key, may_use, tenant_of_key
-from cortex.gateway.ledger.meter import FreeReservation, Meter, Reservation
+from cortex.gateway.ledger.meter import Meter, Reservation
 from cortex.gateway.proxy.redaction import shown_to
 from cortex.gateway.proxy.routes import InferenceRoute
-from cortex.http.request import Request
+from cortex.http.observer import Outcome
+from cortex.http.request import Headers, Request
 from cortex.http.server.exchange import Exchange
 from cortex.parsing.envelope import Envelope
-from cortex.telemetry.spans import Span
+from cortex.telemetry.tracing import Span
+from cortex.wire.dialects.openai_responses.kept import KeptResponse
 from cortex.wire.errors import CortexError, ModelNotAllowed, ModelNotFound, Overloaded, shorten
 from cortex.wire.fields.request_class import RequestClass
 from cortex.wire.request_summary import RequestSummary
@@ -49,19 +52,22 @@ class IdleWork(Protocol):
         """It is about to be sent to a node, perhaps after another one failed."""
 
 
-class ReceivedRequest(msgspec.Struct, frozen=True):
-    """An authenticated request whose body was read, before it is admitted."""
+_UNREAD = Envelope(RequestSummary("", stream=False, completion_limit=0, num_choices=1), ())
+
+
+class ReceivedRequest(msgspec.Struct):
+    """A request before it is admitted. Complete, and not changed any more, once its body was read."""
 
     exchange: Exchange
     route: InferenceRoute
-    body: bytes
-    envelope: Envelope
-    key: KeySection | None
-    """None on an open gateway."""
     id: bytes
     span: Span
     received_at: float
     """When all of its bytes had arrived."""
+    key: KeySection | None = None
+    """None on an open gateway."""
+    body: bytes = b""
+    envelope: Envelope = _UNREAD
     idle: IdleWork | None = None
 
     @property
@@ -106,10 +112,6 @@ class AdmissionController:
         self.prefix_sharing = prefix_sharing
         """Replaced by a reload."""
 
-    def authenticate(self, request: Request) -> KeySection | None:
-        """The key of a request, from its headers alone; None on an open gateway. Raises InvalidAPIKey."""
-        return self.meter.key(request)
-
     def admit(
         self,
         key: KeySection | None,
@@ -124,7 +126,7 @@ class AdmissionController:
 
         `has_price`: the catalogue's prices apply to its tokens. `is_check`: see `AdmittedRequest`."""
         found = self._find(key if idle is None else idle.reservation.key, summary.model)
-        reservation: Reservation = FreeReservation(key) if idle is None else idle.reservation
+        reservation = Reservation(key) if idle is None else idle.reservation
         if not is_check and idle is None:
             reservation = self._reserve(key, prompt_bytes, summary, found, has_price=has_price)
         try:
@@ -213,3 +215,22 @@ def resolve_listed(dispatcher: DispatchView, key: KeySection | None, name: str, 
         raise ModelNotFound(
             f"There is no such model for this key; GET {listing} lists those that it may use."
         ) from None
+
+
+class ResponseKeeper(Protocol):
+    """Keeps the response to a request, for later requests that refer to it."""
+
+    @property
+    def kept(self) -> KeptResponse | None:
+        """Fields about the stored response for the request to the node; None if the response is not stored."""
+
+    @property
+    def headers(self) -> Headers:
+        """Headers for the client."""
+
+    @property
+    def capture(self) -> Callable[[bytes], None] | None:
+        """Receives what the client receives; see `Relay`."""
+
+    def ended(self, status: int, outcome: Outcome) -> None:
+        """The response has ended; called once, last."""

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
+from cortex.gateway.database import StoreError, client_error
 from cortex.gateway.proxy.routes import error_response, family_of
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
@@ -24,22 +25,29 @@ class DeferredResponses:
     def respond(self, exchange: Exchange, work: Coroutine[Any, Any, Response | None]) -> None:
         """Respond with the result of `work`, or with the error that it raises. If it returns None, it has responded
         itself."""
-        self._tasks.start(_respond(exchange, work))
+        self._tasks.start(respond(exchange, work))
 
     async def close(self) -> None:
         """Returns when the work in progress is done."""
         await self._tasks.finish()
 
 
-async def _respond(exchange: Exchange, work: Coroutine[Any, Any, Response | None]) -> None:
+async def respond(exchange: Exchange, work: Coroutine[Any, Any, Response | None]) -> None:
+    """As `DeferredResponses.respond`, in a task of the caller. An error in the middle of a response aborts it."""
     request = exchange.request
     try:
         response = await work
     except CortexError as error:
         response = error_response(error, family_of(request.path))
+    except StoreError as error:
+        response = error_response(client_error(error), family_of(request.path))
     except Exception:
         log.exception("%s %s failed", request.method.decode("latin-1"), request.path.decode("latin-1"))
         internal = CortexError("Internal error of the gateway; its log has the details.")
         response = error_response(internal, family_of(request.path))
-    if response is not None and not exchange.closed:
+    if response is None or exchange.closed:
+        return
+    if exchange.started:
+        exchange.abort()
+    else:
         exchange.respond(*response)

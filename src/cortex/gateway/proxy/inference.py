@@ -7,27 +7,24 @@ import itertools
 import os
 import re
 from collections.abc import Callable
-from urllib.parse import parse_qs
 
 import msgspec
 
-from cortex.gateway.ledger.keys import KeySection, may_use
+from cortex.gateway.ledger.keys import may_use
 from cortex.gateway.ledger.meter import ANONYMOUS
 from cortex.gateway.proxy.accounting.activity import RequestRecord
 from cortex.gateway.proxy.accounting.request_accounting import STATUS_CODE
-from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest, client_of, resolve_for
+from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest, ResponseKeeper, resolve_for
 from cortex.gateway.proxy.outgoing_body import OpaqueBody
 from cortex.gateway.proxy.request import ProxyRequest
-from cortex.gateway.proxy.response_keeper import ResponseKeeper
 from cortex.gateway.proxy.routes import InferenceRoute, error_response
 from cortex.gateway.proxy.services import Services
-from cortex.http.request import Request
+from cortex.http.routing import query
 from cortex.http.server.exchange import Exchange
 from cortex.parsing import envelope as envelopes
 from cortex.parsing.cost import is_edited_elsewhere, is_read_elsewhere
-from cortex.parsing.envelope import Envelope, RelayedBody
+from cortex.parsing.envelope import RelayedBody
 from cortex.system.tasks import run_once
-from cortex.telemetry.spans import Span
 from cortex.wire.dialects.anthropic_messages import BILLED
 from cortex.wire.errors import CortexError, InvalidAPIKey, ShuttingDown, shorten
 from cortex.wire.fields.body import check_content_type
@@ -76,144 +73,110 @@ class Inference:
                 headers.setdefault(name, value)  # of repeated ones the first
         id = request_id_of(headers.get(b"x-request-id"))
         span = services.tracer.begin(route.span_name, headers.get(b"traceparent"))
-        key: KeySection | None = None
+        received = ReceivedRequest(exchange, route, id, span, received_at)
         try:
-            if self.closing:
-                raise ShuttingDown("This gateway is shutting down; try again in a moment.", retry_after_s=5.0)
             # The key comes before the body: a client without one costs nothing and learns nothing.
-            key = services.admission.authenticate(request)
+            self.authenticate(received)
             content_type, is_from_page = headers.get(b"content-type"), b"origin" in headers
             # Ollama's clients do not declare their bodies, and web pages always send their origin.
             if content_type != _JSON and (is_from_page or route.family.declares_bodies):
                 check_content_type((content_type or b"").decode("latin-1"), required=is_from_page)
             if route.may_lack_model and not names_model(request.body):
-                request.body = with_model(request.body, self._only_model(request, route, key))
+                request.body = with_model(request.body, self._only_model(received))
         except CortexError as error:
-            self.reject_unread(exchange, route, key, id, span, error)
+            self.reject_unread(received, error)
             return
-        self.read(exchange, route, key, id, span, received_at, then)
+        self.read(received, then)
 
-    def read(
-        self,
-        exchange: Exchange,
-        route: InferenceRoute,
-        key: KeySection | None,
-        id: bytes,
-        span: Span,
-        received_at: float,
-        then: Callable[[ReceivedRequest], None],
-    ) -> None:
-        """Call `then` with a request of `key` once its body is read, or reject it."""
-        request = exchange.request
+    def authenticate(self, received: ReceivedRequest) -> None:
+        """Set the key of a request, from its headers alone. Raises InvalidAPIKey, and ShuttingDown at the end."""
+        if self.closing:
+            raise ShuttingDown("This gateway is shutting down; try again in a moment.", retry_after_s=5.0)
+        received.key = self.services.admission.meter.key(received.exchange.request)
+
+    def read(self, received: ReceivedRequest, then: Callable[[ReceivedRequest], None]) -> None:
+        """Read the body of a request and call `then`, or reject it."""
+        request, route = received.exchange.request, received.route
         strip_billing = self.services.config.strip_billing_header and route.dialect in BILLED
         try:
             has_presets = self.services.dispatcher.catalogue.has_presets
             is_large = is_read_elsewhere(request.body, route.dialect, strip_billing=strip_billing)
             if is_large or (has_presets and is_edited_elsewhere(request.body)):
-                reading = self._receive_large(exchange, route, key, id, span, received_at, strip_billing, then)
-                task = run_once(reading, "read a large request")
-                exchange.on_disconnect(task.cancel)
+                task = run_once(self._read_large(received, strip_billing, then), "read a large request")
+                received.exchange.on_disconnect(task.cancel)
                 return
             read = envelopes.read_relayed(request.body, route.dialect, route.generates, strip_billing)
-            if has_presets and (preset := self._preset(read, route, key)) is not None:
+            if has_presets and (preset := self._preset(read, received)) is not None:
                 read = envelopes.read_preset(read.body, route.dialect, route.generates, preset, is_opaque(route))
         except CortexError as error:
-            self.reject_unread(exchange, route, key, id, span, error)
+            self.reject_unread(received, error)
             return
-        then(self._received(exchange, route, key, id, span, received_at, read))
+        self._take(received, read)
+        then(received)
 
-    def _preset(self, read: RelayedBody, route: InferenceRoute, key: KeySection | None) -> Preset | None:
+    def _preset(self, read: RelayedBody, received: ReceivedRequest) -> Preset | None:
         """The fields that the model's name adds to the request."""
         dispatcher = self.services.dispatcher
-        if not dispatcher.catalogue.has_presets or route.need in ("embeddings", "rerank"):
+        if not dispatcher.catalogue.has_presets or received.route.need in ("embeddings", "rerank"):
             return None
         try:
-            return resolve_for(dispatcher, key, read.envelope.summary.model).preset
+            return resolve_for(dispatcher, received.key, read.envelope.summary.model).preset
         except CortexError:  # which admission raises
             return None
 
-    def _only_model(self, request: Request, route: InferenceRoute, key: KeySection | None) -> str:
+    def _only_model(self, received: ReceivedRequest) -> str:
         """The model that the query names, or the only one that can serve the route. Raises MissingModel."""
-        if named := parse_qs(request.query.decode("latin-1")).get("model"):
-            return named[0]
+        if named := query(received.exchange.request, "model"):
+            return named
         held = [held for node in self.services.dispatcher.fleet.nodes for held in node.residencies.values()]
-        models = [(each.model_id, each.status.capabilities) for each in held if may_use(key, each.model_id)]
-        if route.need == "embeddings":
+        models = [(each.model_id, each.status.capabilities) for each in held if may_use(received.key, each.model_id)]
+        if received.route.need == "embeddings":
             return only_model([model for model, can in models if can.embeddings], "embed")
         return only_model([model for model, can in models if can.rerank], "score")
 
-    async def _receive_large(
-        self,
-        exchange: Exchange,
-        route: InferenceRoute,
-        key: KeySection | None,
-        id: bytes,
-        span: Span,
-        received_at: float,
-        strip_billing: bool,
-        then: Callable[[ReceivedRequest], None],
+    async def _read_large(
+        self, received: ReceivedRequest, strip_billing: bool, then: Callable[[ReceivedRequest], None]
     ) -> None:
-        """Receives a request whose body would block the loop: another process reads it."""
-        request = exchange.request
+        """Reads a body that would block the loop, in another process."""
+        route, client, parser = received.route, received.client, self.services.parser
+        body, generates = received.exchange.request.body, route.generates
         try:
-            read = await self.services.parser.read_relayed(
-                route.dialect,
-                request.body,
-                client_of(key, request),
-                generates=route.generates,
-                strip_billing=strip_billing,
+            read = await parser.read_relayed(
+                route.dialect, body, client, generates=generates, strip_billing=strip_billing
             )
-            if (preset := self._preset(read, route, key)) is not None:
-                read = await self.services.parser.read_preset(
-                    route.dialect,
-                    read.body,
-                    client_of(key, request),
-                    generates=route.generates,
-                    is_opaque=is_opaque(route),
-                    preset=preset,
+            if (preset := self._preset(read, received)) is not None:
+                read = await parser.read_preset(
+                    route.dialect, read.body, client, generates=generates, is_opaque=is_opaque(route), preset=preset
                 )
-            then(self._received(exchange, route, key, id, span, received_at, read))
+            self._take(received, read)
+            then(received)
         except CortexError as error:
-            self.reject_unread(exchange, route, key, id, span, error)
+            self.reject_unread(received, error)
         except asyncio.CancelledError:
-            self.services.metrics.disconnects.labels("wait").inc()
-            span.end({}, error="client_disconnected")
+            self.disconnected(received)
             raise
         except Exception:
-            if exchange.started:
-                exchange.abort()
+            if received.exchange.started:
+                received.exchange.abort()
             else:
-                internal = CortexError("Internal error of the gateway; its log has the details.")
-                self.reject_unread(exchange, route, key, id, span, internal)
+                self.reject_unread(received, CortexError("Internal error of the gateway; its log has the details."))
             raise  # to the log
 
-    def _received(
-        self,
-        exchange: Exchange,
-        route: InferenceRoute,
-        key: KeySection | None,
-        id: bytes,
-        span: Span,
-        received_at: float,
-        read: RelayedBody,
-    ) -> ReceivedRequest:
+    def disconnected(self, received: ReceivedRequest) -> None:
+        """The client disconnected before its request was read."""
+        self.services.metrics.disconnects.labels("wait").inc()
+        received.span.end({}, error="client_disconnected")
+
+    def _take(self, received: ReceivedRequest, read: RelayedBody) -> None:
         if read.is_stripped:
             self.services.metrics.stripped.inc()
-        return ReceivedRequest(exchange, route, read.body, read.envelope, key, id, span, received_at)
+        received.body, received.envelope = read.body, read.envelope
 
-    def reject_unread(
-        self,
-        exchange: Exchange,
-        route: InferenceRoute,
-        key: KeySection | None,
-        id: bytes,
-        span: Span,
-        error: CortexError,
-    ) -> None:
+    def reject_unread(self, received: ReceivedRequest, error: CortexError) -> None:
         """Reject a request whose body was not read."""
-        self._reject(exchange, route, id, span, error)
+        self._respond_with(error, received)
         if not isinstance(error, InvalidAPIKey | ShuttingDown):  # unauthenticated clients must not fill the log
-            self._record(key, route, id, error, None)
+            self._record(received, error)
 
     def serve(
         self,
@@ -287,22 +250,21 @@ class Inference:
 
     def reject(self, received: ReceivedRequest, error: CortexError) -> None:
         """Reject a request that was received."""
-        self._reject(received.exchange, received.route, received.id, received.span, error)
-        self._record(received.key, received.route, received.id, error, received.envelope)
+        self._respond_with(error, received)
+        self._record(received, error)
 
-    def _record(
-        self, key: KeySection | None, route: InferenceRoute, id: bytes, error: CortexError, envelope: Envelope | None
-    ) -> None:
+    def _record(self, received: ReceivedRequest, error: CortexError) -> None:
         """Record a request that was rejected before it had a model."""
+        key, route = received.key, received.route
         number, wall_time = self.services.activity.stamp()
         self.services.activity.append(
             RequestRecord(
                 number=number,
-                id=id,
+                id=received.id,
                 ended_at=wall_time,
                 key_id=key.id if key is not None else None,
                 key_name=key.name if key is not None else ANONYMOUS,
-                model=shorten(envelope.summary.model) if envelope is not None else "",
+                model=shorten(received.envelope.summary.model),
                 node="",
                 dialect=route.dialect,
                 path=route.path,
@@ -314,9 +276,10 @@ class Inference:
             )
         )
 
-    def _reject(self, exchange: Exchange, route: InferenceRoute, id: bytes, span: Span, error: CortexError) -> None:
+    def _respond_with(self, error: CortexError, received: ReceivedRequest) -> None:
+        route, id = received.route, received.id
         # Without the model: a name that a client invented must not become a label.
         self.services.metrics.errors.labels("", "", error.code).inc()
         response = error_response(error, route.family)
-        span.end({"cortex.request_id": id.decode(), STATUS_CODE: response.status}, error=error.code)
-        exchange.respond(response.status, (*response.headers, *route.id_headers(id)), response.body)
+        received.span.end({"cortex.request_id": id.decode(), STATUS_CODE: response.status}, error=error.code)
+        received.exchange.respond(response.status, (*response.headers, *route.id_headers(id)), response.body)

@@ -16,20 +16,19 @@ from cortex.foreign.body import Access, ServerBody, ServerFields, server_body
 from cortex.foreign.embeddings import OllamaEmbeddings
 from cortex.gateway.dispatch.leases import Lease
 from cortex.gateway.ledger.meter import Reservation
-from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest, narrowed_tenant
+from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest, ResponseKeeper, narrowed_tenant
 from cortex.gateway.proxy.redaction import shown_to
-from cortex.gateway.proxy.response_keeper import ResponseKeeper
 from cortex.gateway.proxy.routes import CHAT
 from cortex.gateway.proxy.translation import ChatTranslation
 from cortex.http.composed_body import Body
 from cortex.http.opaque_request import passed_headers, target_of, written
 from cortex.http.request import Headers, Request
-from cortex.parsing import functions
 from cortex.parsing.cost import is_edited_elsewhere, is_parsed_elsewhere
+from cortex.parsing.functions import edit_fields, translated
 from cortex.parsing.parser import BodyParser
-from cortex.wire.dialects.ollama import embeddings
+from cortex.wire.dialects.ollama.embeddings import embed_request
 from cortex.wire.errors import InsufficientQuota
-from cortex.wire.fields.raw_fields import replace_fields
+from cortex.wire.fields.body import replace_fields
 from cortex.wire.fields.request_class import PRIORITY, TIER
 from cortex.wire.opaque.fields import OpaqueFields
 from cortex.wire.opaque.routes import upstream_path
@@ -168,28 +167,30 @@ class OutgoingBody:
         client = key.id if key is not None else exchange.request.client  # that shares the parser with others
         body, model = self._received, self._admitted.model
         if self._route.target:
-            self._edited = await parser.translate_embed(body, model, client)
+            self._edited = await parser.run(embed_request, model, body=body, client=client)
         elif self._translates:
             request, made = await parser.translate(self._route.dialect, body, model, client, tenant=self._tenant)
             if self._is_filtered:
-                made = await parser.server_body(self._path, made.body, client, without=self._fields.without)
+                made = await parser.run(
+                    server_body, self._path, self._fields.without, "any", body=made.body, client=client
+                )
             self._translated = request, made
         elif self._is_foreign:
-            without = self._fields.without
-            self._served = await parser.server_body(self._path, body, client, without=without, access=self._access)
+            arguments = self._path, self._fields.without, self._access
+            self._served = await parser.run(server_body, *arguments, body=body, client=client)
         else:
-            self._edited = await parser.edit(body, {"model": model}, client)
+            self._edited = await parser.run(edit_fields, {"model": model}, body=body, client=client)
 
     def made(self) -> tuple[bytes, bytes, ChatTranslation | OllamaEmbeddings | None]:
         """The path, the body, and the translation of the response. Raises CortexError for an invalid body, including
         InsufficientQuota if the budget is too small for a foreign server, which takes no limit on prompt tokens."""
         model = self._admitted.model
         if self._route.target:
-            body = self._edited = self._edited or embeddings.request_body(self._received, model)
+            body = self._edited = self._edited or embed_request(model, self._received)
             self._foreign_limit(len(body))
             if self._is_filtered:
                 fields = self._fields
-                body = server_body(fields.path, body, fields.without).with_fields(fields.written(None))
+                body = server_body(fields.path, fields.without, "any", body).with_fields(fields.written(None))
             translation = OllamaEmbeddings(self._route.path.decode(), self._request.envelope.summary.model)
             return self._route.target, body, translation
         if self._translates:
@@ -197,7 +198,7 @@ class OutgoingBody:
         if self._is_foreign:
             fields = self._fields
             if self._served is None:
-                self._served = server_body(fields.path, self._received, fields.without, self._access)
+                self._served = server_body(fields.path, fields.without, self._access, self._received)
             limit = self._foreign_limit(len(self._served.body))
             written = fields.written(limit if fields.is_limited else None)
             return self._route.path, self._served.with_fields(written), None
@@ -235,9 +236,9 @@ class OutgoingBody:
     def _translation(self) -> tuple[bytes, ChatTranslation]:
         if self._translated is None:
             request = self._route.codec.parse(self._received)
-            made = ServerBody(functions.translated(request, self._admitted.model, self._tenant))
+            made = ServerBody(translated(request, self._admitted.model, self._tenant))
             if self._is_filtered:
-                made = server_body(self._path, made.body, self._fields.without)
+                made = server_body(self._path, self._fields.without, "any", made.body)
             self._translated = request, made
         request, served = self._translated
         if request.echoes_tier:

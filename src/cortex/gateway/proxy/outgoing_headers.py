@@ -12,9 +12,8 @@ from cortex.gateway.dispatch.leases import Lease
 from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.gateway.dispatch.nodes.neighbours import reaches
 from cortex.gateway.proxy.accounting.request_accounting import RequestAccounting
-from cortex.gateway.proxy.admission import AdmittedRequest
+from cortex.gateway.proxy.admission import AdmittedRequest, ResponseKeeper
 from cortex.gateway.proxy.redaction import hides_details
-from cortex.gateway.proxy.response_keeper import ResponseKeeper
 from cortex.gateway.proxy.routes import InferenceRoute
 from cortex.http.request import Headers
 from cortex.wire.dialects.openai_responses import kept

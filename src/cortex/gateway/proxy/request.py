@@ -17,10 +17,9 @@ from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.proxy import outgoing_headers
 from cortex.gateway.proxy.accounting.request_accounting import STATUS_CODE, RequestAccounting
 from cortex.gateway.proxy.accounting.running import RunningRequest
-from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest, narrowed_tenant
+from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest, ResponseKeeper, narrowed_tenant
 from cortex.gateway.proxy.outgoing_body import OpaqueBody, OutgoingBody
 from cortex.gateway.proxy.redaction import ErrorRedaction, StreamRedaction, hides_errors_of, shown_to
-from cortex.gateway.proxy.response_keeper import ResponseKeeper
 from cortex.gateway.proxy.routes import JSON_HEADERS, error_response, loading_note
 from cortex.gateway.proxy.routes import keepalive as keepalive_of
 from cortex.gateway.proxy.services import Services
@@ -31,8 +30,7 @@ from cortex.http.request import Headers
 from cortex.http.upstream.faults import NotAdmitted, ResponseTooLarge, UpstreamFault, UpstreamSilent
 from cortex.routing.prefixes import MAX_PREFIX_BYTES
 from cortex.system.tasks import run_once
-from cortex.telemetry.spans import Span
-from cortex.telemetry.tracing import UNTRACED
+from cortex.telemetry.tracing import UNTRACED, Span
 from cortex.wire import errors, sse
 from cortex.wire.dialects.openai_chat.upstream_error import foreign_error
 from cortex.wire.errors import CortexError, RequestCancelled, UpstreamInterrupted, UpstreamUnavailable

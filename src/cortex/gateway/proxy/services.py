@@ -12,13 +12,13 @@ from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.gateway.metrics import Metrics
 from cortex.gateway.pictures import PictureInlining
 from cortex.gateway.proxy.accounting.activity import ActivityLog
-from cortex.gateway.proxy.accounting.disconnected_usage import DisconnectedUsage
 from cortex.gateway.proxy.accounting.running import RunningRequests
 from cortex.gateway.proxy.admission import AdmissionController
 from cortex.http.limits import Buffered
 from cortex.http.ticker import Ticker
 from cortex.parsing.parser import BodyParser
-from cortex.telemetry.spans import Tracer
+from cortex.system.tasks import OwnedTasks
+from cortex.telemetry.tracing import Tracer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,8 @@ class Services:
     metrics: Metrics
     tracer: Tracer
     ticker: Ticker
-    disconnected_usage: DisconnectedUsage
+    settling: OwnedTasks
+    """Each fetches the usage of a response that was cut off from its node."""
     activity: ActivityLog
     running: RunningRequests
     parser: BodyParser

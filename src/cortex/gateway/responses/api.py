@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from urllib.parse import parse_qs, unquote
+from urllib.parse import unquote
 
 from cortex.gateway.proxy.admission import AdmissionController, client_of
 from cortex.gateway.proxy.deferred_responses import DeferredResponses
@@ -13,18 +13,13 @@ from cortex.gateway.responses.response_object import build_last_event, ended_bod
 from cortex.gateway.responses.store import ResponseStore
 from cortex.gateway.responses.tables import StoredResponse
 from cortex.http.request import Request
+from cortex.http.routing import expect, query
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.parsing.items import StoredTexts
 from cortex.parsing.parser import BodyParser
 from cortex.wire import sse
-from cortex.wire.errors import (
-    InvalidValue,
-    MethodNotAllowed,
-    ResponseNotFound,
-    RouteNotFound,
-    shorten,
-)
+from cortex.wire.errors import InvalidValue, ResponseNotFound, RouteNotFound, shorten
 
 PREFIX = b"/v1/responses/"
 _MAX_PAGE = 100
@@ -33,7 +28,7 @@ _MAX_EVENT_NUMBER = 2**53
 
 
 class StoredResponses:
-    """Serves stored responses to the keys that made them. Owns a task for each request."""
+    """Serves stored responses to the keys that made them."""
 
     def __init__(
         self,
@@ -41,19 +36,17 @@ class StoredResponses:
         background: BackgroundRuns,
         admission: AdmissionController,
         parser: BodyParser,
+        deferred: DeferredResponses,
     ) -> None:
         self._store = store
         self._parser = parser
         self._background = background
         self._admission = admission
-        self._deferred = DeferredResponses()
+        self._deferred = deferred
 
     def handle(self, exchange: Exchange) -> None:
         """Take over an exchange whose path begins with `PREFIX`."""
         self._deferred.respond(exchange, self._response(exchange))
-
-    async def close(self) -> None:
-        await self._deferred.close()
 
     async def _response(self, exchange: Exchange) -> Response | None:
         """The response; None when the exchange follows a stream."""
@@ -66,7 +59,7 @@ class StoredResponses:
                 expect(request, b"GET", b"HEAD", b"DELETE")
                 if request.method == b"DELETE":
                     return await self._delete(key_id, id)
-                if _query(request, "stream") == "true":
+                if query(request, "stream") == "true":
                     return await self._follow(exchange, key_id, id)
                 return _json(await self._body(key_id, id))
             case "input_items":
@@ -141,10 +134,10 @@ class StoredResponses:
 async def item_page(parser: BodyParser, request: Request, client: str, chain: Sequence[StoredTexts]) -> Response:
     """The page of input items that the query asks for. Raises InvalidValue."""
     limit = _number(request, "limit", _DEFAULT_PAGE, least=1, most=_MAX_PAGE)
-    order = _query(request, "order") or "desc"
+    order = query(request, "order") or "desc"
     if order not in ("asc", "desc"):
         raise InvalidValue("order: it must be `asc` or `desc`.", param="order")
-    after = _query(request, "after")
+    after = query(request, "after")
     return _json(await parser.list_items(chain, client, limit=limit, ascending=order == "asc", after=after))
 
 
@@ -152,23 +145,8 @@ def _json(body: bytes) -> Response:
     return Response(200, JSON_HEADERS, body)
 
 
-def expect(request: Request, *methods: bytes) -> None:
-    """Raise MethodNotAllowed for any other method."""
-    if request.method not in methods:
-        names = [method.decode() for method in methods]
-        raise MethodNotAllowed(
-            f"{shorten(request.path.decode('latin-1'))} takes {' or '.join(names)} only.",
-            details={"allowed_methods": names},
-        )
-
-
-def _query(request: Request, name: str) -> str | None:
-    values = parse_qs(request.query.decode("latin-1")).get(name)
-    return values[0] if values else None
-
-
 def _number(request: Request, name: str, default: int, *, least: int, most: int) -> int:
-    text = _query(request, name)
+    text = query(request, name)
     if text is None:
         return default
     # The length is checked first: reading a number of many digits takes long, or raises.

@@ -8,6 +8,7 @@ disconnect.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -28,12 +29,12 @@ from cortex.gateway.responses.response_object import (
 )
 from cortex.gateway.responses.store import ResponseStore
 from cortex.gateway.responses.tables import NewResponse, StoredResponse
+from cortex.http.composed_body import no_room
 from cortex.http.head import STREAM_HEADERS
 from cortex.http.observer import Outcome
 from cortex.http.request import Headers, Request
 from cortex.http.server.detached import DetachedExchange
 from cortex.http.server.exchange import Exchange
-from cortex.http.server.spool import no_room
 from cortex.system.tasks import SupervisedTask, Supervisor
 from cortex.wire.dialects.openai_responses.kept import KeptResponse
 from cortex.wire.dialects.openai_responses.response import response_body
@@ -273,7 +274,7 @@ class BackgroundRuns:
         self._renewing: SupervisedTask | None = None
 
     def start(self) -> None:
-        self._renewing = self._tasks.start("background responses", self._renew_regularly)
+        self._renewing = self._tasks.every(RENEW_S, "background responses", self._renew)
 
     async def close(self, grace_s: float = 0.0) -> None:
         """Wait for running responses for up to `grace_s`; the others end as failed."""
@@ -410,22 +411,17 @@ class BackgroundRuns:
             log.exception("the end of background response %s could not be stored", run.kept.id)
             run.is_written = True
 
-    async def _renew_regularly(self) -> None:
-        while True:
-            await asyncio.sleep(RENEW_S)
-            now = time.monotonic()
-            for id, run in list(self._runs.items()):
-                age_s = 0.0 if run.ended_at is None else now - run.ended_at
-                if age_s > RENEW_S and not run.is_written:
-                    await self._write_end(run)
-                if age_s > (LINGER_S if run.is_written else MAX_UNWRITTEN_S):
-                    self._runs.pop(id, None)
-            running = [run.kept.id for run in self._running()]
-            try:
-                gone = await self._store.renew(running) if running else set()
-            except Overloaded:
-                continue  # reported by the store
-            for id in gone:
+    async def _renew(self) -> None:
+        now = time.monotonic()
+        for id, run in list(self._runs.items()):
+            age_s = 0.0 if run.ended_at is None else now - run.ended_at
+            if age_s > RENEW_S and not run.is_written:
+                await self._write_end(run)
+            if age_s > (LINGER_S if run.is_written else MAX_UNWRITTEN_S):
+                self._runs.pop(id, None)
+        running = [run.kept.id for run in self._running()]
+        with contextlib.suppress(Overloaded):  # reported by the store
+            for id in await self._store.renew(running) if running else ():
                 self.forget(id)
 
 

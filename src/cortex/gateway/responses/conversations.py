@@ -14,25 +14,19 @@ from cortex.gateway.proxy.admission import AdmissionController, client_of
 from cortex.gateway.proxy.deferred_responses import DeferredResponses
 from cortex.gateway.proxy.routes import json_response
 from cortex.gateway.responses import conversation_tables as tables
-from cortex.gateway.responses.api import expect, item_page
+from cortex.gateway.responses.api import item_page
 from cortex.gateway.responses.conversation_tables import ConversationRow, Owner
 from cortex.gateway.responses.response_object import new_response_id
 from cortex.gateway.responses.store import ResponseStore
 from cortex.http.request import Request
+from cortex.http.routing import expect
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.parsing import items as stored_items
 from cortex.parsing.items import StoredTexts
 from cortex.parsing.parser import BodyParser
-from cortex.wire.errors import (
-    ConversationNotFound,
-    InvalidValue,
-    ItemNotFound,
-    MalformedJSON,
-    RouteNotFound,
-    shorten,
-)
-from cortex.wire.fields.body import check_content_type
+from cortex.wire.errors import ConversationNotFound, InvalidValue, ItemNotFound, RouteNotFound, shorten
+from cortex.wire.fields.body import check_content_type, decode
 
 PATH = b"/v1/conversations"
 MAX_ITEMS_AT_ONCE = 20
@@ -60,20 +54,19 @@ class _Update(msgspec.Struct, frozen=True):
 
 
 class StoredConversations:
-    """Serves conversations to the keys that made them. Owns a task for each request."""
+    """Serves conversations to the keys that made them."""
 
-    def __init__(self, store: ResponseStore, admission: AdmissionController, parser: BodyParser) -> None:
+    def __init__(
+        self, store: ResponseStore, admission: AdmissionController, parser: BodyParser, deferred: DeferredResponses
+    ) -> None:
         self._store = store
         self._admission = admission
         self._parser = parser
-        self._deferred = DeferredResponses()
+        self._deferred = deferred
 
     def handle(self, exchange: Exchange) -> None:
         """Take over an exchange whose path is `PATH` or begins with it and a slash."""
         self._deferred.respond(exchange, self._response(exchange.request))
-
-    async def close(self) -> None:
-        await self._deferred.close()
 
     async def texts(self, key_id: str, id: str) -> StoredTexts:
         """All items of a conversation, as the input of a stored response. Raises ConversationNotFound."""
@@ -111,7 +104,7 @@ class StoredConversations:
 
     async def _create(self, request: Request, owner: Owner, client: str) -> Response:
         self._check_size(len(request.body))
-        wanted = _decoded(request.body or b"{}", _Creation)
+        wanted = decode(request.body or b"{}", _Creation)
         id, metadata = f"conv_{uuid.uuid4().hex}", _metadata(wanted.metadata)
         items = await self._checked(wanted.items, client)
         await self._store.run(lambda execute: tables.create(execute, id, owner, metadata, items))
@@ -125,7 +118,7 @@ class StoredConversations:
                 raise _not_found(id)
             return json_response({"id": id, "object": "conversation.deleted", "deleted": True})
         if request.method == b"POST":
-            metadata = _metadata(_decoded(request.body, _Update).metadata)
+            metadata = _metadata(decode(request.body, _Update).metadata)
             found = await self._store.run(lambda execute: tables.update(execute, id, owner, metadata))
         else:
             found = await self._store.run(lambda execute: tables.read(execute, id, owner))
@@ -133,7 +126,7 @@ class StoredConversations:
 
     async def _add(self, request: Request, owner: Owner, client: str, id: str) -> Response:
         self._check_size(len(request.body))
-        items = await self._checked(_decoded(request.body, _Addition).items, client)
+        items = await self._checked(decode(request.body, _Addition).items, client)
         found, has_room = await self._store.run(
             lambda execute: (tables.read(execute, id, owner), tables.has_room(execute, id, len(items)))
         )
@@ -191,21 +184,12 @@ class StoredConversations:
         return msgspec.json.decode(raw, type=list[Raw])
 
 
-def _decoded(body: bytes, kind: type[Any]) -> Any:
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError as problem:
-        raise InvalidValue(f"Invalid body: {shorten(str(problem))}.") from problem
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
-        raise MalformedJSON(f"The body is not valid JSON: {shorten(str(problem))}") from problem
-
-
 def _metadata(given: Raw) -> str:
     """`metadata` of a request as JSON. Raises InvalidValue."""
     if len(bytes(given)) > _MAX_METADATA_BYTES:
         raise InvalidValue("metadata: it may have 16 pairs, of at most 64 and 512 characters.", param="metadata")
     is_given = bytes(given) != b"null"
-    return msgspec.json.encode(_decoded(bytes(given), _Metadata) if is_given else {}).decode()
+    return msgspec.json.encode(decode(bytes(given), _Metadata) if is_given else {}).decode()
 
 
 def _existing(found: ConversationRow | None, id: str) -> ConversationRow:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cortex.gateway.config import Config, ResponsesSection
 from cortex.gateway.database import Database
+from cortex.gateway.proxy.deferred_responses import DeferredResponses
 from cortex.gateway.proxy.inference import Inference
 from cortex.gateway.responses.api import StoredResponses
 from cortex.gateway.responses.background import BackgroundRuns
@@ -19,7 +20,13 @@ class ResponsesService:
     """Stored responses, requests with state, and background runs. One per gateway."""
 
     def __init__(
-        self, config: Config, database: Database, inference: Inference, tasks: Supervisor, limits: ClientLimits
+        self,
+        config: Config,
+        database: Database,
+        inference: Inference,
+        tasks: Supervisor,
+        limits: ClientLimits,
+        deferred: DeferredResponses,
     ) -> None:
         services = inference.services
         self._store = ResponseStore(
@@ -29,13 +36,13 @@ class ResponsesService:
             lambda result: services.metrics.stored_responses.labels(result).inc(),
         )
         self._background = BackgroundRuns(inference, self._store, tasks)
-        self.conversations = StoredConversations(self._store, services.admission, services.parser)
+        self.conversations = StoredConversations(self._store, services.admission, services.parser, deferred)
         """Serves `/v1/conversations`."""
         self.stateful = StatefulInference(inference, self._store, self._background, self.conversations)
         """Serves `POST /v1/responses` and its token counts."""
         self.sockets = ResponseSockets(services, self.stateful, limits)
         """Serves `GET /v1/responses` over WebSockets."""
-        self.stored = StoredResponses(self._store, self._background, services.admission, services.parser)
+        self.stored = StoredResponses(self._store, self._background, services.admission, services.parser, deferred)
         """Serves `/v1/responses/{id}`."""
 
     def start(self) -> None:
@@ -53,6 +60,4 @@ class ResponsesService:
     async def close(self) -> None:
         """Call when nothing is sent to nodes any more. The rest is written before the database closes."""
         await self.stateful.close()
-        await self.stored.close()
-        await self.conversations.close()
         await self._store.close()

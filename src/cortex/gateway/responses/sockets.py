@@ -25,12 +25,12 @@ from cortex.gateway.responses.response_object import (
     response_in_event,
 )
 from cortex.gateway.responses.stateful import StatefulInference
+from cortex.http.composed_body import no_room
 from cortex.http.limits import ClientLimits, ClientShares
 from cortex.http.request import Request
 from cortex.http.server import websocket
 from cortex.http.server.detached import DetachedExchange
 from cortex.http.server.exchange import Exchange
-from cortex.http.server.spool import no_room
 from cortex.http.server.websocket import WebSocket
 from cortex.parsing import items
 from cortex.parsing.items import StoredTexts
@@ -68,7 +68,7 @@ class ResponseSockets:
     def open(self, exchange: Exchange) -> None:
         """Upgrade a connection whose client was authenticated. Raises the CortexError of an invalid handshake."""
         services, request = self._services, exchange.request
-        key = services.admission.authenticate(request)
+        key = services.admission.meter.key(request)
         socket = WebSocket(self._limits, services.buffered)
         client = key.id if key is not None else request.client
         remembered = RememberedResponses(self._shares, client)
@@ -178,7 +178,7 @@ class ResponseSocket:
             while self._unread:
                 text = self._unread[0]
                 try:
-                    read = await self.services.parser.read_event(text, self._client)
+                    read = await self.services.parser.run(socket_events.read_event, body=text, client=self._client)
                 except CortexError as error:
                     read = None
                     self._reject(error)
@@ -187,7 +187,7 @@ class ResponseSocket:
                 self._unread.popleft()
                 self._release(text)
                 if read is not None:
-                    self._take(ClientEvent(read.steers, read.stream_id, read.generates, read.body))
+                    self._take(read)
         finally:
             self._is_reading = False
 

@@ -17,9 +17,8 @@ from typing import NamedTuple, Protocol
 import msgspec
 from msgspec import Raw
 
-from cortex.gateway.proxy.admission import ReceivedRequest
+from cortex.gateway.proxy.admission import ReceivedRequest, ResponseKeeper
 from cortex.gateway.proxy.inference import Inference
-from cortex.gateway.proxy.response_keeper import ResponseKeeper
 from cortex.gateway.proxy.routes import InferenceRoute
 from cortex.gateway.responses.background import BackgroundRuns
 from cortex.gateway.responses.conversations import StoredConversations
@@ -37,7 +36,7 @@ from cortex.http.request import Headers
 from cortex.http.server.deferred_end import DeferredEnd
 from cortex.http.server.exchange import Exchange
 from cortex.parsing import items
-from cortex.parsing.conversations import Completed, Completion, References
+from cortex.parsing.conversations import Completed, Completion, References, find_references
 from cortex.parsing.items import StoredTexts
 from cortex.system.tasks import OwnedTasks
 from cortex.wire.dialects.openai_responses.kept import KeptResponse
@@ -328,8 +327,8 @@ class StatefulInference:
         """Everything that a request refers to. Raises the CortexError for a missing response or item."""
         references = References(False, ())
         if items.REFERENCE in received.body:
-            references = await self._inference.services.parser.find_references(
-                received.body, received.client, generates=received.route.generates
+            references = await self._inference.services.parser.run(
+                find_references, received.route.generates, body=received.body, client=received.client
             )
         previous_id, conversation_id = summary.previous_response_id, summary.conversation_id
         remembered = turn.remembered(previous_id) if turn is not None and previous_id is not None else None

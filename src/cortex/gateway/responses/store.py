@@ -8,6 +8,7 @@ served as always and not stored. That is logged once and counted.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -18,7 +19,7 @@ from typing import TypeVar
 import msgspec
 
 from cortex.gateway.config import ResponsesSection
-from cortex.gateway.database import Database, Execute, RejectedValue, StoreError, is_unavailable
+from cortex.gateway.database import Database, Execute, StoreError, client_error, is_unavailable
 from cortex.gateway.responses import conversation_tables, tables
 from cortex.gateway.responses.tables import NewResponse, StoredResponse
 from cortex.system.tasks import SupervisedTask, Supervisor
@@ -60,7 +61,7 @@ class ResponseStore:
 
     def start(self) -> None:
         """Start deleting expired responses regularly."""
-        self._purging = self._tasks.start("purge of stored responses", self._purge_regularly)
+        self._purging = self._tasks.every(PURGE_S, "purge of stored responses", self._purge_or_wait)
 
     async def close(self) -> None:
         """Stop deleting. Waiting responses are written before the database closes. Idempotent."""
@@ -143,12 +144,8 @@ class ResponseStore:
         that the database cannot store."""
         try:
             return await self.database.do(work)
-        except RejectedValue as error:
-            raise InvalidValue("A value of the request cannot be stored: send ids without NUL characters.") from error
         except StoreError as error:
-            raise DatabaseUnavailable(
-                "Stored responses are not available now: their database failed. Try again later."
-            ) from error
+            raise client_error(error) from error
 
     def _take_unwritten(self) -> list[tuple[Callable[[], NewResponse], Callable[[], None]]]:
         with self._lock:
@@ -181,13 +178,9 @@ class ResponseStore:
         for then in thens:
             then()
 
-    async def _purge_regularly(self) -> None:
-        while True:
-            await asyncio.sleep(PURGE_S)
-            try:
-                await self.purge()
-            except DatabaseUnavailable:
-                pass  # reported; the next round tries again
+    async def _purge_or_wait(self) -> None:
+        with contextlib.suppress(DatabaseUnavailable):  # reported; the next round tries again
+            await self.purge()
 
 
 def _purge(execute: Execute, now_s: float, max_bytes: int) -> int:

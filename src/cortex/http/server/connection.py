@@ -6,15 +6,16 @@ import asyncio
 import logging
 import select
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from cortex.http.head import date_line, encode_head, status_line
-from cortex.http.limits import Buffered, ClientLimits, ClientShares
 from cortex.http.request import Headers, Request, loggable
 from cortex.http.server.exchange import Exchange, SwitchedConnection
-from cortex.http.server.parser import AdmitHead, RequestParser
-from cortex.http.ticker import Ticker
+from cortex.http.server.parser import RequestParser
 from cortex.wire.errors import CortexError, MalformedHTTP, RequestTimeout
+
+if TYPE_CHECKING:
+    from cortex.http.server.server import Server
 
 log = logging.getLogger(__name__)
 
@@ -46,45 +47,6 @@ ResponseHeaders = Callable[[Headers], Headers]
 """Headers for every response, made from those of the request (empty if unknown). They replace others of their names."""
 
 
-class CountedConnection(Protocol):
-    """A connection as its server sees it."""
-
-    client: str
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether it waits for a request."""
-
-    def announce_end(self) -> None:
-        """Close after the next response, which tells the client so."""
-
-    def retire(self) -> None:
-        """Take no further request: close now if idle, else after the running exchange."""
-
-    def abort(self) -> None:
-        """Close at once."""
-
-
-class ServerContext(Protocol):
-    """What a connection needs of its server."""
-
-    handler: Handler
-    reject: Reject
-    admit_head: AdmitHead | None
-    response_headers: ResponseHeaders | None
-    limits: ClientLimits
-    ticker: Ticker
-    buffered: Buffered
-    spooled: ClientShares
-    num_exchanges: int
-
-    def enter(self, connection: CountedConnection) -> CortexError | None:
-        """Count a new connection, or return why it is rejected and not counted."""
-
-    def leave(self, connection: CountedConnection) -> None:
-        """Stop counting the connection, if it was counted."""
-
-
 class ClientConnection(asyncio.Protocol):
     """Serves requests one after the other, and rejects what the parser does not accept.
 
@@ -110,7 +72,7 @@ class ClientConnection(asyncio.Protocol):
         "transport",
     )
 
-    def __init__(self, server: ServerContext, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, server: Server, loop: asyncio.AbstractEventLoop) -> None:
         self._server = server
         self._limits = server.limits
         self._loop = loop
@@ -366,7 +328,7 @@ def _is_disconnected(transport: asyncio.Transport) -> bool:
 
 
 def encode_rejection(
-    server: ServerContext, error: CortexError, path: bytes = b"", headers: Headers = (), *, is_head: bool = False
+    server: Server, error: CortexError, path: bytes = b"", headers: Headers = (), *, is_head: bool = False
 ) -> bytes:
     """A whole response that ends its connection. At most the head of the request was read."""
     status, own, body = server.reject(error, path)

@@ -15,10 +15,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from cortex.http.server.connection import ClientConnection, ServerContext, encode_rejection
+from cortex.http.server.connection import ClientConnection, encode_rejection
 from cortex.wire.errors import CortexError
+
+if TYPE_CHECKING:
+    from cortex.http.server.server import Server
 
 INTERVAL_S = 10.0
 
@@ -81,7 +84,8 @@ _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class ArrivingConnection:
-    """A connection that was accepted and has no protocol yet: its TLS handshake may be running."""
+    """A connection that was accepted and has no protocol yet: its TLS handshake may be running. Its server counts it
+    and ends it like a `ClientConnection`."""
 
     is_idle = True
 
@@ -113,7 +117,7 @@ class Listener:
 
     def __init__(
         self,
-        server: ServerContext,
+        server: Server,
         sockets: Sequence[socket.socket],
         tls: ssl.SSLContext | None,
         *,
@@ -207,7 +211,7 @@ class _AcceptedConnection(ClientConnection):
 
     __slots__ = ("_arriving",)
 
-    def __init__(self, server: ServerContext, loop: asyncio.AbstractEventLoop, arriving: ArrivingConnection) -> None:
+    def __init__(self, server: Server, loop: asyncio.AbstractEventLoop, arriving: ArrivingConnection) -> None:
         super().__init__(server, loop)
         self._arriving = arriving
 

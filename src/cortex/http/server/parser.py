@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import httptools
 
+from cortex.http.composed_body import BodySpool, cannot_spool, no_room
 from cortex.http.limits import Buffered, ClientLimits, ClientShares
 from cortex.http.request import Headers, Request
-from cortex.http.server.spool import BodySpool, cannot_spool, no_room
 from cortex.wire.errors import BodyTooLarge, CortexError, HeadersTooLarge, MalformedHTTP
 
 _CHECKED = frozenset((b"host", b"content-length", b"content-type", b"expect", b"transfer-encoding"))

@@ -9,14 +9,8 @@ import ssl
 from collections.abc import Sequence
 
 from cortex.http.limits import Buffered, ClientLimits, ClientShares, ConnectionCounts
-from cortex.http.server.connection import (
-    CountedConnection,
-    Handler,
-    Reject,
-    Response,
-    ResponseHeaders,
-)
-from cortex.http.server.listener import Listener, ThrottledLog, listen
+from cortex.http.server.connection import ClientConnection, Handler, Reject, Response, ResponseHeaders
+from cortex.http.server.listener import ArrivingConnection, Listener, ThrottledLog, listen
 from cortex.http.server.parser import AdmitHead
 from cortex.http.ticker import Ticker
 from cortex.wire.errors import CortexError
@@ -52,7 +46,7 @@ class Server:
         """None admits every head, with a body up to the limit."""
         self.response_headers = response_headers
         """None adds no headers to responses."""
-        self.connections: set[CountedConnection] = set()
+        self.connections: set[ClientConnection | ArrivingConnection] = set()
         self.buffered = buffered or Buffered(self.limits.buffered_bytes)
         """Updated by the connections."""
         self.spooled = ClientShares(self.limits.spooled_bytes, self.limits.spooled_bytes_per_client)
@@ -81,7 +75,7 @@ class Server:
 
     # --- for the connections
 
-    def enter(self, connection: CountedConnection) -> CortexError | None:
+    def enter(self, connection: ClientConnection | ArrivingConnection) -> CortexError | None:
         """Count a new connection, or return why it is rejected and not counted."""
         rejection = self._counts.enter(connection.client)
         if rejection is None:
@@ -91,7 +85,7 @@ class Server:
             _throttled_log.warning(rejection.code, reason)
         return rejection
 
-    def leave(self, connection: CountedConnection) -> None:
+    def leave(self, connection: ClientConnection | ArrivingConnection) -> None:
         """Stop counting the connection, if it was counted."""
         if connection not in self.connections:
             return

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from cortex.http.composed_body import Body
 from cortex.http.request import Headers
 from cortex.http.upstream.faults import UpstreamFault
+
+if TYPE_CHECKING:
+    from cortex.http.upstream.connection import UpstreamConnection
+    from cortex.http.upstream.pool import Pool
 
 
 class Sink(Protocol):
@@ -38,22 +42,6 @@ class Sink(Protocol):
         """The response failed, or will not be complete."""
 
 
-class CallConnection(Protocol):
-    """The connection that carries a call."""
-
-    def set_reading(self, wanted: bool) -> None:
-        """Pause or resume reading from the node."""
-
-    def cut(self) -> None:
-        """Close at once."""
-
-
-class CallCounter(Protocol):
-    """Counts the running calls."""
-
-    num_calls: int
-
-
 class SilenceLimits(NamedTuple):
     """How long the node may send nothing: see `UpstreamLimits`."""
 
@@ -71,8 +59,8 @@ class UpstreamCall:
     """One running request. Made by `Pool.send`; callers use `pause`, `resume`, `abort` and `done`."""
 
     __slots__ = (
-        "_counter",
         "_paused",
+        "_pool",
         "body",
         "connection",
         "done",
@@ -82,19 +70,19 @@ class UpstreamCall:
         "sink",
     )
 
-    def __init__(self, head: bytes, body: Body, sink: Sink, silence: SilenceLimits, counter: CallCounter) -> None:
+    def __init__(self, head: bytes, body: Body, sink: Sink, silence: SilenceLimits, pool: Pool) -> None:
         self.head = head
         self.body = body
         self.sink = sink
         self.silence = silence
-        self.connection: CallConnection | None = None
+        self.connection: UpstreamConnection | None = None
         """None while connecting, and again when done."""
         self.is_retry = False
         self.done = False
         """The response is complete, has failed, or was aborted: the sink is not called again."""
         self._paused = False
-        self._counter = counter
-        counter.num_calls += 1
+        self._pool = pool
+        pool.num_calls += 1
 
     def pause(self) -> None:
         """Stop reading from the node. The time does not count as its silence. Idempotent."""
@@ -116,7 +104,7 @@ class UpstreamCall:
             if connection is not None:
                 connection.cut()
 
-    def assign(self, connection: CallConnection) -> None:
+    def assign(self, connection: UpstreamConnection) -> None:
         """For the connection: it has sent the request."""
         self.connection = connection
         if self._paused:
@@ -131,7 +119,7 @@ class UpstreamCall:
         self.done = True
         self.connection = None
         self.head = self.body = b""
-        self._counter.num_calls -= 1
+        self._pool.num_calls -= 1
 
     def fail(self, fault: UpstreamFault) -> None:
         """For the pool and the connection: the response will not be complete."""

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import httptools
 
 from cortex.http.chunks import ends_with_chunk
 from cortex.http.composed_body import ComposedBody
 from cortex.http.head import NOT_FOR_CLIENTS, end_to_end
-from cortex.http.limits import UpstreamLimits
 from cortex.http.request import Headers
-from cortex.http.ticker import Ticker
 from cortex.http.upstream.call import UpstreamCall
 from cortex.http.upstream.faults import ConnectionLost, MalformedResponse, UpstreamFault, UpstreamSilent
+
+if TYPE_CHECKING:
+    from cortex.http.upstream.pool import Pool
 
 _READ_BYTES = 128 * 1024
 
@@ -51,25 +52,6 @@ _JOIN_BYTES = 64 * 1024
 """Bodies up to this size are joined with their head, so that both leave in one packet."""
 
 
-class PoolContext(Protocol):
-    """What a connection needs of its pool."""
-
-    origin: str
-    is_down: bool
-    limits: UpstreamLimits
-    ticker: Ticker
-    connections: set[UpstreamConnection]
-
-    def keep(self, connection: UpstreamConnection) -> None:
-        """The connection is free for another call."""
-
-    def forget(self, connection: UpstreamConnection) -> None:
-        """The connection has closed."""
-
-    def send_on_new_connection(self, call: UpstreamCall) -> None:
-        """Send `call` again: the reused connection was dead."""
-
-
 class UpstreamConnection(asyncio.Protocol):
     """Sends a call's request and delivers the response to its sink. The parser's callbacks only record."""
 
@@ -100,7 +82,7 @@ class UpstreamConnection(asyncio.Protocol):
         "transport",
     )
 
-    def __init__(self, pool: PoolContext) -> None:
+    def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._parser = httptools.HttpResponseParser(self)
         self.transport: asyncio.Transport = cast(asyncio.Transport, None)  # until connection_made

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
-import msgspec
-
 from cortex.foreign.body import Access
 from cortex.http.request import Request
-from cortex.wire.errors import InvalidValue, MalformedJSON, shorten
+from cortex.wire.errors import InvalidValue, shorten
 from cortex.wire.fields.request_class import CLASSES, RequestClass, served_class
 from cortex.wire.node import headers, kv_blocks
 from cortex.wire.node.neighbours import Neighbour
-
-T = TypeVar("T")
 
 _PRINCIPAL = headers.PRINCIPAL.encode()
 _CLASS = headers.CLASS.encode()
@@ -87,21 +81,3 @@ def client_of(request: Request) -> str:
 def strips_billing(request: Request, setting: bool) -> bool:
     """Whether this node removes the billing line from a body; gateways do that for their own clients."""
     return setting and request.header(_PRINCIPAL) is None
-
-
-def decode(body: bytes, kind: type[T]) -> T:
-    """Raises InvalidValue or MalformedJSON."""
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError as problem:
-        raise InvalidValue(f"Invalid body: {shorten(str(problem))}.", param=_field(problem)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
-        raise MalformedJSON(
-            f"The body is not valid JSON: {shorten(str(problem))}. Send one JSON object in UTF-8."
-        ) from None
-
-
-def _field(problem: msgspec.ValidationError) -> str | None:
-    """The field that the message names: `$.model_id` is `model_id`."""
-    _, found, path = str(problem).rpartition("`$.")
-    return path.rstrip("`") if found else None

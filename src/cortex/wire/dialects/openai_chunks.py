@@ -11,7 +11,7 @@ import msgspec
 from cortex import __version__
 from cortex.wire.error_encoding import OPENAI
 from cortex.wire.errors import CortexError
-from cortex.wire.events import Finish, Timing, TokenLogprob, Usage, UsageSoFar
+from cortex.wire.events import Finish, Logprobs, Timing, TokenIds, TokenLogprob, Usage, UsageSoFar
 from cortex.wire.fields.request_class import tier_of
 from cortex.wire.requests import GenerateRequest
 from cortex.wire.response import summed, total_usage
@@ -97,12 +97,19 @@ class ChunkEncoder(ABC):
             chunk += b',"timings":' + msgspec.json.encode(self._timings)
         return frame(chunk + b"}")
 
-    def _note(self, event: UsageSoFar | Finish) -> None:
-        """Usage and time so far, for the chunks that follow."""
+    def _note(self, event: UsageSoFar | Finish | TokenIds | Logprobs) -> bytes:
+        """Keep what is part of the chunks that follow; the event has none of its own."""
+        if isinstance(event, TokenIds):
+            self._token_ids[event.index] = self._token_ids.get(event.index, ()) + event.tokens
+            return b""
+        if isinstance(event, Logprobs):
+            self._logprobs[event.index] = self._logprobs.get(event.index, ()) + event.tokens
+            return b""
         if self._is_continuous and isinstance(event, UsageSoFar):
             self._continuous[event.index] = event.usage
         if self._is_timed:
             self._timings = timings_body(event.usage, event.timing)
+        return b""
 
     def _finished(self, event: Finish, chunk: bytes) -> bytes:
         """The last `chunk` of a choice, and after that of the last one the end of the stream."""

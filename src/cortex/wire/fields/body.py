@@ -8,7 +8,7 @@ must be computable everywhere later.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Annotated, Any, TypeVar
 
@@ -18,6 +18,7 @@ from msgspec import Raw
 from cortex.wire.errors import InvalidValue, MalformedJSON, MissingModel, UnsupportedMediaType, shorten
 
 R = TypeVar("R")
+T = TypeVar("T")
 
 MAX_MODEL_NAME = 200
 """Characters in the name of a model."""
@@ -61,6 +62,24 @@ def check_content_type(content_type: str | None, *, required: bool = False) -> N
         return
     declared = f"declared as {shorten(kind)}" if kind else "not declared"
     raise UnsupportedMediaType(f"The body is {declared}, but it must be JSON; send 'content-type: application/json'.")
+
+
+def decode(body: bytes | Raw, kind: type[T]) -> T:
+    """A body as a value of `kind`. Raises InvalidValue or MalformedJSON."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as problem:
+        raise InvalidValue(f"Invalid body: {shorten(str(problem))}.", param=_field_of(problem)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
+        raise MalformedJSON(
+            f"The body is not valid JSON: {shorten(str(problem))}. Send one JSON object in UTF-8."
+        ) from None
+
+
+def _field_of(problem: msgspec.ValidationError) -> str | None:
+    """The field that the message names: `$.model_id` is `model_id`."""
+    _, found, path = str(problem).rpartition("`$.")
+    return path.rstrip("`") if found else None
 
 
 def parse(body: bytes, names: frozenset[str] | None = None) -> Fields:
@@ -347,3 +366,16 @@ def _describe(value: Any) -> str:
     if isinstance(value, dict):
         return "an object"
     return _KINDS.get(type(value), type(value).__name__)
+
+
+_object_decoder = msgspec.json.Decoder(dict[str, Raw])
+
+
+def replace_fields(body: bytes, values: Mapping[str, Any], *, without: Iterable[str] = ()) -> bytes:
+    """`body` with other values for some fields, without others, and everything else unchanged."""
+    fields = _object_decoder.decode(body)
+    for name in without:
+        fields.pop(name, None)
+    for name, value in values.items():
+        fields[name] = Raw(msgspec.json.encode(value))
+    return msgspec.json.encode(fields)

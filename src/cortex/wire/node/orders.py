@@ -142,3 +142,12 @@ class Recycled(NodeValue, frozen=True):
 
     device: int
     recycled: bool
+
+
+class ModelLog(NodeValue, frozen=True):
+    """The output of the server that runs a model."""
+
+    lines: tuple[str, ...] = ()
+    """Oldest first."""
+    next: int = 0
+    """How many lines there were in all, empty ones too: `after` for those that follow."""

@@ -10,8 +10,8 @@ from urllib.parse import parse_qsl, urlencode
 
 import msgspec
 
-from cortex.wire.errors import InvalidValue, MalformedJSON, MissingModel, UnsupportedMediaType, shorten
-from cortex.wire.fields.body import MAX_MODEL_NAME
+from cortex.wire.errors import InvalidValue, MissingModel, UnsupportedMediaType, shorten
+from cortex.wire.fields.body import MAX_MODEL_NAME, decode
 from cortex.wire.fields.tables.opaque import FIELDS
 from cortex.wire.opaque import multipart
 from cortex.wire.opaque.multipart import BodyBytes, FormPart, parse_media_type
@@ -28,9 +28,6 @@ _MAX_TEXT_BYTES = 1 << 16
 
 class _Model(msgspec.Struct):
     model: str | None = None
-
-
-_decoder = msgspec.json.Decoder(_Model)
 
 
 class OpaqueFields(NamedTuple):
@@ -131,12 +128,7 @@ def _model(names: list[str]) -> str:
 
 
 def _in_json(body: bytes) -> list[str]:
-    try:
-        model = _decoder.decode(body).model
-    except msgspec.ValidationError as problem:
-        raise InvalidValue(f"Invalid body: {shorten(str(problem))}.", param="model") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
-        raise MalformedJSON(f"The body is not valid JSON: {shorten(str(problem))}.") from None
+    model = decode(body, _Model).model
     return [] if model is None else [model]
 
 

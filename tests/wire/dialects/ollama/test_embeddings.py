@@ -22,13 +22,13 @@ from cortex.wire.pooling.parse import parse_embeddings
     ],
 )
 def test_texts_are_truncated_unless_the_client_says_otherwise(fields: dict[str, Any], truncate_to: int | None) -> None:
-    request = parse_embeddings(embeddings.request_body(msgspec.json.encode({"model": "e", **fields})))
+    request = parse_embeddings(embeddings.embed_request(None, msgspec.json.encode({"model": "e", **fields})))
     assert (request.truncate_to, request.texts) == (truncate_to, ("a",))
 
 
 @pytest.mark.parametrize("fields", [{}, {"input": ""}, {"input": []}, {"prompt": ""}, {"input": None}])
 def test_request_without_a_text_loads_the_model(fields: dict[str, Any]) -> None:
-    request = parse_embeddings(embeddings.request_body(msgspec.json.encode({"model": "e", **fields})))
+    request = parse_embeddings(embeddings.embed_request(None, msgspec.json.encode({"model": "e", **fields})))
     assert (request.loads_only, request.texts) == (True, ())
     empty = b'{"object": "list", "data": [], "model": "e"}'
     written, _ = embeddings.response_body(empty, embeddings.PATH, load_s=0.0, total_s=0.0)
@@ -38,7 +38,7 @@ def test_request_without_a_text_loads_the_model(fields: dict[str, Any]) -> None:
 
 def test_truncate_is_a_flag() -> None:
     with pytest.raises(InvalidValue, match="truncate"):
-        embeddings.request_body(b'{"model": "e", "input": "a", "truncate": 8}')
+        embeddings.embed_request(None, b'{"model": "e", "input": "a", "truncate": 8}')
 
 
 def test_vectors_are_passed_on_as_they_were_written() -> None:

@@ -20,7 +20,6 @@ from cortex.gateway.api.parts import ApiRoute, ApiServices
 from cortex.gateway.created_models import CreatedModels
 from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.gateway.proxy.routes import json_response
-from cortex.http.composed_body import Body
 from cortex.http.head import stream_headers
 from cortex.http.routing import Route
 from cortex.http.server.exchange import Exchange
@@ -62,12 +61,12 @@ class CreationRoutes:
 
     def routes(self) -> list[ApiRoute]:
         return [
-            Route("POST", f"{PREFIX}create", self._begin_create),
-            Route("POST", f"{PREFIX}copy", self._begin_copy),
-            Route("GET", models.BLOBS, self._begin_finding),
-            Route("POST", models.BLOBS, self._begin_upload),
+            Route("POST", f"{PREFIX}create", self._create),
+            Route("POST", f"{PREFIX}copy", self._copy),
+            Route("GET", models.BLOBS, self._find_upload),
+            Route("POST", models.BLOBS, self._upload),
             Route("GET", "/fleet/created", self._show_created),
-            Route("DELETE", "/fleet/created/(?P<name>.+)", self._begin_delete),
+            Route("DELETE", "/fleet/created/(?P<name>.+)", self._delete),
         ]
 
     async def delete(self, name: str) -> bool:
@@ -94,40 +93,30 @@ class CreationRoutes:
         created = self._created_models.read()
         return json_response({"models": sorted((*created.ids, *created.aliases))})
 
-    def _begin_delete(self, exchange: Exchange, name: str) -> None:
+    async def _delete(self, exchange: Exchange, name: str) -> Response:
         self._api.authenticate_operator(exchange.request)
+        if not await self.delete(name):
+            raise ModelNotFound(f"No model {shorten(name)} was created here.", param="model")
+        return json_response({"model": name})
 
-        async def deleted() -> Response:
-            if not await self.delete(name):
-                raise ModelNotFound(f"No model {shorten(name)} was created here.", param="model")
-            return json_response({"model": name})
-
-        self._api.deferred.respond(exchange, deleted())
-
-    def _begin_finding(self, exchange: Exchange, digest: str) -> None:
+    async def _find_upload(self, exchange: Exchange, digest: str) -> Response:
         self._api.authenticate_operator(exchange.request)
-        self._api.deferred.respond(exchange, self._find_upload(digest))
-
-    def _begin_upload(self, exchange: Exchange, digest: str) -> None:
-        self._api.authenticate_operator(exchange.request)
-        self._api.deferred.respond(exchange, self._upload(digest, exchange.request.upload or exchange.request.body))
-
-    async def _find_upload(self, digest: str) -> Response:
         found = await self._node_with([digest])
         if found is None or self._upload_node not in ("", found.name):  # a model's files are on one node
             raise ModelNotFound("The node that takes uploads does not have this one.")
         self._upload_node = found.name
         return Response(200, (), b"")
 
-    async def _upload(self, digest: str, body: Body) -> Response:
+    async def _upload(self, exchange: Exchange, digest: str) -> Response:
         """Store a file on a node: all files of a model on the same one."""
+        self._api.authenticate_operator(exchange.request)
         node = self._api.dispatcher.fleet.node(self._upload_node)
         if node is None or not (node.healthy and node.takes_orders):
             self._upload_node = self._files.roomiest_node()
         client = self._api.nodes[self._upload_node]
         await self._api.awaken(client.name)
         try:
-            await client.upload(digest, body)
+            await client.upload(digest, exchange.request.upload or exchange.request.body)
         except UpstreamFault as fault:
             self._upload_node = ""
             raise UpstreamUnavailable(f"Node {client.name} did not accept the upload: {fault}") from fault
@@ -147,13 +136,7 @@ class CreationRoutes:
                 log.debug("%s cannot list its uploads: %s", name, fault)
         return None
 
-    def _begin_create(self, exchange: Exchange) -> None:
-        self._api.authenticate_operator(exchange.request)
-        creation = modelfile.read_creation(exchange.request.body)
-        streams = wire_body.parse(exchange.request.body).flag("stream") is not False
-        self._api.deferred.respond(exchange, self._create(creation, streams=streams))
-
-    def _begin_copy(self, exchange: Exchange) -> None:
+    async def _copy(self, exchange: Exchange) -> Response:
         self._api.authenticate_operator(exchange.request)
         fields = wire_body.parse(exchange.request.body)
         source, name = (plain_name(fields.text(key) or "") for key in ("source", "destination"))
@@ -161,13 +144,13 @@ class CreationRoutes:
             raise InvalidValue("Give 'source' and 'destination', the names of a model and of its copy.")
         check_name(name, "destination")
         self._api.dispatcher.resolve(source)
-        self._api.deferred.respond(exchange, self._copy(modelfile.Creation(name=name, source=source)))
-
-    async def _copy(self, creation: modelfile.Creation) -> Response:
-        await self._make(creation)
+        await self._make(modelfile.Creation(name=name, source=source))
         return Response(200, (), b"")
 
-    async def _create(self, creation: modelfile.Creation, *, streams: bool) -> Response:
+    async def _create(self, exchange: Exchange) -> Response:
+        self._api.authenticate_operator(exchange.request)
+        creation = modelfile.read_creation(exchange.request.body)
+        streams = wire_body.parse(exchange.request.body).flag("stream") is not False
         chosen = await self._make(creation)
         statuses = [*creation.notes, f"using {chosen}", "success"]
         if not streams:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from cortex.fleet.catalogue import Alias, Resolution
+from cortex.fleet.catalogue import Alias
 from cortex.gateway.api.files import FileRoutes
 from cortex.gateway.api.jobs import Job
 from cortex.gateway.api.ollama import listing
@@ -26,7 +26,6 @@ from cortex.http.request import Request
 from cortex.http.routing import Route, path_of
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
-from cortex.system.tasks import OwnedTasks
 from cortex.wire.dialects.ollama import lines, models
 from cortex.wire.dialects.ollama.errors import OLLAMA
 from cortex.wire.errors import (
@@ -59,14 +58,13 @@ class OllamaRoutes:
         self._api = api
         self._files = files
         self._created = time.time()
-        self._tasks = OwnedTasks()
 
     def routes(self) -> list[ApiRoute]:
         return [
             *(Route("GET", f"{PREFIX}{name}", partial(self._list, name=name)) for name in ("version", "tags", "ps")),
-            Route("POST", f"{PREFIX}show", self._show_model),
-            Route("POST", f"{PREFIX}pull", self._begin_pull),
-            Route("DELETE", f"{PREFIX}delete", self._begin_delete),
+            Route("POST", f"{PREFIX}show", self._show),
+            Route("POST", f"{PREFIX}pull", self._pull),
+            Route("DELETE", f"{PREFIX}delete", self._delete),
             *(Route("", f"{PREFIX}{name}", _reject) for name in models.ABSENT),
         ]
 
@@ -76,22 +74,6 @@ class OllamaRoutes:
     def _list(self, exchange: Exchange, name: str) -> Response:
         return json_response(self._listing(name, self._key(exchange.request)))
 
-    def _show_model(self, exchange: Exchange) -> None:
-        name = models.read_name(exchange.request.body)
-        resolution = resolve_listed(self._api.dispatcher, self._key(exchange.request), name, "/api/tags")
-        self._api.deferred.respond(exchange, self._show(resolution, name))
-
-    def _begin_pull(self, exchange: Exchange) -> None:
-        self._pull(exchange, self._api.authenticate_operator(exchange.request))
-
-    def _begin_delete(self, exchange: Exchange) -> None:
-        self._api.authenticate_operator(exchange.request)
-        self._api.deferred.respond(exchange, self._delete(models.read_name(exchange.request.body)))
-
-    async def close(self) -> None:
-        """Stop following; nodes finish their downloads by themselves."""
-        await self._tasks.cancel()
-
     def _listing(self, name: str, key: KeySection | None) -> dict[str, Any]:
         if name == "version":
             return {"version": models.VERSION}
@@ -99,7 +81,9 @@ class OllamaRoutes:
         found = listing.listed(fleet, self._created, now, partial(keys.may_use, key))
         return models.tags(found) if name == "tags" else models.loaded(found)
 
-    async def _show(self, resolution: Resolution, name: str) -> Response:
+    async def _show(self, exchange: Exchange) -> Response:
+        name = models.read_name(exchange.request.body)
+        resolution = resolve_listed(self._api.dispatcher, self._key(exchange.request), name, "/api/tags")
         spec = resolution.spec
         files = listing.files_of(self._api.dispatcher.fleet, spec)
         template = spec.chat_template or await chat_template(self._api.dispatcher.fleet, self._api.nodes, files)
@@ -115,8 +99,10 @@ class OllamaRoutes:
         )
         return json_response(models.show(described))
 
-    async def _delete(self, name: str) -> Response:
-        """Deletes a model's files, or only the quantisation in `name`, from every node that has them."""
+    async def _delete(self, exchange: Exchange) -> Response:
+        """Deletes a model's files, or only the quantisation in its name, from every node that has them."""
+        self._api.authenticate_operator(exchange.request)
+        name = models.read_name(exchange.request.body)
         if await self._creations.delete(name):
             return Response(200, (), b"")
         resolution = self._api.dispatcher.resolve(name)
@@ -142,13 +128,14 @@ class OllamaRoutes:
             raise absent[0]
         return Response(200, (), b"")
 
-    def _pull(self, exchange: Exchange, by: str) -> None:
+    def _pull(self, exchange: Exchange) -> None:
+        by = self._api.authenticate_operator(exchange.request)
         name = models.read_name(exchange.request.body)
         fields = wire_body.parse(exchange.request.body)
         job = self._files.pull(name, by)
         is_whole = fields.flag("stream") is False
         following = _wait_for(exchange, job) if is_whole else _follow(exchange, job, models.digest(name, None))
-        self._tasks.start(following, f"follow {job.id}")
+        self._api.tasks.start(following, f"follow {job.id}")
 
 
 async def _wait_for(exchange: Exchange, job: Job) -> None:

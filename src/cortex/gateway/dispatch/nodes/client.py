@@ -29,7 +29,6 @@ from cortex.wire.errors import CortexError, LoadFailed, ModelNotFound, UpstreamU
 from cortex.wire.events import Usage
 from cortex.wire.node.bench import BenchRequest, BenchStatus
 from cortex.wire.node.groups import PreparedMember, PrepareMember
-from cortex.wire.node.model_log import ModelLog
 from cortex.wire.node.neighbours import Neighbour, key_hash, new_ticket
 from cortex.wire.node.orders import (
     AssembledFiles,
@@ -41,6 +40,7 @@ from cortex.wire.node.orders import (
     ForgottenBlocks,
     HubRepository,
     LoadRequest,
+    ModelLog,
     Recycled,
     Suspended,
     UnloadRequest,

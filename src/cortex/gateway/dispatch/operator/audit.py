@@ -6,7 +6,6 @@ Entries are written in batches, off the loop. While the database is unavailable,
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -129,12 +128,6 @@ class AuditLog:
             self._waiting.append(
                 AuditEntry(at_ms, key_id, key_name, client, action[:MAX_DETAIL], detail[:MAX_DETAIL], status)
             )
-
-    async def run(self) -> None:
-        """Write regularly, until cancelled."""
-        while True:
-            await asyncio.sleep(FLUSH_S)
-            await self.flush()
 
     async def flush(self) -> None:
         """Write what waits, and delete what is too old. Never raises."""

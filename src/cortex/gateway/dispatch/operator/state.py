@@ -59,12 +59,6 @@ class OperatorState:
         self._num_calls = 0
         self._turn = asyncio.Lock()
 
-    async def run(self) -> None:
-        """Synchronise until cancelled. A database that hangs delays nothing else."""
-        while True:
-            await asyncio.sleep(INTERVAL_S)
-            await self.synchronise()
-
     async def synchronise(self) -> None:
         """Write local changes and adopt those of other gateways. Never raises."""
         async with self._turn:

@@ -207,12 +207,6 @@ class ActivityFile:
         self._activity.restore(await asyncio.to_thread(self._read))
         await self.save()
 
-    async def run(self) -> None:
-        """Save regularly. Runs until it is cancelled."""
-        while True:
-            await asyncio.sleep(INTERVAL_S)
-            await self.save()
-
     async def save(self) -> None:
         """Write the requests if they differ from the file."""
         version = self._activity.version

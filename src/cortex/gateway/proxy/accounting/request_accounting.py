@@ -6,7 +6,6 @@ import itertools
 import logging
 import os
 from dataclasses import dataclass
-from functools import partial
 
 from cortex.gateway.dispatch.leases import Lease
 from cortex.gateway.proxy.accounting.activity import Capture, RequestRecord
@@ -15,8 +14,8 @@ from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest
 from cortex.gateway.proxy.routes import InferenceRoute
 from cortex.gateway.proxy.services import Services
 from cortex.http.observer import Outcome
-from cortex.telemetry.spans import INPUT_TOKENS, MODEL, OPERATION, OUTPUT_TOKENS, operation_name
-from cortex.telemetry.tracing import UNTRACED
+from cortex.http.upstream.faults import UpstreamFault
+from cortex.telemetry.tracing import INPUT_TOKENS, MODEL, OPERATION, OUTPUT_TOKENS, UNTRACED, operation_name
 from cortex.wire.errors import CortexError, ModelNotFound
 from cortex.wire.events import Usage
 from cortex.wire.words import duration
@@ -143,9 +142,7 @@ class RequestAccounting:
         estimate = self._estimate(num_response_bytes) if is_estimated else None
         may_node_know = self.route.runs_model and self.route.need != "relay"  # of those it reads no tokens
         if is_cut_off and usage is None and lease is not None and lease.abilities.reads_headers and may_node_know:
-            services.disconnected_usage.fetch(
-                services.nodes.get(node), self.attempt_id.decode(), estimate, partial(self._settle, lease, outcome)
-            )
+            services.settling.start(self._settle_cut_off(lease, outcome, estimate), f"usage of {self.attempt_id!r}")
         else:
             usage = usage or estimate
             self._settle(lease, outcome, usage)
@@ -179,6 +176,17 @@ class RequestAccounting:
             prompt = min(prompt, limit)
             completion = min(completion, limit - prompt)
         return Usage(prompt_tokens=prompt, completion_tokens=completion)
+
+    async def _settle_cut_off(self, lease: Lease, outcome: Outcome, estimate: Usage | None) -> None:
+        """Only the node knows the usage of a response that was cut off. It responds within seconds, or the call
+        fails."""
+        usage, attempt_id = estimate, self.attempt_id.decode()
+        try:
+            if (client := self.services.nodes.get(lease.node)) is not None:
+                usage = await client.request_usage(attempt_id)
+        except (UpstreamFault, CortexError) as problem:
+            budget_log.debug("usage estimated: node did not report it: %s", problem, extra={"attempt_id": attempt_id})
+        self._settle(lease, outcome, usage)
 
     def _settle(self, lease: Lease | None, outcome: Outcome, usage: Usage | None) -> None:
         """Record the usage, once it is known."""

@@ -6,7 +6,6 @@ memory.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -94,12 +93,6 @@ class RequestLog:
         elif not days and self._unsubscribe is not None:
             self._unsubscribe()
             self._unsubscribe = None
-
-    async def run(self) -> None:
-        """Write regularly, until cancelled."""
-        while True:
-            await asyncio.sleep(FLUSH_S)
-            await self.flush()
 
     async def flush(self) -> None:
         """Write completed requests and delete those that are too old. Never raises. Continues if its caller is

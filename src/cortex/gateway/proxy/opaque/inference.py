@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from cortex.gateway.ledger.keys import KeySection, check_operator
+from cortex.gateway.ledger.keys import check_operator
 from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest
 from cortex.gateway.proxy.inference import Inference, request_id_of
 from cortex.gateway.proxy.outgoing_body import OpaqueBody, access_of
@@ -15,8 +15,7 @@ from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
 from cortex.parsing.envelope import Envelope
 from cortex.system.tasks import run_once
-from cortex.telemetry.spans import Span
-from cortex.wire.errors import CortexError, ModelNotFound, ShuttingDown
+from cortex.wire.errors import CortexError, ModelNotFound
 from cortex.wire.opaque.fields import OpaqueFields
 from cortex.wire.opaque.routes import HEALTH_CHECKS, split_upstream, with_slash
 from cortex.wire.request_summary import RequestSummary
@@ -36,33 +35,23 @@ class OpaqueInference:
         received_at = services.clock()
         id = request_id_of(request.header(b"x-request-id"))
         span = services.tracer.begin(route.span_name, request.header(b"traceparent"))
-        key: KeySection | None = None
+        received = ReceivedRequest(exchange, route, id, span, received_at)
         try:
-            if self._inference.closing:
-                raise ShuttingDown("This gateway is shutting down; try again in a moment.", retry_after_s=5.0)
-            key = services.admission.authenticate(request)
-            if route.is_upstream and key is not None:
-                check_operator(key)  # a server may show data of other clients, and change itself
-            if key is None or not _sends_key(request):
+            self._inference.authenticate(received)
+            if route.is_upstream and received.key is not None:
+                check_operator(received.key)  # a server may show data of other clients, and change itself
+            if received.key is None or not _sends_key(request):
                 # Browsers send forms and follow links without a preflight request, also with the session of the page.
                 origin, host = request.text(b"origin"), request.text(b"host")
                 self.cross_site.check_origin(origin, host, request.text(b"sec-fetch-site"))
         except CortexError as error:
-            self._inference.reject_unread(exchange, route, key, id, span, error)
+            self._inference.reject_unread(received, error)
             return
-        task = run_once(self._receive(exchange, route, key, id, span, received_at), "read an opaque request")
+        task = run_once(self._receive(received), "read an opaque request")
         exchange.on_disconnect(task.cancel)
 
-    async def _receive(
-        self,
-        exchange: Exchange,
-        route: InferenceRoute,
-        key: KeySection | None,
-        id: bytes,
-        span: Span,
-        received_at: float,
-    ) -> None:
-        request, services = exchange.request, self._inference.services
+    async def _receive(self, received: ReceivedRequest) -> None:
+        request, route = received.exchange.request, received.route
         try:
             found: OpaqueFields | str
             if route.is_upstream:
@@ -71,19 +60,17 @@ class OpaqueInference:
                 found = await read_fields(request)
                 name = found.model
         except CortexError as error:
-            self._inference.reject_unread(exchange, route, key, id, span, error)
+            self._inference.reject_unread(received, error)
             return
         except asyncio.CancelledError:
-            services.metrics.disconnects.labels("wait").inc()
-            span.end({}, error="client_disconnected")
+            self._inference.disconnected(received)
             raise
         location = with_slash(request.method, request.path, request.query) if found == "/" else None
         if location is not None:
-            span.end({})
-            exchange.respond(307, ((b"location", location), *route.id_headers(id)), b"")
+            received.span.end({})
+            received.exchange.respond(307, ((b"location", location), *route.id_headers(received.id)), b"")
             return
-        envelope = Envelope(RequestSummary(name, stream=False, completion_limit=0, num_choices=1), ())
-        received = ReceivedRequest(exchange, route, b"", envelope, key, id, span, received_at)
+        received.envelope = Envelope(RequestSummary(name, stream=False, completion_limit=0, num_choices=1), ())
         is_check = route.is_upstream and request.method == b"GET" and found in HEALTH_CHECKS
 
         def body(admitted: AdmittedRequest) -> OpaqueBody:

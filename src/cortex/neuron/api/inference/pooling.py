@@ -25,6 +25,7 @@ from cortex.neuron.engine.request import EngineRequest, PooledTexts, StepOutput
 from cortex.neuron.models.pooling.config import NormalizeStep, PoolingConfig
 from cortex.neuron.text.tokenizer.encoder import TextsToEncode
 from cortex.neuron.tokenizer_process.protocol import packed
+from cortex.parsing.functions import parse_pooling
 from cortex.wire.errors import CortexError, InsufficientQuota, InvalidValue, LoadFailed, shorten, text_too_long
 from cortex.wire.events import Usage
 from cortex.wire.fields.body import check_content_type
@@ -193,7 +194,7 @@ class PoolingRoutes:
                 check_content_type(http.text(b"content-type"))
                 if path in MODEL_OPTIONAL and not names_model(http.body):
                     http.body = with_model(http.body, call.query("model") or self._only_model(path))
-                request = await shared.parser.parse_pooling(path, http.body, bodies.client_of(http))
+                request = await shared.parser.run(parse_pooling, path, body=http.body, client=bodies.client_of(http))
                 served = shared.backend.served(request.model)  # raises ModelNotFound
                 watch.model = request.model
                 is_of_gateway = bool(bodies.principal_of(http))

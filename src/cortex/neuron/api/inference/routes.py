@@ -39,8 +39,8 @@ from cortex.neuron.api.metrics import Metrics, RequestWatch
 from cortex.neuron.api.stream import EventStream
 from cortex.neuron.node.harness.harness import Upstream
 from cortex.parsing.parser import BodyParser
-from cortex.parsing.picture_scan import find_pictures
-from cortex.telemetry.spans import Tracer
+from cortex.parsing.pictures import find_pictures
+from cortex.telemetry.tracing import Tracer
 from cortex.wire import sse
 from cortex.wire.dialects import openai_chat, openai_responses
 from cortex.wire.dialects.dialect import EventEncoder
@@ -92,8 +92,8 @@ class Inference:
         self, http: Request, fields: dict[str, Any], without: tuple[str, ...], access: Access
     ) -> bytes:
         """A JSON body for the server of a model, with some fields set and others removed. Raises CortexError."""
-        client = bodies.client_of(http)
-        read = await self.parser.server_body(http.path.decode(), http.body, client, without=without, access=access)
+        arguments, client = (http.path.decode(), without, access), bodies.client_of(http)
+        read = await self.parser.run(server_body, *arguments, body=http.body, client=client)
         return read.with_fields(fields)
 
     def handler(self, name: str) -> Handler:
@@ -366,7 +366,7 @@ class RelayedSession:
         num_bytes = len(chat) - pictures.num_bytes
         path, num_tokens = _PATH.decode(), num_bytes + pictures.num_tokens
         fields, without = operator_fields(self._upstream, path, head, num_tokens, self._token_limit)
-        body = server_body(path, chat, without, self._access).with_fields(fields)
+        body = server_body(path, without, self._access, chat).with_fields(fields)
         return body, len(body) - pictures.num_bytes + pictures.num_tokens
 
 

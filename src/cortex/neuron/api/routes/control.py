@@ -13,7 +13,6 @@ from cortex.http.ticker import Ticker
 from cortex.neuron.api import responses
 from cortex.neuron.api.access import NodeAccess
 from cortex.neuron.api.backend import Backend
-from cortex.neuron.api.bodies import decode
 from cortex.neuron.api.calls import ApiCall, Route
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.stream import EventStream
@@ -21,6 +20,7 @@ from cortex.system.build import build_information, version_of
 from cortex.wire import llama_cpp, sse
 from cortex.wire.dialects.ollama.models import RUNNING, is_for_ollama
 from cortex.wire.errors import InvalidValue, RouteNotFound, shorten
+from cortex.wire.fields.body import decode
 from cortex.wire.model_names import check_name
 from cortex.wire.node.bench import BenchRequest
 from cortex.wire.node.groups import PrepareMember

@@ -132,7 +132,7 @@ class OllamaRoutes:
     async def embed(self, call: ApiCall) -> Response | None:
         began_s = time.monotonic()
         request = call.request
-        body = await self.parser.translate_embed(request.body, None, client_of(request))
+        body = await self.parser.run(embeddings.embed_request, None, body=request.body, client=client_of(request))
         path = request.path.decode("latin-1")
         inner = ApiCall(call.exchange, {})
         inner.translate = lambda model: OllamaEmbeddings(path, model, began_s, inner.load_s)

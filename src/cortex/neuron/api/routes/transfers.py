@@ -14,11 +14,11 @@ from cortex.http.server.exchange import ClientPace, Exchange
 from cortex.http.server.server import Response
 from cortex.neuron.api import responses
 from cortex.neuron.api.backend import Backend
-from cortex.neuron.api.bodies import decode
 from cortex.neuron.api.calls import ApiCall, Route
 from cortex.neuron.engine.host_pages.block_files import Piece
 from cortex.neuron.engine.host_pages.store import ChosenBlocks
 from cortex.wire.errors import InvalidValue, ModelNotFound
+from cortex.wire.fields.body import decode
 from cortex.wire.node.kv_blocks import PAGES, BlocksRequest
 from cortex.wire.node.kv_blocks import PATH as BLOCKS_PATH
 from cortex.wire.node.neighbours import PATH as FILES_PATH

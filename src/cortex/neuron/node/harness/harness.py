@@ -15,7 +15,7 @@ from cortex.neuron.text.model import TextInspection
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.system.tasks import finish_all
 from cortex.wire.errors import ModelUnsupported, shorten
-from cortex.wire.node.model_log import ModelLog
+from cortex.wire.node.orders import ModelLog
 
 
 class Upstream(Protocol):

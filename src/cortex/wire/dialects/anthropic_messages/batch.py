@@ -8,7 +8,8 @@ from typing import NamedTuple
 import msgspec
 from msgspec import Raw
 
-from cortex.wire.errors import InvalidValue, MalformedJSON, shorten
+from cortex.wire.errors import InvalidValue
+from cortex.wire.fields.body import decode
 
 PATH = "/v1/messages"
 _ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -30,14 +31,9 @@ class Requests(NamedTuple):
     num_lines: int
 
 
-def parse(body: bytes, max_lines: int) -> Requests:
+def parse_batch(max_lines: int, body: bytes) -> Requests:
     """Raises InvalidValue or MalformedJSON."""
-    try:
-        requests = msgspec.json.decode(body, type=_Batch).requests
-    except msgspec.ValidationError as problem:
-        raise InvalidValue(f"Invalid body: {shorten(str(problem))}.") from problem
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
-        raise MalformedJSON(f"The body is not valid JSON: {shorten(str(problem))}") from problem
+    requests = decode(body, _Batch).requests
     if not 1 <= len(requests) <= max_lines:
         raise InvalidValue(f"requests: a batch has 1 to {max_lines} (batches.max_lines).", param="requests")
     seen: set[str] = set()

@@ -8,17 +8,42 @@ from typing import Any
 import msgspec
 
 from cortex.wire.dialects.dialect import Dialect
-from cortex.wire.dialects.llama_cpp_infill.fields import FIELDS
 from cortex.wire.dialects.openai_chunks import stream_error, timings_body
 from cortex.wire.error_encoding import from_code
 from cortex.wire.events import AnyEvent, Failure, Finish, ReasoningDelta, TextDelta
 from cortex.wire.fields.body import LARGEST_COUNT, Fields
 from cortex.wire.fields.sampling import LOCAL, read_sampling
+from cortex.wire.fields.tables.shared import CACHE_SALT, SAMPLING
+from cortex.wire.fields.tables.table import FieldTable, content, in_envelope, limit, tolerated
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import GenerateRequest, Reasoning, Text
 from cortex.wire.response import gather
 from cortex.wire.sse import frame
 from cortex.wire.tenant import read_tenant
+
+FIELDS = FieldTable(
+    (
+        in_envelope("model", "other"),
+        content("input_prefix", "def f(", "the text before the gap"),
+        content("input_suffix", "return x", "the text behind it"),
+        content("prompt", "other", "the beginning of what is filled in"),
+        content(
+            "input_extra",
+            [{"filename": "a.py", "text": "x = 1"}],
+            "other files, before all else; with the tokens for repositories, if the model has them",
+        ),
+        limit("n_predict", 9, "-1 is no limit, 0 computes the prompt alone"),
+        in_envelope("stream", True),
+        CACHE_SALT,
+        tolerated("cache_prompt", True, "prefixes are always cached"),
+        tolerated("id_slot", -1),
+        tolerated("n_indent", 0),
+        tolerated("t_max_prompt_ms", 500, "a hint for speed"),
+        tolerated("t_max_predict_ms", 500, "a hint for speed"),
+        tolerated("response_fields", ["content"]),
+    ),
+    SAMPLING,
+)
 
 
 def read_summary(fields: Fields) -> RequestSummary:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,6 @@ from cortex.wire.dialects.ollama.lines import (
     stream_error,
     whole_body,
 )
-from cortex.wire.events import AnyEvent
 from cortex.wire.fields.body import Fields
 from cortex.wire.fields.tools import ToolList, read_arguments
 from cortex.wire.request_summary import RequestSummary
@@ -125,18 +124,6 @@ def _shape(*, text: str = "", thinking: str = "", calls: Sequence[dict[str, Any]
     return {"message": message}
 
 
-class Encoder(LineEncoder):
-    def __init__(self, request: GenerateRequest, *, id: str, created: int, model: str) -> None:
-        del id  # responses have none
-        super().__init__(_shape, request, created=created, model=model)
-
-
-def fold(events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, created: int, model: str) -> bytes:
-    """The whole response as one body. Raises the error of a `Failure`."""
-    del id
-    return whole_body(_shape, events, request, created=created, model=model)
-
-
 DIALECT = Dialect(
     name="ollama_chat",
     path="/api/chat",
@@ -144,8 +131,8 @@ DIALECT = Dialect(
     conversation=("messages",),
     read_summary=read_summary,
     parse=parse,
-    new_encoder=Encoder,
-    fold=fold,
+    new_encoder=partial(LineEncoder, _shape),
+    fold=partial(whole_body, _shape),
     stream_error=stream_error,
     id_prefix="ollama-",
     family=OLLAMA,

@@ -37,9 +37,9 @@ class _Embeddings(msgspec.Struct, frozen=True):
 _decoder = msgspec.json.Decoder(_Embeddings)
 
 
-def request_body(body: bytes, model: str | None = None) -> bytes:
-    """The body for `/v1/embeddings`, with `model` in place of the client's name. Raises MalformedJSON, MissingModel or
-    InvalidValue."""
+def embed_request(model: str | None, body: bytes) -> bytes:
+    """The body for `/v1/embeddings`, with `model`, if there is one, in place of the client's name. Raises
+    MalformedJSON, MissingModel or InvalidValue."""
     fields = wire_body.parse(body)
     is_old = "prompt" in fields and "input" not in fields
     texts = fields.texts("prompt" if is_old else "input")

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import msgspec
 
-from cortex.wire.dialects.dialect import Dialect
-from cortex.wire.dialects.ollama import request
-from cortex.wire.dialects.ollama.errors import OLLAMA
+from cortex.wire.dialects.ollama import chat, request
 from cortex.wire.dialects.ollama.fields import GENERATE, GENERATE_PRESET
-from cortex.wire.dialects.ollama.lines import (
-    CONTENT_TYPE,
-    KEEPALIVE,
-    LineEncoder,
-    loading_line,
-    stream_error,
-    whole_body,
-)
-from cortex.wire.events import AnyEvent
+from cortex.wire.dialects.ollama.lines import LineEncoder, loading_line, whole_body
 from cortex.wire.fields.body import Fields
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import GenerateRequest, Message, PicturePart, Text
@@ -68,36 +59,19 @@ def _shape(*, text: str = "", thinking: str = "", calls: Sequence[dict[str, Any]
     return fields
 
 
-class Encoder(LineEncoder):
-    def __init__(self, request: GenerateRequest, *, id: str, created: int, model: str) -> None:
-        del id  # responses have none
-        super().__init__(_shape, request, created=created, model=model)
-
-
-def fold(events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, created: int, model: str) -> bytes:
-    """The whole response as one body. Raises the error of a `Failure`."""
-    del id
-    return whole_body(_shape, events, request, created=created, model=model)
-
-
-DIALECT = Dialect(
+DIALECT = dataclasses.replace(
+    chat.DIALECT,
     name="ollama_generate",
     path="/api/generate",
     fields=GENERATE,
     conversation=("system", "prompt"),
     read_summary=read_summary,
     parse=parse,
-    new_encoder=Encoder,
-    fold=fold,
-    stream_error=stream_error,
-    id_prefix="ollama-",
-    family=OLLAMA,
-    content_type=CONTENT_TYPE,
-    keepalive=KEEPALIVE,
+    new_encoder=partial(LineEncoder, _shape),
+    fold=partial(whole_body, _shape),
     is_chat=False,
     client_fields={"messages": "prompt"},
     preset=GENERATE_PRESET,
-    picture_marks=(b'"images"',),
     pictures=pictures,
     loading_chunk=partial(loading_line, _shape),
 )

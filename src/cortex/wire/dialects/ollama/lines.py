@@ -56,7 +56,8 @@ def loading_line(shape: Shape, model: str, text: str, created: float) -> bytes:
 class LineEncoder:
     """Events to lines. One per response. A call is one line, when it is complete."""
 
-    def __init__(self, shape: Shape, request: GenerateRequest, *, created: int, model: str) -> None:
+    def __init__(self, shape: Shape, request: GenerateRequest, *, id: str, created: int, model: str) -> None:
+        del id  # responses have none
         self._shape = shape
         self._head = msgspec.json.encode({"model": model, "created_at": timestamp(created)})[:-1] + b","
         """The beginning of every line, encoded once."""
@@ -106,9 +107,10 @@ class LineEncoder:
 
 
 def whole_body(
-    shape: Shape, events: Iterable[AnyEvent], request: GenerateRequest, *, created: int, model: str
+    shape: Shape, events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, created: int, model: str
 ) -> bytes:
     """The whole response as one body. Raises the error of a `Failure`."""
+    del id
     received = list(events)
     choice: ResponseChoice = gather(received)[0]
     cut_off = {event.call for event in received if isinstance(event, ToolCallStop) and not event.is_complete}

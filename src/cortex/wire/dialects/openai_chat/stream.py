@@ -70,15 +70,8 @@ class Encoder(ChunkEncoder):
             case Start(prompt_token_ids=prompt):
                 delta = {"role": "assistant", "content": "", "refusal": None}
                 return self._chunk([self._choice(event.index, delta)], prompt=prompt)
-            case TokenIds(tokens=token_ids):
-                self._token_ids[event.index] = self._token_ids.get(event.index, ()) + token_ids
-                return b""
-            case Logprobs(tokens=tokens):
-                self._logprobs[event.index] = self._logprobs.get(event.index, ()) + tokens
-                return b""
-            case UsageSoFar():
-                self._note(event)
-                return b""
+            case TokenIds() | Logprobs() | UsageSoFar():
+                return self._note(event)
             case PromptLogprobs():
                 return b""  # a stream has none
             case Finish():

@@ -17,7 +17,6 @@ from cortex.wire.dialects.openai_chunks import (
     timings_body,
     usage_body,
 )
-from cortex.wire.dialects.openai_completions.fields import FIELDS
 from cortex.wire.error_encoding import from_code
 from cortex.wire.events import (
     AnyEvent,
@@ -43,11 +42,44 @@ from cortex.wire.fields.sampling import (
     read_stream_options,
     read_truncation,
 )
+from cortex.wire.fields.tables.shared import ACCOUNT, EXTENSIONS, OUTPUT, PROMPT, SAMPLING, STREAM
+from cortex.wire.fields.tables.table import FieldTable, content, honoured, in_envelope, limit, rejected
 from cortex.wire.preset import PresetFields
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import GenerateRequest, Prompt, Reasoning, Text
 from cortex.wire.response import ResponseChoice, gather, total_usage
 from cortex.wire.tenant import read_tenant
+
+FIELDS = FieldTable(
+    (
+        in_envelope("model", "other"),
+        content("prompt", "other", "a string, token ids, or a list of either"),
+        honoured("echo", True),
+        limit(
+            "max_tokens",
+            9,
+            "of completions: absent, they end with the text or the context (16 tokens in OpenAI's API); "
+            "0: no tokens, with `echo` the prompt alone; -1 is no limit, as in llama.cpp",
+        ),
+        limit("n_predict", 9, "llama.cpp's name for `max_tokens`; -1 is no limit, 0 computes the prompt alone"),
+        in_envelope("n", 2),
+        honoured("logprobs", 2, "with `echo` also of the prompt"),
+        honoured("prompt_logprobs", 1, "vLLM; not in a stream"),
+        honoured("return_token_ids", True, "vLLM: `token_ids` of choices, and `prompt_token_ids`"),
+        honoured("response_format", {"type": "json_object"}),
+        honoured("user", "u"),
+        honoured("suffix", "x", "fills in before it; for models with the capability `insert`"),
+        rejected("best_of", 3, "ranking of candidates is not supported; request several with 'n'", 1),
+        rejected("add_special_tokens", False, "send the prompt as token ids to leave them out", True),
+        rejected("prompt_embeds", "x", "a prompt is text or token ids"),
+    ),
+    STREAM,
+    SAMPLING,
+    OUTPUT,
+    PROMPT,
+    ACCOUNT,
+    EXTENSIONS,
+)
 
 
 def read_summary(fields: Fields) -> RequestSummary:
@@ -145,17 +177,10 @@ class Encoder(ChunkEncoder):
                 if index not in self._counting and index not in self._logprobs:
                     self._offsets[index] = self._offsets.get(index, 0) + len(text)
                 return self._text_chunk(index, "text", text)
-            case Logprobs(tokens=tokens):
-                self._logprobs[event.index] = self._logprobs.get(event.index, ()) + tokens
-                return b""
-            case UsageSoFar():
-                self._note(event)
-                return b""
+            case Logprobs() | UsageSoFar() | TokenIds():
+                return self._note(event)
             case Start(prompt_token_ids=prompt):
                 self._prompts[event.index] = prompt
-                return b""
-            case TokenIds(tokens=token_ids):
-                self._token_ids[event.index] = self._token_ids.get(event.index, ()) + token_ids
                 return b""
             case Finish():
                 self._note(event)

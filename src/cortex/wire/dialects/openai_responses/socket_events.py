@@ -16,7 +16,7 @@ from cortex.wire.dialects.openai_responses.response import usage_body
 from cortex.wire.error_encoding import BY_CODE, OPENAI
 from cortex.wire.errors import CortexError, InvalidValue, MalformedJSON, shorten
 from cortex.wire.events import Usage
-from cortex.wire.fields.raw_fields import replace_fields
+from cortex.wire.fields.body import replace_fields
 
 _STREAM_ID = re.compile(r"[A-Za-z0-9_.-]{1,256}")
 _TRANSPORT_FIELDS = ("type", "stream_id", "generate", "background", "stream", "stream_options")
@@ -47,17 +47,17 @@ _members = msgspec.json.Decoder(_Members)
 _MAX_VALUE_BYTES = 1024
 
 
-def read_event(text: bytes) -> ClientEvent:
-    """Raises InvalidValue or MalformedJSON."""
+def read_event(body: bytes) -> ClientEvent:
+    """What a client sends in one message. Raises InvalidValue or MalformedJSON."""
     try:
-        members = _members.decode(text)
+        members = _members.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as problem:
         raise MalformedJSON(f"The event is not a JSON object: {shorten(str(problem))}.") from None
     stream_id = _value(members.stream_id, "stream_id")
     if stream_id is not None and not (isinstance(stream_id, str) and _STREAM_ID.fullmatch(stream_id)):
         raise InvalidValue("stream_id: 1 to 256 letters, digits, `_`, `.` or `-`.", param="stream_id")
     try:
-        return _event(text, members, stream_id)
+        return _event(body, members, stream_id)
     except CortexError as error:
         error.details["stream_id"] = stream_id
         raise

@@ -35,7 +35,7 @@ from cortex.system.tasks import finish_all
 from cortex.wire.errors import LoadFailed, ModelUnsupported, Recovering, UnsupportedModality, shorten
 from cortex.wire.node.groups import GroupMember, PreparedMember, PrepareMember
 from cortex.wire.node.load_options import SamplingDefaults
-from cortex.wire.node.model_log import ModelLog
+from cortex.wire.node.orders import ModelLog
 from cortex.wire.node.protocol import Capabilities, Device
 from cortex.wire.words import os_error_in_words
 

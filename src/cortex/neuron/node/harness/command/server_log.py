@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import groupby
 
-from cortex.wire.node.model_log import ModelLog
+from cortex.wire.node.orders import ModelLog
 
 _ESCAPE = re.compile(rb"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|[@-Z\\-_])")
 _KEPT_LINES = 500

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from cortex.fleet.sleeping import WakeRules
-from cortex.gateway.dispatch.nodes.waking import magic_packet, wake
+from cortex.gateway.dispatch.effects import magic_packet, wake
 from cortex.wire.errors import UpstreamUnavailable
 
-from ....waiting import WAIT_S
+from ...waiting import WAIT_S
 
 MAC = bytes((0x0A, 0x1B, 0x2C, 0x3D, 0x4E, 0xFF))
 
@@ -64,7 +64,7 @@ def test_rules_need_exactly_one_valid_way(fields: dict[str, str]) -> None:
 IN_NAMESPACE = """
 import asyncio, socket, subprocess
 from cortex.fleet.sleeping import WakeRules
-from cortex.gateway.dispatch.nodes.waking import wake
+from cortex.gateway.dispatch.effects import wake
 for command in (
     "link add near type veth peer name far", "addr add 10.9.8.1/24 dev near", "link set near up", "link set far up"
 ):

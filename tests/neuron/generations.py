@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
-from cortex.neuron.api.backend import GenerationStream
+from cortex.neuron.api.inference.session import BudgetedGeneration
 from cortex.neuron.engine.request import StepOutput
-from cortex.neuron.node.generation import Fail, Receive
+from cortex.neuron.node.generation import Fail, Generation, Receive
 from cortex.wire.errors import CortexError
 
 
@@ -48,7 +48,7 @@ class PlayedGeneration:
 class Reader:
     """What a generation delivers, to be read. Raises its failure at the end."""
 
-    def __init__(self, generation: GenerationStream) -> None:
+    def __init__(self, generation: Generation | BudgetedGeneration | PlayedGeneration) -> None:
         self._arrived: asyncio.Queue[Sequence[StepOutput] | CortexError] = asyncio.Queue()
         self._has_ended = False
         self.cancel = generation.cancel

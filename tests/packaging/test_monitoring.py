@@ -16,9 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cortex.gateway.metrics import GAUGES, GaugeSample
 from cortex.gateway.metrics import Metrics as GatewayMetrics
-from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.metrics import Metrics as NodeMetrics
 from cortex.neuron.engine.request import EngineStats
+from cortex.neuron.node.node import Node
 from cortex.wire.events import Finish, TextDelta, Usage
 from cortex.wire.node.protocol import DeviceHealth, Fallback, Health, ModelState, ModelStatus
 
@@ -63,7 +63,7 @@ def node_exposition() -> bytes:
         task_restarts=lambda: {"t": 1},
         texts=SimpleNamespace(tokenised_characters=lambda: {"m": 1}),
     )
-    metrics = NodeMetrics(cast("Backend", backend))
+    metrics = NodeMetrics(cast("Node", backend))
     with metrics.watch("openai_chat") as watch:
         watch.observe([TextDelta(text="a")])
         watch.observe([Finish(reason="stop", usage=Usage(prompt_tokens=1))])

@@ -166,7 +166,7 @@ class ScriptedFiles:
 
 @dataclass
 class ScriptedNode:
-    """A `Backend` without devices."""
+    """What the API needs of a `Node`, without devices."""
 
     text_model: TextModel
     script: Script = field(default_factory=Script)

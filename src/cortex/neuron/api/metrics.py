@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.metrics_core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from cortex.neuron.api.backend import Backend
+from cortex.neuron.node.node import Node
 from cortex.telemetry.tracing import MODEL, OPERATION, operation_name
 from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import CortexError
@@ -71,7 +71,7 @@ UNKNOWN_MODEL = "unknown"
 class Metrics:
     """Owns its registry. Requests update the counters; gauges are read at each scrape."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Node) -> None:
         self._registry = CollectorRegistry()
         counter, histogram = self._counter, self._histogram
         named = (MODEL.replace(".", "_"), OPERATION.replace(".", "_"))
@@ -184,7 +184,7 @@ class RequestWatch:
 class _NodeState(Collector):
     """The state of the node and the engines' counters at the time of the scrape."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Node) -> None:
         self._backend = backend
 
     def describe(self) -> Iterable[Metric]:

@@ -29,7 +29,6 @@ from cortex.http.ticker import Ticker
 from cortex.http.tls import CHECK_FILES_S, ServerCertificate
 from cortex.neuron.api import responses
 from cortex.neuron.api.access import NodeAccess, NodeKeys, read_keys
-from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.calls import ApiCall, Route
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.inference.keep_alive import KeepAliveUnloads
@@ -75,7 +74,7 @@ class NodeApi:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: Node,
         drain_gate: DrainGate,
         *,
         keepalive_s: float = 2.0,

@@ -40,7 +40,7 @@ from cortex.neuron.engine.scheduling.scheduler import Scheduler
 from cortex.neuron.engine.sleep import ModelSleep
 from cortex.neuron.engine.speculation.drafter import Drafter, ProposalKind
 from cortex.neuron.engine.speculation.speculation import Speculation
-from cortex.neuron.engine.speculation.width_rule import FastestWidths, WidthRule
+from cortex.neuron.engine.speculation.width_rule import FastestWidths
 from cortex.neuron.engine.step_loop import StepLoop
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.towers.config import PASS_PATCHES
@@ -89,7 +89,7 @@ class Engine:
         *,
         overlaps: bool | None = None,
         moves_weights: bool | None = None,
-        width_rule: Callable[[Runner], WidthRule] | None = None,
+        width_rule: Callable[[Runner], FastestWidths] | None = None,
         new_drafter: type[Drafter] = Drafter,
         reserved_tokens: int = RESERVED_TOKENS,
     ) -> None:
@@ -252,7 +252,7 @@ class Engine:
         """The name of this model's blocks; `own`: the name of the part loaded here."""
         return own
 
-    def _fastest_widths(self, runner: Runner) -> WidthRule:
+    def _fastest_widths(self, runner: Runner) -> FastestWidths:
         growth, cost = STEP_GROWTH[self._device.type], self._loaded.proposal_cost
         return FastestWidths(STEP_SIZES[self._device.type], growth, lambda: runner.max_draft_tokens, cost)
 

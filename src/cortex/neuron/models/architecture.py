@@ -26,7 +26,7 @@ from cortex.neuron.layers.configs import (
     Shard,
 )
 from cortex.neuron.layers.recurrent.configs import RecurrentConfig
-from cortex.neuron.models.config import DecoderConfig, UnsupportedModel
+from cortex.neuron.models.config import DecoderConfig, UnsupportedModel, count_in, routed
 from cortex.neuron.models.layer import (
     BlockNorms,
     LayerConfig,
@@ -272,6 +272,20 @@ class Architecture(ABC):
     def read_ends(self) -> EndsConfig:
         """The options of embedding, last norm and head."""
         return EndsConfig(self.norm)
+
+    def mixture(
+        self, inner: str, experts: str, renormalise: bool, *, top_k: str = "num_experts_per_tok", **options: Any
+    ) -> MoEConfig:
+        """Routed experts, whose sizes the config has under these names. Raises UnsupportedModel for sizes that
+        contradict each other."""
+        return routed(
+            self.config.hidden,
+            count_in(self.raw, inner),
+            count_in(self.raw, experts),
+            count_in(self.raw, top_k),
+            renormalise,
+            **options,
+        )
 
     @abstractmethod
     def mixer(self, index: int) -> MixerConfig | None:

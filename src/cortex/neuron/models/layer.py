@@ -284,17 +284,3 @@ def of_mtp(layer: LayerConfig, norm: NormConfig) -> PredictionConfig:
         hidden_norm="mtp.pre_fc_norm_hidden",
         last_norm="mtp.norm",
     )
-
-
-def of_next_layer(layer: LayerConfig, norm: NormConfig, name: str, *, carries_norm: bool) -> PredictionConfig:
-    """The head as DeepSeek and GLM publish it: `name` is the layer after the last one."""
-    return PredictionConfig(
-        layer,
-        norm,
-        layer_name=name,
-        projection=f"{name}.eh_proj",
-        embedding_norm=f"{name}.enorm",
-        hidden_norm=f"{name}.hnorm",
-        last_norm=f"{name}.shared_head.norm",
-        carries_norm=carries_norm,
-    )

@@ -12,12 +12,12 @@ from cortex.neuron.node.bench.workload import Workload
 from cortex.neuron.node.devices import ReadDevices
 from cortex.neuron.node.harness.command.host import ServerTimes
 from cortex.neuron.node.harness.harness import Harness
-from cortex.neuron.node.inspection_process.client import Inspector
+from cortex.neuron.node.inspection_process.client import InspectionProcess
 from cortex.neuron.node.inspection_process.preflight import objection
 from cortex.neuron.node.library import Fetch
 from cortex.neuron.node.loading.context_allocator import ContextRules
 from cortex.neuron.node.memory.kv_exchange import ExchangeRules
-from cortex.neuron.node.text.work import TextSource
+from cortex.neuron.tokenizer_process.client import TokenizerClient
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.discovery import Inventory, discover, read_devices
 from cortex.neuron.worker.factory import WorkerFactory
@@ -53,9 +53,9 @@ class NodeDependencies:
     read_devices: ReadDevices = read_devices
     read_host: Callable[[], HostMemory] = read_host_memory
     fetch: Fetch = fetch
-    inspector: Callable[[], Inspector] | None = None
+    inspector: Callable[[], InspectionProcess] | None = None
     """None for a process with limits."""
-    open_text: Callable[[Path, str | None], TextSource] | None = None
+    open_text: Callable[[Path, str | None], TokenizerClient] | None = None
     """None for a tokenizer process per model."""
     policy: BackoffPolicy = field(default_factory=BackoffPolicy)
     timeouts: WorkerTimeouts | None = None

@@ -1,7 +1,8 @@
 """The node: its devices, its models, and the operations of the HTTP API. Lives on the daemon's loop.
 
 Reads (`discovery`, `health`, `models`, `model`) return known state and never wait for a worker, a disk or a driver.
-Each model has one controller; the node finds it and passes requests on.
+Each model has one controller; the node finds it and passes requests on. All errors for the API are CortexErrors.
+Cancelling a call cancels its work, except for a load.
 """
 
 from __future__ import annotations
@@ -420,7 +421,7 @@ class Node:
         return self._models.controller(model_id).serving_instance().generate(request)
 
     async def fetch_kv(self, model_id: str, request: EngineRequest, source: Neighbour) -> None:
-        """Fetches KV of the prompt from a node that has computed it, if that is expected to be faster."""
+        """Fetches KV of the prompt from a node that has computed it, if that is expected to be faster. Never raises."""
         instance = self._models.controller(model_id).instance
         if instance is not None and instance.host.resident is not None:  # else its worker was lost just now
             info = instance.resident.info
@@ -437,8 +438,8 @@ class Node:
         return resident is not None and resident.info.computes_fronts
 
     def upstream(self, model_id: str) -> Upstream | None:
-        """The server that takes the model's requests as text; None if `generate` takes them. Raises ModelNotFound or
-        LoadFailed."""
+        """The server that takes the model's requests as text; None if `generate` takes them. `generate` with an empty
+        prompt then reserves a slot in it, which the first output grants. Raises ModelNotFound or LoadFailed."""
         model = self._models.options(model_id)
         return self._harnesses.of(model).upstream(model)
 

@@ -11,9 +11,9 @@ import anthropic
 import pytest
 from anthropic.types import TextBlock, ThinkingBlock
 
-from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.inference.session import generate_within_budget
 from cortex.neuron.engine.request import EngineRequest, StepOutput
+from cortex.neuron.node.node import Node
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import prepare
 from cortex.neuron.text.template.prompt import NO_RULES, Rendered
@@ -78,7 +78,7 @@ async def run(
 ) -> tuple[str, str | None]:
     job = EngineRequest("r", (1, 2), max_tokens)
     rendered = Rendered("<think>\n", (1, 2), (), starts_in_reasoning=True)
-    backend = cast(Backend, engine)  # `submit` uses nothing else of it
+    backend = cast(Node, engine)  # `submit` uses nothing else of it
     stream = generate_within_budget(backend, engine.text, generate_request, rendered, job, grammar)
     outputs = [output async for batch in Reader(stream) for output in batch]
     return engine.text.decode(itertools.chain(*(output.tokens for output in outputs))), outputs[-1].finish

@@ -17,7 +17,7 @@ from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.loading.loading import build_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.engine.speculation.drafter import Draft
-from cortex.neuron.engine.speculation.width_rule import StepTime
+from cortex.neuron.engine.speculation.width_rule import FastestWidths, StepTime
 from cortex.neuron.layers.parameters import Parameters
 
 from ...engine_runs import run, tokens_of
@@ -29,7 +29,7 @@ GRAMMAR = '{"grammars": [{"json_schema": {"type": "object", "properties": {"kind
 
 
 @dataclass(frozen=True, slots=True)
-class AnyWidths:
+class AnyWidths(FastestWidths):
     """Checks as many draft tokens as chance says, in every kind of step, and in some steps none."""
 
     draw: random.Random

@@ -20,6 +20,7 @@ from cortex.neuron.node.memory.host_budget import (
     make_room,
 )
 from cortex.neuron.node.memory.kv_host import KvHostMemory
+from cortex.neuron.worker.supervisor import WorkerSupervisor
 from cortex.wire.errors import InsufficientCapacity
 from cortex.wire.node.protocol import Device
 
@@ -110,7 +111,7 @@ def test_models_never_get_the_tenth_of_the_host_that_keeps_it_from_swapping(
 
 
 @dataclass
-class Worker:
+class Worker(WorkerSupervisor):
     """Its pages shrink to what it is told."""
 
     kv_host_bytes: int = 0

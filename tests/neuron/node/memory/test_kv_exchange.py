@@ -26,6 +26,7 @@ from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats
 from cortex.neuron.engine.roofline.step_work import StepWork
 from cortex.neuron.node.memory.kv_exchange import MAX_FETCHES, ExchangeRules, KvExchange
 from cortex.neuron.worker.protocol import Command, FindBlocks
+from cortex.neuron.worker.supervisor import WorkerSupervisor
 from cortex.wire.node.kv_blocks import PAGES, PATH, BlocksRequest
 from cortex.wire.node.neighbours import Neighbour
 
@@ -40,7 +41,7 @@ SLOW = EngineStats(prompt_token_s=1.0)
 REQUEST = EngineRequest("r", PROMPT, 1)
 
 
-class Worker:
+class Worker(WorkerSupervisor):
     """It has `num_pages` of every prompt, and writes what it is asked for at the second time."""
 
     def __init__(self, num_pages: int = 0) -> None:

@@ -7,6 +7,7 @@ import pytest
 from cortex.neuron.engine.memory.host import HostMemory
 from cortex.neuron.engine.request import KeptPages
 from cortex.neuron.node.memory.kv_host import KvHostMemory, device_limit_bytes
+from cortex.neuron.worker.supervisor import WorkerSupervisor
 from cortex.wire.node.protocol import HostKV
 
 MIB = 1 << 20
@@ -31,13 +32,13 @@ def test_limit_is_the_configured_one_or_a_share_of_what_is_free(
 
 
 @dataclass
-class Holder:
+class Holder(WorkerSupervisor):
     kv_host_bytes: int = 0
     kept: dict[str, KeptPages] = field(default_factory=dict)
-    limits: list[int] = field(default_factory=list)
+    given: list[int] = field(default_factory=list)
 
     def limit_kv_host(self, num_bytes: int) -> None:
-        self.limits.append(num_bytes)
+        self.given.append(num_bytes)
 
 
 def test_pages_give_way_to_sleeping_models_on_every_device_and_at_later_loads() -> None:
@@ -45,7 +46,7 @@ def test_pages_give_way_to_sleeping_models_on_every_device_and_at_later_loads() 
     memory = KvHostMemory(64, holders, lambda: HostMemory(4000 * MIB, 800 * MIB))
     assert memory.limit_bytes == 32 * MIB
     memory.give_way(10 * MIB)
-    assert [holder.limits for holder in holders] == [[5 * MIB], [5 * MIB]]
+    assert [holder.given for holder in holders] == [[5 * MIB], [5 * MIB]]
     assert memory.limit_bytes == 5 * MIB
 
 

@@ -16,6 +16,7 @@ from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import Prepared
 from cortex.neuron.text.template.prompt import NO_RULES, PromptRules
 from cortex.neuron.text.tokenizer.encoder import TextsToEncode
+from cortex.neuron.tokenizer_process.client import TokenizerClient
 from cortex.neuron.tokenizer_process.protocol import PackedTexts, packed
 from cortex.wire.errors import LoadFailed, Overloaded, PreparationLimitExceeded, Recovering
 from cortex.wire.packed_request import PackedRequest, pack
@@ -87,9 +88,9 @@ def opened() -> list[Source]:
 
 
 def make_texts(opened: list[Source], paths: dict[str, Path], limits: TextLimits = LIMITS) -> Texts:
-    def open_text(path: Path, _: str | None) -> Source:
+    def open_text(path: Path, _: str | None) -> TokenizerClient:
         opened.append(Source(path))
-        return opened[-1]
+        return cast(TokenizerClient, opened[-1])
 
     async def path_of(model_id: str) -> Path:
         return paths.get(model_id, HERE)

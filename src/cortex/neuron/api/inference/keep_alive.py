@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from cortex.neuron.api.backend import Backend
+from cortex.neuron.node.node import Node
 from cortex.wire.errors import CortexError
 from cortex.wire.node.orders import UnloadRequest
 from cortex.wire.requests import GenerateRequest
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 class KeepAliveUnloads:
     """Counts the requests of each model, so that none leaves while another request runs. Owns a task per unload."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Node) -> None:
         self._backend = backend
         self._running: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()

@@ -14,13 +14,13 @@ from cortex.http.request import Headers
 from cortex.http.ticker import Ticker
 from cortex.http.upstream.faults import UpstreamFault, UpstreamSilent
 from cortex.neuron.api import bodies
-from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.calls import ApiCall
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.inference.server_slot import NoSlot, ServerSlot
 from cortex.neuron.api.inference.session import ready
 from cortex.neuron.api.metrics import RequestWatch
 from cortex.neuron.node.harness.harness import Upstream
+from cortex.neuron.node.node import Node
 from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import CortexError, MethodNotAllowed, UpstreamInterrupted
 from cortex.wire.fields.request_class import level_of
@@ -36,7 +36,7 @@ _RELAYED: Headers = ((our_headers.RELAYED.encode(), b"1"),)
 class OpaqueRelay:
     """Shared by all such requests."""
 
-    backend: Backend
+    backend: Node
     drain_gate: DrainGate
     ticker: Ticker
 

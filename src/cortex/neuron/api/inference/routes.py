@@ -22,7 +22,6 @@ from cortex.http.ticker import Ticker
 from cortex.http.upstream.call import UpstreamCall
 from cortex.http.upstream.faults import UpstreamFault, UpstreamSilent
 from cortex.neuron.api import bodies, responses
-from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.calls import ApiCall, Handler
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.inference.choice import Stopwatch
@@ -38,6 +37,7 @@ from cortex.neuron.api.log_context import stream_failure
 from cortex.neuron.api.metrics import Metrics, RequestWatch
 from cortex.neuron.api.stream import EventStream
 from cortex.neuron.node.harness.harness import Upstream
+from cortex.neuron.node.node import Node
 from cortex.parsing.parser import BodyParser
 from cortex.parsing.pictures import find_pictures
 from cortex.telemetry.tracing import Tracer
@@ -73,7 +73,7 @@ _STREAMS_WITH_OPTIONS = ("/v1/chat/completions", "/v1/completions")
 class Inference:
     """Shared by the inference routes."""
 
-    backend: Backend
+    backend: Node
     drain_gate: DrainGate
     metrics: Metrics
     usage_records: UsageRecords
@@ -235,7 +235,7 @@ class RelayedSession:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: Node,
         drain_gate: DrainGate,
         packed: PackedRequest,
         upstream: Upstream,

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from cortex.neuron.api.backend import Backend
 from cortex.neuron.engine.request import EngineRequest, StepOutput
+from cortex.neuron.node.node import Node
 from cortex.wire.errors import CortexError
 
 
 class ServerSlot:
     """Owned by one request's task: `wait`, then send the request, and `release` however it ends."""
 
-    def __init__(self, backend: Backend, model: str, request_id: str, principal: str, level: int) -> None:
-        """`level`: of its class. Raises what `Backend.generate` raises."""
+    def __init__(self, backend: Node, model: str, request_id: str, principal: str, level: int) -> None:
+        """`level`: of its class. Raises what `Node.generate` raises."""
         self.on_lost: Callable[[CortexError], None] | None = None
         """Called if the server is lost after `wait` has returned."""
         self._granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -16,13 +16,13 @@ from typing import Literal
 
 import msgspec
 
-from cortex.neuron.api.backend import Backend, GenerationStream
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.inference.choice import Choice, ChoiceContext, Stopwatch
 from cortex.neuron.api.inference.engine_requests import check_num_scores, engine_requests, within_limit
 from cortex.neuron.api.inference.tasks import check_task
 from cortex.neuron.engine.request import EngineRequest, StepOutput
-from cortex.neuron.node.generation import Fail, Receive
+from cortex.neuron.node.generation import Fail, Generation, Receive
+from cortex.neuron.node.node import Node
 from cortex.neuron.node.status import ServedModel
 from cortex.neuron.picture_process.client import PictureWork
 from cortex.neuron.text.model import TextModel
@@ -43,13 +43,13 @@ Deliver = Callable[[list[AnyEvent]], None]
 
 
 def generate_within_budget(
-    backend: Backend,
+    backend: Node,
     text: TextModel,
     request: GenerateRequest,
     rendered: Rendered,
     job: EngineRequest,
     response_grammar: str | None,
-) -> GenerationStream:
+) -> Generation | BudgetedGeneration:
     """Starts `job`, with its reasoning limited if the client set a budget; the output after that has
     `response_grammar`. Raises what `backend.generate` raises."""
     begin = partial(backend.generate, request.model)
@@ -68,7 +68,7 @@ class BudgetedGeneration:
 
     def __init__(
         self,
-        begin: Callable[[EngineRequest], GenerationStream],
+        begin: Callable[[EngineRequest], Generation],
         text: TextModel,
         rendered: Rendered,
         job: EngineRequest,
@@ -173,7 +173,7 @@ class Session:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: Node,
         drain_gate: DrainGate,
         packed: PackedRequest,
         *,
@@ -206,7 +206,7 @@ class Session:
         self._arrived_s = time.monotonic()
         self._picture_work = PictureWork(client)
         self._choices: list[Choice] = []
-        self._generations: list[GenerationStream] = []
+        self._generations: list[Generation | BudgetedGeneration] = []
         self._stopwatch: Stopwatch
         self._ended: asyncio.Future[None] | None = None
         """Set while outputs are awaited."""
@@ -326,7 +326,11 @@ class Session:
             generation.resume()
 
     def _receive(
-        self, deliver: Deliver, choice: Choice, generation: GenerationStream, outputs: Sequence[StepOutput]
+        self,
+        deliver: Deliver,
+        choice: Choice,
+        generation: Generation | BudgetedGeneration,
+        outputs: Sequence[StepOutput],
     ) -> None:
         """Never raises, because a fault of one response must not end the others."""
         if self._ended is None or self._ended.done():
@@ -351,7 +355,7 @@ class Session:
             self._ended.set_exception(problem.with_traceback(None))  # several generations may share one error
 
 
-async def ready(backend: Backend, model_id: str, *, is_of_gateway: bool) -> ServedModel:
+async def ready(backend: Node, model_id: str, *, is_of_gateway: bool) -> ServedModel:
     """The model once it is loaded. A recovering model is returned as is, because `generate` raises with the retry
     delay. A load for a gateway's request evicts nothing, because the gateway decides which models are unloaded."""
     served = backend.served(model_id)

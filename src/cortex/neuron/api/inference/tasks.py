@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from cortex.neuron.api.backend import Backend
+from cortex.neuron.node.node import Node
 from cortex.neuron.node.status import ServedModel
 from cortex.wire.errors import UnsupportedModality
 from cortex.wire.node.protocol import Capabilities
@@ -17,7 +17,7 @@ _OUTPUTS: dict[Task, str] = {"chat": "generates no text", "embed": "makes no emb
 _CAPABILITIES: dict[Task, str] = {"chat": "chat", "embed": "embeddings", "score": "rerank"}
 
 
-def check_task(backend: Backend, model_id: str, served: ServedModel, task: Task, *, is_of_gateway: bool) -> None:
+def check_task(backend: Node, model_id: str, served: ServedModel, task: Task, *, is_of_gateway: bool) -> None:
     """Raises UnsupportedModality; it names no other models to a gateway, whose client may not know them.
 
     A model that is not known yet passes, and is checked again once loaded."""
@@ -32,7 +32,7 @@ def check_task(backend: Backend, model_id: str, served: ServedModel, task: Task,
     raise UnsupportedModality(f"{problem}; {advice}.", details={"models": others[:8]})
 
 
-def check_pictures(backend: Backend, request: GenerateRequest, *, is_of_gateway: bool) -> None:
+def check_pictures(backend: Node, request: GenerateRequest, *, is_of_gateway: bool) -> None:
     """Raises InvalidValue for a picture that exceeds a limit, and UnsupportedModality for a model that reads text
     only; it names no other models to a gateway. `request`: the head is enough."""
     if not request.pictures:

@@ -12,10 +12,10 @@ from cortex.http.server.server import Response
 from cortex.http.ticker import Ticker
 from cortex.neuron.api import responses
 from cortex.neuron.api.access import NodeAccess
-from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.calls import ApiCall, Route
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.stream import EventStream
+from cortex.neuron.node.node import Node
 from cortex.system.build import build_information, version_of
 from cortex.wire import llama_cpp, sse
 from cortex.wire.dialects.ollama.models import RUNNING, is_for_ollama
@@ -100,7 +100,7 @@ class ReportRevisions:
 class Control:
     """Reads return what the node knows; none of them waits for a device."""
 
-    backend: Backend
+    backend: Node
     drain_gate: DrainGate
     access: NodeAccess
     ticker: Ticker

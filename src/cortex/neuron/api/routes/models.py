@@ -9,15 +9,15 @@ from typing import Any
 
 from cortex.http.server.server import Response
 from cortex.neuron.api import responses
-from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.calls import ApiCall, Route
+from cortex.neuron.node.node import Node
 from cortex.wire.model_list import model_list
 from cortex.wire.node.protocol import ModelState, ModelStatus
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRoutes:
-    backend: Backend
+    backend: Node
     created: int = field(default_factory=lambda: int(time.time()))
     """The SDKs require a date; the start of the node is the best one known."""
 

@@ -16,11 +16,11 @@ from cortex.http.request import Request
 from cortex.http.server.server import Response
 from cortex.http.ticker import Ticker
 from cortex.neuron.api import responses
-from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.bodies import client_of
 from cortex.neuron.api.calls import ApiCall, Route
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.stream import EventStream
+from cortex.neuron.node.node import Node
 from cortex.parsing.parser import BodyParser
 from cortex.wire.dialects.ollama import embeddings, lines, models
 from cortex.wire.error_encoding import from_code
@@ -39,7 +39,7 @@ Serve = Callable[[ApiCall], Awaitable[Response | None]]
 class OllamaRoutes:
     """Reads return what the node knows; none of them waits for a device."""
 
-    backend: Backend
+    backend: Node
     drain_gate: DrainGate
     ticker: Ticker
     keepalive_s: float

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from cortex.http.server.server import Response
 from cortex.neuron.api import responses
-from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.bodies import client_of, principal_of, strips_billing, tenant_of
 from cortex.neuron.api.calls import ApiCall, Route
 from cortex.neuron.api.inference.tasks import check_pictures
+from cortex.neuron.node.node import Node
 from cortex.neuron.text.tokenizer.encoder import TextsToEncode
 from cortex.parsing.cost import is_parsed_elsewhere
 from cortex.parsing.functions import ParsedText
@@ -28,7 +28,7 @@ MAX_DETOKENIZED_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    backend: Backend
+    backend: Node
     strip_billing_header: bool
     parser: BodyParser
 

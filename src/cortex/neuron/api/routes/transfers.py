@@ -13,10 +13,10 @@ import msgspec
 from cortex.http.server.exchange import ClientPace, Exchange
 from cortex.http.server.server import Response
 from cortex.neuron.api import responses
-from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.calls import ApiCall, Route
 from cortex.neuron.engine.host_pages.block_files import Piece
 from cortex.neuron.engine.host_pages.store import ChosenBlocks
+from cortex.neuron.node.node import Node
 from cortex.wire.errors import InvalidValue, ModelNotFound
 from cortex.wire.fields.body import decode
 from cortex.wire.node.kv_blocks import PAGES, BlocksRequest
@@ -38,7 +38,7 @@ class SharedFiles:
     Only complete files of this node's models are sent, by their digest: no request names a path.
     """
 
-    def __init__(self, backend: Backend, mb_per_s: int | None, quiet_s: float = QUIET_S) -> None:
+    def __init__(self, backend: Node, mb_per_s: int | None, quiet_s: float = QUIET_S) -> None:
         """`quiet_s`: how long a client that waits for a listing gets nothing."""
         self._backend = backend
         self._quiet_s = quiet_s
@@ -109,7 +109,7 @@ class KvBlocks:
     """`POST /kv/blocks` sends KV blocks to a node that continues a conversation that was computed here; `POST
     /kv/forget` deletes them. Belongs to the daemon's loop."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Node) -> None:
         self._backend = backend
         self._turns = asyncio.Semaphore(_MAX_BLOCK_TRANSFERS)
 

@@ -12,7 +12,7 @@ from cortex.neuron.engine.sampling.constraints import Constraint
 from cortex.neuron.engine.scheduling.sequence import Sequence
 from cortex.neuron.engine.scheduling.step_plan import RowPlan
 from cortex.neuron.engine.speculation.drafter import NO_DRAFT, Draft, Drafter, DraftKind, ProposalKind
-from cortex.neuron.engine.speculation.width_rule import WidthRule
+from cortex.neuron.engine.speculation.width_rule import FastestWidths
 
 MAX_ROWS: Final = 32
 """Larger batches get no drafts, because reading the weights is a small part of their steps."""
@@ -63,7 +63,7 @@ class Speculation:
 
     def __init__(
         self,
-        rule: WidthRule,
+        rule: FastestWidths,
         new_drafter: type[Drafter] = Drafter,
         *,
         is_on: bool = True,

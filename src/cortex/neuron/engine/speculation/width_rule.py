@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from cortex.neuron.engine.speculation.drafter import MAX_PROPOSALS, PROPOSAL_KINDS, Draft
 
@@ -216,34 +216,9 @@ class StepTime:
     wait."""
 
 
-class WidthRule(Protocol):
-    """How many draft tokens the rows of a step check."""
-
-    @property
-    def max_tokens(self) -> int:
-        """Most tokens of a step that checks drafts; 0: none does."""
-        ...
-
-    def widths(self, drafts: Sequence[Draft], num_tokens: int, *, is_mixed: bool) -> list[int]:
-        """For each row. `num_tokens`: of the step without drafts; `is_mixed`: prompts are waiting or computed too."""
-        ...
-
-    def num_proposals(self, odds: Sequence[Sequence[float]], num_rows: int) -> int:
-        """How many draft tokens the device computes for each row, for the step after this one. `odds`: of the tokens
-        that it may propose, for each row that has use for them, each together with those before it."""
-        ...
-
-    def record(self, step: StepTime) -> None:
-        """Reports a step of decode rows."""
-        ...
-
-    def forget(self) -> None:
-        """Forget measured times, because newly captured graphs change them."""
-        ...
-
-
 class FastestWidths:
-    """Chooses the number with the most tokens per second; none while there are prompts, whose steps are long anyway."""
+    """How many draft tokens the rows of a step check: the number with the most tokens per second; none while there are
+    prompts, whose steps are long anyway."""
 
     def __init__(
         self, sizes: Sequence[int], growth: float, max_tokens: Callable[[], int], proposal_cost: float = 0.0
@@ -256,6 +231,7 @@ class FastestWidths:
         self.forget()
 
     def forget(self) -> None:
+        """Forget measured times, because newly captured graphs change them."""
         self._costs = StepCosts(self._sizes, self._growth)
         self._proposing = ProposalCosts(self._costs, self._proposal_cost)
         self._since_plain: dict[int, int] = {}
@@ -263,9 +239,11 @@ class FastestWidths:
 
     @property
     def max_tokens(self) -> int:
+        """Most tokens of a step that checks drafts; 0: none does."""
         return self._max_tokens()
 
     def widths(self, drafts: Sequence[Draft], num_tokens: int, *, is_mixed: bool) -> list[int]:
+        """For each row. `num_tokens`: of the step without drafts; `is_mixed`: prompts are waiting or computed too."""
         plain_s = self._costs.plain(len(drafts))
         if plain_s is None or is_mixed:
             return [0] * len(drafts)
@@ -279,6 +257,8 @@ class FastestWidths:
         return chosen
 
     def num_proposals(self, odds: Sequence[Sequence[float]], num_rows: int) -> int:
+        """How many draft tokens the device computes for each row, for the step after this one. `odds`: of the tokens
+        that it may propose, for each row that has use for them, each together with those before it."""
         plain_s = self._costs.plain(num_rows)
         if plain_s is None or self._since_plain.get(self._costs.size(num_rows), 0) >= PLAIN_AGE:
             return 0
@@ -286,6 +266,7 @@ class FastestWidths:
         return choose_proposals(odds, num_rows, most, plain_s, lambda count: self._proposing.seconds(num_rows, count))
 
     def record(self, step: StepTime) -> None:
+        """Reports a step of decode rows."""
         size = self._costs.size(step.num_rows)
         if step.num_proposals:
             self._since_plain[size] = self._since_plain.get(size, 0) + 1

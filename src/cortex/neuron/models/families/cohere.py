@@ -45,11 +45,10 @@ class Cohere2(Llama):
         return EndsConfig(replace(self.norm, scale=number_in(self.raw, "logit_scale", 0.0625)))
 
     def rope(self, index: int) -> RopeConfig | None:
-        return None if self.window(index) is None else super().rope(index)
+        return super().rope(index) if self.is_windowed(index) else None
 
-    def window(self, index: int) -> int | None:
-        layer_type = self.attention_type(index, count_in(self.raw, "sliding_window_pattern"))
-        return count_in(self.raw, "sliding_window") if layer_type == "sliding_attention" else None
+    def is_windowed(self, index: int) -> bool:
+        return self.attention_type(index, count_in(self.raw, "sliding_window_pattern")) == "sliding_attention"
 
 
 ARCHITECTURES: Architectures = {"cohere2": Cohere2}

@@ -17,13 +17,38 @@ from cortex.neuron.models.config import (
     optional_count_in,
     read_rope,
     rope_settings,
-    routed,
 )
 from cortex.neuron.models.families.llama import Llama
-from cortex.neuron.models.layer import MixerConfig, PredictionConfig, of_next_layer
+from cortex.neuron.models.layer import MixerConfig, PredictionConfig
 
 _LATENT_NORM = NormConfig(1e-6)
 """It normalises the low-rank parts, whatever the config has for the others."""
+
+
+class WithNextLayers(Llama):
+    """Checkpoints have layers after the last one that predict further tokens. The first of them is the head."""
+
+    carries_norm: ClassVar[bool] = True
+    """See `PredictionConfig`."""
+
+    @property
+    def num_unread_layers(self) -> int:
+        return optional_count_in(self.raw, "num_nextn_predict_layers")
+
+    def read_head(self) -> PredictionConfig | None:
+        if not self.num_unread_layers:
+            return None
+        name = f"{self.prefix}.layers.{self.config.num_layers}"
+        return PredictionConfig(
+            self.layer(self.config.num_layers),
+            self.norm,
+            layer_name=name,
+            projection=f"{name}.eh_proj",
+            embedding_norm=f"{name}.enorm",
+            hidden_norm=f"{name}.hnorm",
+            last_norm=f"{name}.shared_head.norm",
+            carries_norm=self.carries_norm,
+        )
 
 
 class LatentLlama(Llama):
@@ -96,12 +121,11 @@ LATENT_SIZES: Mapping[str, Any] = {
 }
 
 
-class DeepseekV3(LatentLlama):
+class DeepseekV3(WithNextLayers, LatentLlama):
     """A router that scores experts with a sigmoid, and a bias for their choice."""
 
     has_bias: ClassVar[bool] = True
-    carries_norm: ClassVar[bool] = False
-    """See `PredictionConfig`."""
+    carries_norm = False
     defaults: ClassVar[Mapping[str, Any]] = {
         **LATENT_SIZES,
         "n_shared_experts": 1,
@@ -119,17 +143,6 @@ class DeepseekV3(LatentLlama):
         "topk_method": ("noaux_tc", None),
     }
 
-    @property
-    def num_unread_layers(self) -> int:
-        return optional_count_in(self.raw, "num_nextn_predict_layers")
-
-    def read_head(self) -> PredictionConfig | None:
-        index = self.config.num_layers
-        if not self.num_unread_layers:
-            return None
-        name = f"{self.prefix}.layers.{index}"
-        return of_next_layer(self.layer(index), self.norm, name, carries_norm=self.carries_norm)
-
     def feed_forward(self, index: int) -> MLPConfig | MoEConfig:
         return super().feed_forward(index) if self._is_dense(index) else self._mixture()
 
@@ -137,7 +150,7 @@ class DeepseekV3(LatentLlama):
         return index < optional_count_in(self.raw, "first_k_dense_replace")
 
     def _mixture(self) -> MoEConfig:
-        inner, experts = count_in(self.raw, "moe_intermediate_size"), count_in(self.raw, "n_routed_experts")
+        experts = count_in(self.raw, "n_routed_experts")
         groups, kept = optional_count_in(self.raw, "n_group") or 1, optional_count_in(self.raw, "topk_group") or 1
         top_k = count_in(self.raw, "num_experts_per_tok")
         size = experts // groups
@@ -148,13 +161,11 @@ class DeepseekV3(LatentLlama):
             )
         scale = number_in(self.raw, "routed_scaling_factor", 1.0)
         scoring: Literal["sigmoid", "softmax"] = "sigmoid" if self.has_bias else "softmax"
-        return routed(
-            self.config.hidden,
-            inner,
-            experts,
-            top_k,
+        return self.mixture(
+            "moe_intermediate_size",
+            "n_routed_experts",
             bool(self.raw["norm_topk_prob"]),
-            shared_inner=inner * optional_count_in(self.raw, "n_shared_experts"),
+            shared_inner=count_in(self.raw, "moe_intermediate_size") * optional_count_in(self.raw, "n_shared_experts"),
             router=RouterRule(scoring, scale, groups, kept, gates_shared=False),
             has_bias=self.has_bias,
         )

@@ -35,7 +35,7 @@ POSITIONS: Final = "embed_positions"
 SEGMENTS: Final = "embed_segments"
 
 
-class EncoderArchitecture(Architecture):
+class EncoderArchitecture(Llama):
     """A text goes through all layers in one pass, and every token attends to every other one.
 
     `mixer_norms` and `feed_forward_norms`: the norm `before` a block, or the norm `after` it, which unlike that of a
@@ -90,32 +90,15 @@ class EncoderArchitecture(Architecture):
         assert isinstance(layer.feed_forward, MLPConfig)
         return layer.mixer, layer.feed_forward
 
-    def mixer(self, index: int) -> AttentionConfig:
-        config, bias = self.config, self.has_attention_bias
-        return AttentionConfig(
-            hidden=config.hidden,
-            heads=config.heads,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_dim,
-            scale=config.head_dim**-0.5,
-            rope=self.rope(index),
-            bias=bias,
-            output_bias=bias,
-            window=self.window(index),
-            is_causal=False,
-        )
+    def attention(self, index: int) -> AttentionConfig:
+        bias = self.has_attention_bias
+        return replace(super().attention(index), bias=bias, output_bias=bias, is_causal=False)
 
     @property
     def has_attention_bias(self) -> bool:
         return True
 
     def rope(self, index: int) -> RopeConfig | None:
-        """How one layer rotates positions; None: it does not."""
-        del index
-        return None
-
-    def window(self, index: int) -> int | None:
-        """The window of one layer: see `AttentionConfig.is_causal`."""
         del index
         return None
 
@@ -178,15 +161,10 @@ class Gte(EncoderArchitecture):
     block."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
+        **Bert.defaults,
         "vocab_size": 250_048,
-        "hidden_size": 768,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "intermediate_size": 3072,
-        "hidden_act": "gelu",
         "max_position_embeddings": 8192,
         "type_vocab_size": 1,
-        "layer_norm_eps": 1e-12,
         "rope_theta": 160_000.0,
     }
     implemented: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -216,15 +194,10 @@ class NomicBert(EncoderArchitecture):
     """nomic-bert: BERT with rotated positions and a gated feed-forward block, without biases."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
+        **Bert.defaults,
         "vocab_size": 30_528,
-        "hidden_size": 768,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "intermediate_size": 3072,
         "hidden_act": "silu",
         "max_position_embeddings": 2048,
-        "type_vocab_size": 2,
-        "layer_norm_eps": 1e-12,
         "rope_theta": 1_000.0,
     }
     implemented: ClassVar[Mapping[str, tuple[Any, ...]]] = {

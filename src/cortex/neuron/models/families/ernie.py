@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from cortex.neuron.kernels.moe.rule import RouterRule
 from cortex.neuron.layers.configs import MLPConfig, MoEConfig
 from cortex.neuron.models.architecture import Architectures
-from cortex.neuron.models.config import count_in, optional_count_in, routed
+from cortex.neuron.models.config import count_in, optional_count_in
 from cortex.neuron.models.families.llama import Llama
 
 
@@ -55,12 +55,11 @@ class Ernie45Moe(Ernie45):
         if not is_inside or (index + 1) % count_in(self.raw, "moe_layer_interval"):
             return super().feed_forward(index)
         inner = count_in(self.raw, "moe_intermediate_size")
-        return routed(
-            self.config.hidden,
-            inner,
-            count_in(self.raw, "moe_num_experts"),
-            count_in(self.raw, "moe_k"),
-            renormalise=True,
+        return self.mixture(
+            "moe_intermediate_size",
+            "moe_num_experts",
+            True,
+            top_k="moe_k",
             shared_inner=inner * optional_count_in(self.raw, "moe_num_shared_experts"),
             router=RouterRule(gates_shared=False),
             has_bias=True,

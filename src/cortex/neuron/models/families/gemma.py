@@ -24,7 +24,6 @@ from cortex.neuron.models.config import (
     number_in,
     optional_count_in,
     read_layer_rope,
-    routed,
 )
 from cortex.neuron.models.families.llama import Llama
 from cortex.neuron.models.layer import BlockNorms, LayerConfig
@@ -76,11 +75,12 @@ class Gemma3(Llama):
         theta = number_in(self.raw, name, default)
         return read_layer_rope(self.raw, self.config.head_dim, layer_type, theta)
 
+    def is_windowed(self, index: int) -> bool:
+        return self._type(index) == "sliding_attention"
+
     def window(self, index: int) -> int | None:
-        if self._type(index) != "sliding_attention":
-            return None
-        window = count_in(self.raw, "sliding_window")
-        return window // 2 + 1 if self._is_bidirectional else window
+        window = super().window(index)
+        return window // 2 + 1 if window is not None and self._is_bidirectional else window
 
     @property
     def _is_bidirectional(self) -> bool:
@@ -175,8 +175,8 @@ class Gemma4(Llama):
         ropes = {"rope_parameters": _ROPES} if self.raw.get("rope_parameters") is None else {}
         return read_layer_rope({**self.raw, **ropes}, self._kv_sizes(index)[1], layer_type, 10_000.0)
 
-    def window(self, index: int) -> int | None:
-        return count_in(self.raw, "sliding_window") if self._type(index) == "sliding_attention" else None
+    def is_windowed(self, index: int) -> bool:
+        return self._type(index) == "sliding_attention"
 
     def feed_forward(self, index: int) -> MLPConfig:
         inner = count_in(self.raw, "intermediate_size")
@@ -227,15 +227,13 @@ class Gemma4(Llama):
         return kv_heads, count_in(self.raw, "global_head_dim", 512)
 
     def _experts(self) -> MoEConfig:
-        hidden = self.config.hidden
-        return routed(
-            hidden,
-            count_in(self.raw, "moe_intermediate_size"),
-            count_in(self.raw, "num_experts"),
-            count_in(self.raw, "top_k_experts"),
-            renormalise=True,
+        return self.mixture(
+            "moe_intermediate_size",
+            "num_experts",
+            True,
+            top_k="top_k_experts",
             activation=self.config.activation,
-            router_norm=NormConfig(self.config.norm_eps, scale=hidden**-0.5),
+            router_norm=NormConfig(self.config.norm_eps, scale=self.config.hidden**-0.5),
             scales_experts=True,
         )
 
@@ -272,7 +270,7 @@ class Gemma4Multimodal(TextPart, Gemma4):
         return replace(super().attention(index), whole_pictures=is_whole)
 
     def _sees_whole(self, index: int) -> bool:
-        return self.window(index) is not None
+        return self.is_windowed(index)
 
 
 class Gemma4UnifiedMultimodal(Gemma4Multimodal, Gemma4Unified):

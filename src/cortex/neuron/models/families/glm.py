@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 from cortex.neuron.kernels.moe.rule import RouterRule
 from cortex.neuron.layers.configs import AttentionConfig, MLPConfig, MoEConfig, QKNormConfig
 from cortex.neuron.models.architecture import Architectures
-from cortex.neuron.models.config import UnsupportedModel, count_in, number_in, optional_count_in, routed
-from cortex.neuron.models.families.deepseek import LATENT_SIZES, DeepseekV3
+from cortex.neuron.models.config import UnsupportedModel, count_in, number_in, optional_count_in
+from cortex.neuron.models.families.deepseek import LATENT_SIZES, DeepseekV3, WithNextLayers
 from cortex.neuron.models.families.llama import Llama
-from cortex.neuron.models.layer import BlockNorms, PredictionConfig, of_next_layer
+from cortex.neuron.models.layer import BlockNorms
 
 
 class Glm4(Llama):
@@ -34,7 +34,7 @@ class Glm4(Llama):
         return replace(super().attention(index), output_bias=False)
 
 
-class Glm4Moe(Llama):
+class Glm4Moe(WithNextLayers):
     """GLM-4.5 to 4.7: a router that scores experts with a sigmoid, a bias for their choice, and a shared expert without
     a gate. The first layers are dense."""
 
@@ -50,17 +50,6 @@ class Glm4Moe(Llama):
     }
     implemented: ClassVar[Mapping[str, tuple[Any, ...]]] = {"n_group": (1, None), "topk_group": (1, None)}
 
-    @property
-    def num_unread_layers(self) -> int:
-        return optional_count_in(self.raw, "num_nextn_predict_layers")
-
-    def read_head(self) -> PredictionConfig | None:
-        index = self.config.num_layers
-        if not self.num_unread_layers:
-            return None
-        name = f"{self.prefix}.layers.{index}"
-        return of_next_layer(self.layer(index), self.norm, name, carries_norm=True)
-
     def attention(self, index: int) -> AttentionConfig:
         norm = QKNormConfig(self.norm) if self.raw.get("use_qk_norm") else None
         return replace(super().attention(index), qk_norm=norm, output_bias=False)
@@ -69,11 +58,9 @@ class Glm4Moe(Llama):
         if index < optional_count_in(self.raw, "first_k_dense_replace"):
             return super().feed_forward(index)
         inner = count_in(self.raw, "moe_intermediate_size")
-        return routed(
-            self.config.hidden,
-            inner,
-            count_in(self.raw, "n_routed_experts"),
-            count_in(self.raw, "num_experts_per_tok"),
+        return self.mixture(
+            "moe_intermediate_size",
+            "n_routed_experts",
             bool(self.raw["norm_topk_prob"]),
             shared_inner=inner * optional_count_in(self.raw, "n_shared_experts"),
             router=RouterRule("sigmoid", number_in(self.raw, "routed_scaling_factor", 1.0), gates_shared=False),
@@ -85,7 +72,6 @@ class Glm4MoeLite(DeepseekV3):
     """GLM-4.7-Flash. Its configs may list which layers have experts."""
 
     carries_norm = True
-
     defaults: ClassVar[Mapping[str, Any]] = {
         **LATENT_SIZES,
         "q_lora_rank": 768,

@@ -10,7 +10,7 @@ from cortex.neuron.kernels.moe.rule import RouterRule
 from cortex.neuron.layers.configs import AttentionConfig, MLPConfig, MoEConfig, NormConfig, RopeConfig
 from cortex.neuron.layers.recurrent.configs import MambaConfig, RecurrentConfig
 from cortex.neuron.models.architecture import Architectures, EndsConfig
-from cortex.neuron.models.config import UnsupportedModel, count_in, layer_type_in, number_in, optional_count_in, routed
+from cortex.neuron.models.config import UnsupportedModel, count_in, layer_type_in, number_in
 from cortex.neuron.models.families.llama import Llama
 
 
@@ -92,19 +92,10 @@ class GraniteMoeHybrid(Granite):
 
     def feed_forward(self, index: int) -> MLPConfig | MoEConfig:
         del index
-        shared_inner = count_in(self.raw, "shared_intermediate_size")
-        experts = optional_count_in(self.raw, "num_local_experts")
-        if not experts:
+        shared_inner, router = count_in(self.raw, "shared_intermediate_size"), RouterRule(gates_shared=False)
+        if not self.raw["num_local_experts"]:
             return MLPConfig(self.config.hidden, shared_inner)
-        return routed(
-            self.config.hidden,
-            count_in(self.raw, "intermediate_size"),
-            experts,
-            count_in(self.raw, "num_experts_per_tok"),
-            True,
-            shared_inner=shared_inner,
-            router=RouterRule(gates_shared=False),
-        )
+        return self.mixture("intermediate_size", "num_local_experts", True, shared_inner=shared_inner, router=router)
 
     def _mamba(self) -> MambaConfig:
         check_time_steps(self.raw)

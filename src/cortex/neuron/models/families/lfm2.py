@@ -10,7 +10,7 @@ from cortex.neuron.kernels.moe.rule import RouterRule
 from cortex.neuron.layers.configs import AttentionConfig, MLPConfig, MoEConfig, QKNormConfig
 from cortex.neuron.layers.recurrent.configs import RecurrentConfig, ShortConvConfig
 from cortex.neuron.models.architecture import Architectures
-from cortex.neuron.models.config import UnsupportedModel, count_in, layer_type_in, number_in, optional_count_in, routed
+from cortex.neuron.models.config import UnsupportedModel, count_in, layer_type_in, number_in, optional_count_in
 from cortex.neuron.models.families.llama import Llama
 
 LAYER_TYPES = ("conv", "full_attention")
@@ -94,11 +94,9 @@ class Lfm2Moe(Lfm2):
     def feed_forward(self, index: int) -> MLPConfig | MoEConfig:
         if index < optional_count_in(self.raw, "num_dense_layers"):
             return MLPConfig(self.config.hidden, count_in(self.raw, "intermediate_size"))
-        return routed(
-            self.config.hidden,
-            count_in(self.raw, "moe_intermediate_size"),
-            count_in(self.raw, "num_experts"),
-            count_in(self.raw, "num_experts_per_tok"),
+        return self.mixture(
+            "moe_intermediate_size",
+            "num_experts",
             bool(self.raw["norm_topk_prob"]),
             router=RouterRule("sigmoid", number_in(self.raw, "routed_scaling_factor", 1.0)),
             has_bias=bool(self.raw["use_expert_bias"]),

@@ -54,8 +54,12 @@ class Llama(Architecture):
 
     def window(self, index: int) -> int | None:
         """The positions that a token of one layer attends to; None: all."""
+        return count_in(self.raw, "sliding_window") if self.is_windowed(index) else None
+
+    def is_windowed(self, index: int) -> bool:
+        """Whether one layer has a window."""
         del index
-        return None
+        return False
 
     def feed_forward(self, index: int) -> MLPConfig | MoEConfig:
         """The feed-forward block of one layer."""
@@ -84,12 +88,11 @@ class SmolLM3(Llama):
     def rope(self, index: int) -> RopeConfig | None:
         return super().rope(index) if self._has_rope(index) else None
 
-    def window(self, index: int) -> int | None:
+    def is_windowed(self, index: int) -> bool:
         if not self.raw.get("use_sliding_window") or self.raw.get("sliding_window") is None:
-            return None
+            return False
         default = "full_attention" if self._has_rope(index) else "sliding_attention"
-        is_windowed = layer_type_in(self.raw, index, ATTENTION_TYPES, default) == "sliding_attention"
-        return count_in(self.raw, "sliding_window") if is_windowed else None
+        return layer_type_in(self.raw, index, ATTENTION_TYPES, default) == "sliding_attention"
 
     def _has_rope(self, index: int) -> bool:
         listed = self.raw.get("no_rope_layers")
@@ -164,9 +167,8 @@ class Olmo3(Olmo2):
         theta = number_in(self.raw, "rope_theta", 500_000.0)
         return read_layer_rope(self.raw, self.config.head_dim, self.attention_type(index, 4), theta)
 
-    def window(self, index: int) -> int | None:
-        is_windowed = self.attention_type(index, 4) == "sliding_attention"
-        return count_in(self.raw, "sliding_window") if is_windowed else None
+    def is_windowed(self, index: int) -> bool:
+        return self.attention_type(index, 4) == "sliding_attention"
 
 
 class Exaone4(Llama):
@@ -183,13 +185,10 @@ class Exaone4(Llama):
         return replace(super().attention(index), qk_norm=QKNormConfig(self.norm), bias=False, output_bias=False)
 
     def rope(self, index: int) -> RopeConfig | None:
-        has_rope = self.raw["sliding_window"] is None or self._has_window(index)
+        has_rope = self.raw["sliding_window"] is None or self.is_windowed(index)
         return super().rope(index) if has_rope else None
 
-    def window(self, index: int) -> int | None:
-        return count_in(self.raw, "sliding_window") if self._has_window(index) else None
-
-    def _has_window(self, index: int) -> bool:
+    def is_windowed(self, index: int) -> bool:
         if self.raw.get("layer_types"):
             return self.attention_type(index) == "sliding_attention"
         pattern = count_in(self.raw, "sliding_window_pattern")

@@ -23,9 +23,9 @@ class Mistral(Llama):
         "sliding_window": 4096,
     }
 
-    def window(self, index: int) -> int | None:
+    def is_windowed(self, index: int) -> bool:
         del index
-        return None if self.raw.get("sliding_window") is None else count_in(self.raw, "sliding_window")
+        return self.raw.get("sliding_window") is not None
 
 
 class Ministral3(Mistral):

@@ -16,7 +16,6 @@ from cortex.neuron.models.config import (
     number_in,
     optional_count_in,
     read_layer_rope,
-    routed,
 )
 from cortex.neuron.models.families.llama import ATTENTION_TYPES, Llama
 
@@ -52,9 +51,8 @@ class GptOss(Llama):
         "swiglu_limit": (7.0,),
     }
 
-    def window(self, index: int) -> int | None:
-        is_windowed = self.attention_type(index, 2) == "sliding_attention" and self.raw["sliding_window"] is not None
-        return count_in(self.raw, "sliding_window") if is_windowed else None
+    def is_windowed(self, index: int) -> bool:
+        return self.attention_type(index, 2) == "sliding_attention" and self.raw["sliding_window"] is not None
 
     def attention(self, index: int) -> AttentionConfig:
         return replace(super().attention(index), sinks=True)
@@ -62,15 +60,7 @@ class GptOss(Llama):
     def feed_forward(self, index: int) -> MLPConfig | MoEConfig:
         del index
         # The softmax over the scores of the chosen experts is the one over all scores, scaled to sum to one.
-        return routed(
-            self.config.hidden,
-            count_in(self.raw, "intermediate_size"),
-            count_in(self.raw, "num_local_experts"),
-            count_in(self.raw, "num_experts_per_tok"),
-            renormalise=True,
-            biased=True,
-            activation="clamped_swiglu",
-        )
+        return self.mixture("intermediate_size", "num_local_experts", True, biased=True, activation="clamped_swiglu")
 
 
 class MiniMaxM2(Llama):
@@ -106,15 +96,8 @@ class MiniMaxM2(Llama):
 
     def feed_forward(self, index: int) -> MLPConfig | MoEConfig:
         del index
-        return routed(
-            self.config.hidden,
-            count_in(self.raw, "intermediate_size"),
-            count_in(self.raw, "num_local_experts"),
-            count_in(self.raw, "num_experts_per_tok"),
-            renormalise=True,
-            router=RouterRule("sigmoid"),
-            has_bias=True,
-        )
+        router = RouterRule("sigmoid")
+        return self.mixture("intermediate_size", "num_local_experts", True, router=router, has_bias=True)
 
 
 class Laguna(Llama):
@@ -159,8 +142,8 @@ class Laguna(Llama):
     def rope(self, index: int) -> RopeConfig | None:
         return read_layer_rope(self.raw, self.config.head_dim, self._type(index), 10_000.0)
 
-    def window(self, index: int) -> int | None:
-        return count_in(self.raw, "sliding_window") if self._type(index) == "sliding_attention" else None
+    def is_windowed(self, index: int) -> bool:
+        return self._type(index) == "sliding_attention"
 
     def feed_forward(self, index: int) -> MLPConfig | MoEConfig:
         kind = self._of_layer("mlp_layer_types", index, "sparse" if index else "dense")
@@ -169,11 +152,9 @@ class Laguna(Llama):
         if kind == "dense":
             return super().feed_forward(index)
         scale = number_in(self.raw, "moe_routed_scaling_factor", 1.0)
-        return routed(
-            self.config.hidden,
-            count_in(self.raw, "moe_intermediate_size"),
-            count_in(self.raw, "num_experts"),
-            count_in(self.raw, "num_experts_per_tok"),
+        return self.mixture(
+            "moe_intermediate_size",
+            "num_experts",
             True,
             shared_inner=optional_count_in(self.raw, "shared_expert_intermediate_size"),
             router=RouterRule("sigmoid", scale, gates_shared=False),

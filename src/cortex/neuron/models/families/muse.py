@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from cortex.neuron.layers.configs import AttentionConfig, GateConfig, NormConfig, QKNormConfig, RopeConfig
 from cortex.neuron.models.architecture import Architectures, EndsConfig, TextPart
-from cortex.neuron.models.config import UnsupportedModel, count_in, layer_type_in, number_in
+from cortex.neuron.models.config import UnsupportedModel, layer_type_in, number_in
 from cortex.neuron.models.families.llama import ATTENTION_TYPES, Llama
 from cortex.neuron.models.layer import BlockNorms
 
@@ -62,10 +62,9 @@ class MuseGlimmer(Llama):
             raise UnsupportedModel(f"layer_rope_theta must have {self.config.num_layers} values: {listed!r:.80}")
         return super().rope(index) if listed[index] else None
 
-    def window(self, index: int) -> int | None:
+    def is_windowed(self, index: int) -> bool:
         default = "full_attention" if self._is_fourth(index) else "sliding_attention"
-        is_windowed = layer_type_in(self.raw, index, ATTENTION_TYPES, default) == "sliding_attention"
-        return count_in(self.raw, "sliding_window") if is_windowed else None
+        return layer_type_in(self.raw, index, ATTENTION_TYPES, default) == "sliding_attention"
 
     def _is_fourth(self, index: int) -> bool:
         """Counted from the last layer, which is one."""

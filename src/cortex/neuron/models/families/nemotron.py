@@ -9,7 +9,7 @@ from cortex.neuron.kernels.moe.rule import RouterRule
 from cortex.neuron.layers.configs import AttentionConfig, MLPConfig, MoEConfig
 from cortex.neuron.layers.recurrent.configs import MambaConfig, RecurrentConfig
 from cortex.neuron.models.architecture import Architecture, Architectures
-from cortex.neuron.models.config import UnsupportedModel, count_in, number_in, optional_count_in, routed
+from cortex.neuron.models.config import UnsupportedModel, count_in, number_in, optional_count_in
 from cortex.neuron.models.families.granite import check_time_steps
 from cortex.neuron.models.layer import BlockNorms
 
@@ -93,11 +93,9 @@ class NemotronH(Architecture):
         return AttentionConfig(config.hidden, config.heads, config.kv_heads, config.head_dim, scale, rope=None)
 
     def _mixture(self) -> MoEConfig:
-        return routed(
-            self.config.hidden,
-            count_in(self.raw, "moe_intermediate_size"),
-            count_in(self.raw, "n_routed_experts"),
-            count_in(self.raw, "num_experts_per_tok"),
+        return self.mixture(
+            "moe_intermediate_size",
+            "n_routed_experts",
             bool(self.raw["norm_topk_prob"]),
             shared_inner=count_in(self.raw, "moe_shared_expert_intermediate_size"),
             router=RouterRule("sigmoid", number_in(self.raw, "routed_scaling_factor", 1.0), gates_shared=False),

@@ -38,12 +38,12 @@ class Qwen3(Llama):
     def attention(self, index: int) -> AttentionConfig:
         return replace(super().attention(index), qk_norm=QKNormConfig(self.norm))
 
-    def window(self, index: int) -> int | None:
+    def is_windowed(self, index: int) -> bool:
         """Configs without `layer_types` give the first layer with a window instead."""
         is_after_first = self.raw.get("use_sliding_window") and index >= self.raw.get("max_window_layers", 28)
         default = "sliding_attention" if is_after_first else "full_attention"
-        is_windowed = layer_type_in(self.raw, index, ATTENTION_TYPES, default) == "sliding_attention"
-        return count_in(self.raw, "sliding_window") if is_windowed and self.raw.get("use_sliding_window") else None
+        is_listed = layer_type_in(self.raw, index, ATTENTION_TYPES, default) == "sliding_attention"
+        return is_listed and bool(self.raw.get("use_sliding_window"))
 
 
 class Qwen3VL(TextPart, Qwen3):
@@ -74,11 +74,10 @@ class Qwen3Moe(Qwen3):
         "sliding_window": 4096,
     }
 
-    def window(self, index: int) -> int | None:
+    def is_windowed(self, index: int) -> bool:
         """On every layer or on none: unlike Qwen3, it knows no types of layers."""
         del index
-        has_window = self.raw.get("use_sliding_window") and self.raw["sliding_window"] is not None
-        return count_in(self.raw, "sliding_window") if has_window else None
+        return bool(self.raw.get("use_sliding_window")) and self.raw["sliding_window"] is not None
 
     def feed_forward(self, index: int) -> MLPConfig | MoEConfig:
         return read_moe(self.raw, index, self.config.hidden) or super().feed_forward(index)
@@ -105,8 +104,8 @@ class Mellum(Qwen3Moe):
         theta = 500_000.0 if layer_type == "full_attention" else 10_000.0
         return read_layer_rope(self.raw, self.config.head_dim, layer_type, theta)
 
-    def window(self, index: int) -> int | None:
-        return count_in(self.raw, "sliding_window") if self._type(index) == "sliding_attention" else None
+    def is_windowed(self, index: int) -> bool:
+        return self._type(index) == "sliding_attention"
 
     def feed_forward(self, index: int) -> MLPConfig | MoEConfig:
         num_layers = self.config.num_layers

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from cortex.neuron.families.towers import TowerLayer
 from cortex.neuron.pictures.picture import PictureRules
 
 PASS_PATCHES = {"cuda": 16_384, "cpu": 4096}
@@ -42,24 +43,6 @@ class TowerTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerNames:
-    """The tensors of a layer, under their names in the checkpoint without `.weight`; empty: there is none."""
-
-    mixer_norm: str
-    qkv: tuple[str, ...]
-    """One for all, or one each."""
-    output: str
-    mlp_norm: str
-    up: tuple[str, ...]
-    """Two if the feed-forward block is gated: the gate first."""
-    down: str
-    after_mixer: str = ""
-    after_mlp: str = ""
-    head_norms: tuple[str, ...] = ()
-    """The norms of queries and keys."""
-
-
-@dataclass(frozen=True, slots=True)
 class TowerConfig(ABC):
     """A transformer over the patches of a picture, which all see each other. A family adds how patches become its
     input, and how its output becomes the decoder's."""
@@ -75,9 +58,7 @@ class TowerConfig(ABC):
     """Patches to the side of what becomes one vector."""
     out: int
     """The width of a vector: that of the decoder's residual stream."""
-    names: LayerNames
-    layer_path: str
-    """Where the layers are in the checkpoint, with `{}` for their number."""
+    names: TowerLayer
     eps: float = 1e-6
     is_rms: bool = False
     """Whether its norms are by the root mean square, without a bias."""
@@ -104,7 +85,7 @@ class TowerConfig(ABC):
 
     def layer_tensors(self, index: int) -> Iterator[tuple[str, TowerTensor]]:
         """The parameters of one layer."""
-        path, names = self.layer_path.format(index), self.names
+        path, names = self.names.path.format(index), self.names
         mixed = self.heads * self.head_dim
         yield from self.norm("mixer_norm", f"{path}.{names.mixer_norm}", self.hidden)
         rows = 3 * mixed // len(names.qkv)

@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cortex.neuron.families import towers
 from cortex.neuron.families.registry import family_of
 from cortex.neuron.models.config import UnsupportedModel, count_in, layer_count_in, number_in
-from cortex.neuron.models.towers.config import Activation, LayerNames, TowerConfig, TowerTensor, side_of
+from cortex.neuron.models.towers.config import Activation, TowerConfig, TowerTensor, side_of
 from cortex.neuron.pictures.picture import PictureRules
 
 Json = Mapping[str, Any]
 
 _ACTIVATIONS: Mapping[str, Activation] = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu"}
-_QWEN_LAYER = LayerNames("norm1", ("attn.qkv",), "attn.proj", "norm2", ("mlp.linear_fc1",), "mlp.linear_fc2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,7 @@ def _qwen(vision: Json, whole: Json, hidden: int) -> TowerConfig:
         patch=count_in(vision, "patch_size", 16),
         merge=count_in(vision, "spatial_merge_size", 2),
         out=out,
-        names=_QWEN_LAYER,
-        layer_path="model.visual.blocks.{}",
+        names=towers.QWEN,
         activation=_activation(vision, "gelu_pytorch_tanh"),
         deep_layers=tuple(vision.get("deepstack_visual_indexes") or ()),
         rules=PictureRules(has_axes=True),
@@ -99,16 +98,6 @@ class PixtralTowerConfig(TowerConfig):
             yield from self.linear(f"out{number}", {name: self.out}, columns, bias=self.projector_bias)
 
 
-_PIXTRAL_LAYER = LayerNames(
-    "attention_norm",
-    ("attention.q_proj", "attention.k_proj", "attention.v_proj"),
-    "attention.o_proj",
-    "ffn_norm",
-    ("feed_forward.gate_proj", "feed_forward.up_proj"),
-    "feed_forward.down_proj",
-)
-
-
 def _pixtral(vision: Json, whole: Json, hidden: int) -> TowerConfig:
     if whole.get("vision_feature_layer", -1) != -1 or vision.get("model_type", "pixtral") != "pixtral":
         raise UnsupportedModel("this vision tower of Mistral 3 is not supported")
@@ -124,8 +113,7 @@ def _pixtral(vision: Json, whole: Json, hidden: int) -> TowerConfig:
         patch=count_in(vision, "patch_size", 16),
         merge=count_in(whole, "spatial_merge_size", 2),
         out=hidden,
-        names=_PIXTRAL_LAYER,
-        layer_path="model.vision_tower.transformer.layers.{}",
+        names=towers.PIXTRAL,
         eps=1e-5,
         is_rms=True,
         bias=False,
@@ -155,16 +143,6 @@ class SiglipTowerConfig(TowerConfig):
         yield "out", TowerTensor({f"{projector}.mm_input_projection_weight": self.hidden}, self.out)
 
 
-_SIGLIP_LAYER = LayerNames(
-    "layer_norm1",
-    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "self_attn.out_proj",
-    "layer_norm2",
-    ("mlp.fc1",),
-    "mlp.fc2",
-)
-
-
 def _siglip(vision: Json, whole: Json, hidden: int) -> TowerConfig:
     heads, width = count_in(vision, "num_attention_heads", 12), count_in(vision, "hidden_size", 768)
     patch, side = count_in(vision, "patch_size", 16), count_in(vision, "image_size", 224)
@@ -180,8 +158,7 @@ def _siglip(vision: Json, whole: Json, hidden: int) -> TowerConfig:
         patch=patch,
         merge=merge,
         out=hidden,
-        names=_SIGLIP_LAYER,
-        layer_path="model.vision_tower.encoder.layers.{}",
+        names=towers.SIGLIP,
         eps=number_in(vision, "layer_norm_eps", 1e-6),
         activation=_activation(vision, "gelu_pytorch_tanh"),
         rules=PictureRules(is_whole=True),
@@ -211,19 +188,6 @@ class Gemma4TowerConfig(TowerConfig):
         yield from self.linear("out", {"model.embed_vision.embedding_projection": self.out}, self.hidden)
 
 
-_GEMMA4_LAYER = LayerNames(
-    "input_layernorm",
-    ("self_attn.q_proj.linear", "self_attn.k_proj.linear", "self_attn.v_proj.linear"),
-    "self_attn.o_proj.linear",
-    "pre_feedforward_layernorm",
-    ("mlp.gate_proj.linear", "mlp.up_proj.linear"),
-    "mlp.down_proj.linear",
-    "post_attention_layernorm",
-    "post_feedforward_layernorm",
-    ("self_attn.q_norm", "self_attn.k_norm"),
-)
-
-
 def _gemma4_rules(whole: Json, default: str | None) -> PictureRules:
     text = whole.get("text_config") or {}
     return PictureRules(is_whole=text.get("use_bidirectional_attention", default) == "vision")
@@ -244,8 +208,7 @@ def _gemma4(vision: Json, whole: Json, hidden: int) -> TowerConfig:
         patch=count_in(vision, "patch_size", 16),
         merge=count_in(vision, "pooling_kernel_size", 3),
         out=hidden,
-        names=_GEMMA4_LAYER,
-        layer_path="model.vision_tower.encoder.layers.{}",
+        names=towers.GEMMA4,
         eps=number_in(vision, "rms_norm_eps", 1e-6),
         is_rms=True,
         bias=False,
@@ -291,8 +254,7 @@ def _gemma4_unified(vision: Json, whole: Json, hidden: int) -> TowerConfig:
         patch=count_in(vision, "patch_size", 16) * count_in(vision, "pooling_kernel_size", 3),
         merge=1,
         out=hidden,
-        names=_GEMMA4_LAYER,
-        layer_path="",
+        names=towers.GEMMA4,
         eps=1e-5,
         rules=_gemma4_rules(whole, "vision"),
         num_places=count_in(vision, "mm_posemb_size", 1120),

@@ -15,7 +15,7 @@ from cortex.neuron.kernels.quantised.recipes import Recipe
 from cortex.neuron.node.devices import NodeDevices
 from cortex.neuron.node.harness.estimates import Footprint
 from cortex.neuron.node.harness.forecast import Forecast, wanted_tokens
-from cortex.neuron.node.inspection_process.client import Inspector
+from cortex.neuron.node.inspection_process.client import InspectionProcess
 from cortex.neuron.node.inspection_process.preflight import ModelMetadata
 from cortex.neuron.node.inspection_process.reading import Read
 from cortex.neuron.node.library import KnownModel, Library
@@ -44,7 +44,7 @@ class EngineHarness:
         config: NeuronConfig,
         devices: NodeDevices,
         forecast: Forecast,
-        inspector: Inspector,
+        inspector: InspectionProcess,
         library: Library,
         kv: KvExchange,
     ) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 from cortex.ipc.channel import Unsendable
 from cortex.ipc.helper import Helper, function_of
@@ -25,27 +25,8 @@ _MAX_JOBS: Final = 2
 T = TypeVar("T")
 
 
-class Inspector(Protocol):
-    """Reads the files of models. Belongs to the daemon's loop."""
-
-    async def find_local(self, source: str, cache: Path, quant: str | None) -> Path | None:
-        """Where the model is, if all of it is on disk. Raises LoadFailed."""
-
-    async def read(self, job: Read) -> ModelMetadata:
-        """The metadata from config and headers. Raises a CortexError, usually LoadFailed."""
-
-    async def read_text(self, path: Path, name: str, chat_template: str | None = None) -> TextInspection:
-        """The metadata from the text files, with `chat_template` instead of theirs. Raises LoadFailed."""
-
-    async def rest_idle(self) -> None:
-        """Ends the process if it was not used for a while."""
-
-    async def close(self) -> None:
-        """Cancels running reads."""
-
-
 class InspectionProcess:
-    """The real `Inspector`. The process starts with the first job; a job that is cancelled ends."""
+    """Belongs to the daemon's loop. The process starts with the first job; a job that is cancelled ends."""
 
     def __init__(self, *, cpu_s: int, memory_bytes: int, wall_s: float = WALL_S) -> None:
         self._cpu_s = cpu_s
@@ -71,19 +52,24 @@ class InspectionProcess:
         return self._pool.process_id
 
     async def find_local(self, source: str, cache: Path, quant: str | None) -> Path | None:
+        """Where the model is, if all of it is on disk. Raises LoadFailed."""
         path = await self._call(source, reading.find_local, source, str(cache), quant)
         return None if path is None else Path(path)
 
     async def read(self, job: Read) -> ModelMetadata:
+        """The metadata from config and headers. Raises a CortexError, usually LoadFailed."""
         return await asyncio.to_thread(unpack_metadata, await self._call(job.name, reading.read, job), job)
 
     async def read_text(self, path: Path, name: str, chat_template: str | None = None) -> TextInspection:
+        """The metadata from the text files, with `chat_template` instead of theirs. Raises LoadFailed."""
         return await self._call(name, reading.read_text, str(path), name, chat_template)
 
     async def rest_idle(self) -> None:
+        """Ends the process if it was not used for a while."""
         await self._pool.rest_idle()
 
     async def close(self) -> None:
+        """Cancels running reads."""
         await self._pool.close()
 
     async def _call(self, name: str, function: Callable[..., T], *arguments: Any) -> T:

@@ -24,7 +24,7 @@ from cortex.neuron.models.host_division import NO_EXPERTS
 from cortex.neuron.node.devices import NodeDevices
 from cortex.neuron.node.harness.estimates import FileMetadata, Footprint
 from cortex.neuron.node.harness.harness import Harnesses
-from cortex.neuron.node.inspection_process.client import Inspector
+from cortex.neuron.node.inspection_process.client import InspectionProcess
 from cortex.neuron.node.instance import Instance, ModelCallbacks
 from cortex.neuron.node.library import Fetch, FileStamps, KnownModel, Library, file_stamps
 from cortex.neuron.node.loading.device_allocator import DeviceAllocator, MemoryElsewhere, wake_settled
@@ -103,7 +103,7 @@ class ModelLoader:
         room: DeviceAllocator,
         *,
         fetch: Fetch,
-        inspector: Inspector,
+        inspector: InspectionProcess,
         texts: Texts,
         make_room: Callable[[KnownModel, FileMetadata], Awaitable[bool]],
         host: HostBudget,

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -40,7 +39,8 @@ from cortex.neuron.engine.kv.pages import ROOT, Digest, page_digests
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats
 from cortex.neuron.hub_process.neighbours import NeighbourFailed, Transfer
 from cortex.neuron.worker.process import WorkerLost
-from cortex.neuron.worker.protocol import Command, FindBlocks
+from cortex.neuron.worker.protocol import FindBlocks
+from cortex.neuron.worker.supervisor import WorkerSupervisor
 from cortex.wire.node.kv_blocks import PAGES, PATH, BlocksRequest
 from cortex.wire.node.neighbours import Neighbour
 
@@ -68,15 +68,6 @@ class ExchangeRules:
     connect_s: float = 2.0
     avoid_s: float = 30.0
     """A node that failed is not used for this long."""
-
-
-class BlockWorker(Protocol):
-    """The supervisor of a device."""
-
-    async def save_blocks(self, model: bytes, digests: tuple[Digest, ...]) -> bool: ...
-    async def count_pages(self, model: bytes, digests: tuple[Digest, ...]) -> int: ...
-    async def forget_blocks(self, model_id: str | None, tenants: tuple[bytes, ...]) -> None: ...
-    def send(self, command: Command) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +107,7 @@ class KvExchange:
         self,
         folder: Path,
         budget_bytes: int,
-        workers: Collection[BlockWorker],
+        workers: Collection[WorkerSupervisor],
         rules: ExchangeRules | None = None,
         rates: dict[str, CopyRate] | None = None,
     ) -> None:
@@ -213,7 +204,12 @@ class KvExchange:
         return None if rate is None else rate.bytes_per_s
 
     async def share(
-        self, info: EngineInfo, stats: EngineStats, request: EngineRequest, source: BlockWorker, target: BlockWorker
+        self,
+        info: EngineInfo,
+        stats: EngineStats,
+        request: EngineRequest,
+        source: WorkerSupervisor,
+        target: WorkerSupervisor,
     ) -> None:
         """Writes what one worker of this node has of the prompt to disk for another one, which computes it next, if
         writing and reading is expected to be faster than computing. `stats`: of either."""

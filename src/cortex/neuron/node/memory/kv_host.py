@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Sequence
 
 from cortex.neuron.engine.memory.host import HostMemory, read_host_memory
 from cortex.neuron.engine.request import KeptPages
+from cortex.neuron.worker.supervisor import WorkerSupervisor
 from cortex.wire.node.protocol import HostKV
 
 KV_HOST_SHARE = 1 / 8
 """The share of free host memory that pages may use, unless `limits.kv_host_mb` is set."""
-
-
-class PageHolder(Protocol):
-    """The supervisor of a device."""
-
-    @property
-    def kv_host_bytes(self) -> int:
-        """Bytes that its worker holds."""
-        ...
-
-    @property
-    def kept(self) -> Mapping[str, KeptPages]:
-        """Model id → pages of the model that its worker holds."""
-        ...
-
-    def limit_kv_host(self, num_bytes: int) -> None:
-        """Its worker drops the least recently used pages above this limit."""
-        ...
 
 
 def device_limit_bytes(
@@ -60,33 +42,33 @@ class KvHostMemory:
     def __init__(
         self,
         kv_host_mb: int | None,
-        holders: Collection[PageHolder],
+        workers: Collection[WorkerSupervisor],
         read: Callable[[], HostMemory] = read_host_memory,
     ) -> None:
         self._kv_host_mb = kv_host_mb
-        self._holders = holders
+        self._workers = workers
         self._read = read
         self._rest_bytes: int | None = None
 
     @property
     def limit_bytes(self) -> int:
         """Current limit of each device's worker."""
-        held = [holder.kv_host_bytes for holder in self._holders]
+        held = [worker.kv_host_bytes for worker in self._workers]
         return device_limit_bytes(self._kv_host_mb, self._read(), held, self._rest_bytes)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the pages of all models."""
-        return sum(holder.kv_host_bytes for holder in self._holders)
+        return sum(worker.kv_host_bytes for worker in self._workers)
 
     def kept(self, model_id: str, num_ranks: int) -> HostKV | None:
         """The kept pages of a model that is divided among `num_ranks` devices, loaded or not; None if nothing is
         usable."""
-        return kept_of_model([holder.kept[model_id] for holder in self._holders if model_id in holder.kept], num_ranks)
+        return kept_of_model([worker.kept[model_id] for worker in self._workers if model_id in worker.kept], num_ranks)
 
     def give_way(self, rest_bytes: int) -> None:
         """Weights take host memory first; pages may use `rest_bytes`."""
         self._rest_bytes = rest_bytes
         limit_bytes = self.limit_bytes
-        for holder in self._holders:
-            holder.limit_kv_host(limit_bytes)
+        for worker in self._workers:
+            worker.limit_kv_host(limit_bytes)

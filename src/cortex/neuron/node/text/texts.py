@@ -10,11 +10,12 @@ from pathlib import Path
 
 from cortex.neuron.config import TextLimits
 from cortex.neuron.engine.request import PooledTexts
-from cortex.neuron.node.text.work import TextSource, TextWork
+from cortex.neuron.node.text.work import TextWork
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import Prepared
 from cortex.neuron.text.template.prompt import PromptRules
 from cortex.neuron.text.tokenizer.encoder import TextsToEncode
+from cortex.neuron.tokenizer_process.client import TokenizerClient
 from cortex.wire.packed_request import PackedRequest
 
 _REST_AFTER_S = 60.0
@@ -27,7 +28,7 @@ class Texts:
 
     def __init__(
         self,
-        open_text: Callable[[Path, str | None], TextSource],
+        open_text: Callable[[Path, str | None], TokenizerClient],
         limits: TextLimits,
         max_queue: int,
         path_of: Callable[[str], Awaitable[Path]],

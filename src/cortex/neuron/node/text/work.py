@@ -13,7 +13,6 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
 
 from cortex.neuron.config import TextLimits
 from cortex.neuron.engine.request import PooledTexts
@@ -22,7 +21,7 @@ from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import Prepared, prepare
 from cortex.neuron.text.template.prompt import NO_RULES, PromptRules
 from cortex.neuron.text.tokenizer.encoder import TextsToEncode
-from cortex.neuron.tokenizer_process.client import UNREADABLE, load_error
+from cortex.neuron.tokenizer_process.client import UNREADABLE, TokenizerClient, load_error
 from cortex.neuron.tokenizer_process.protocol import PackedTexts
 from cortex.wire.errors import LoadFailed, Overloaded, PreparationLimitExceeded
 from cortex.wire.fields.constraints import is_constrained
@@ -37,39 +36,6 @@ _LONG_CONSTRAINED_BYTES = 1 << 15
 """A grammar beyond this size makes a request long: it may take seconds to compile."""
 
 
-class TextSource(Protocol):
-    """Reads one model's text files and runs its tokenizer process. `TokenizerClient` is the real one."""
-
-    @property
-    def idle_s(self) -> float:
-        """Seconds since the last use; 0 while in use."""
-
-    @property
-    def num_tokenised(self) -> int:
-        """Characters of prompts that were tokenised, not known from earlier ones."""
-
-    async def read(self) -> TextModel:
-        """Raises an error in `UNREADABLE`, or a CortexError."""
-
-    async def wake(self) -> None:
-        """Starts the process if it does not run. Raises as `read` does."""
-
-    async def rest(self) -> None:
-        """Ends the process; the next use starts it again."""
-
-    async def close(self) -> None:
-        """Ends the process for good."""
-
-    # Jobs: they raise a CortexError, and a cancelled one ends.
-
-    async def prepare(
-        self, request: bytes, rules: PromptRules, *, is_long: bool, with_text: bool = False
-    ) -> Prepared: ...
-    async def count(self, request: bytes, rules: PromptRules, *, is_long: bool) -> int: ...
-    async def encode(self, text: str, rules: PromptRules, *, is_long: bool) -> tuple[int, ...]: ...
-    async def encode_texts(self, texts: TextsToEncode, rules: PromptRules, *, is_long: bool) -> PackedTexts: ...
-
-
 class TextWork:
     """Begins to read the model's files when it is made. Belongs to one loop.
 
@@ -81,7 +47,7 @@ class TextWork:
         model_id: str,
         path: Path,
         chat_template: str | None,
-        source: TextSource,
+        source: TokenizerClient,
         limits: TextLimits,
         max_queue: int,
     ) -> None:

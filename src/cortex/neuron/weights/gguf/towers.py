@@ -9,7 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
+from cortex.neuron.families import towers
 from cortex.neuron.families.registry import FAMILIES
+from cortex.neuron.families.towers import TowerLayer
 from cortex.neuron.weights.errors import Malformed, Unsupported
 from cortex.neuron.weights.gguf.keys import Keys
 from cortex.neuron.weights.gguf.metadata import GGUFFile
@@ -33,10 +35,8 @@ class TowerKind:
 
     vision: Options
     """The options of `vision_config` besides those that all kinds have."""
-    layers: str
-    """Where the layers are in the hub's checkpoint, with `{}` for their number."""
-    parts: Mapping[str, str]
-    """The parts of a layer: names in the file → names in the hub's checkpoint."""
+    layer: TowerLayer | None
+    """None: it has no layers."""
     ends: Mapping[str, str]
     """Tensors outside of the layers, by name with or without the last part."""
     sizes: Mapping[str, str] = field(default_factory=dict)
@@ -61,7 +61,7 @@ def tower_options(file: GGUFFile) -> dict[str, Any] | None:
     if kind is None or kind.needed not in file.tensors:
         return None
     keys = Keys(file, "clip")
-    sizes = {kind.sizes.get(hub, hub): keys.count(f"vision.{name}") for hub, name in _SIZES.items() if kind.parts}
+    sizes = {kind.sizes.get(hub, hub): keys.count(f"vision.{name}") for hub, name in _SIZES.items() if kind.layer}
     vision = sizes | {"patch_size": keys.count("vision.patch_size")} | kind.vision(keys, file)
     return {"vision_config": vision, **kind.whole(keys, file)}
 
@@ -69,7 +69,7 @@ def tower_options(file: GGUFFile) -> dict[str, Any] | None:
 def tower_tensors(file: GGUFFile, mapped: MappedFile) -> Iterator[tuple[str, StoredTensor]]:
     """The tensors of the tower, by the hub's names. Raises CheckpointError."""
     kind = KINDS[projector_type(file) or ""]
-    heads = Keys(file, "clip").count("vision.attention.head_count", 1) if kind.parts else 1
+    heads = Keys(file, "clip").count("vision.attention.head_count", 1) if kind.layer else 1
     is_swapped = _is_swapped(file)
     for name, tensor in file.tensors.items():
         if (hub := _hub_name(kind, file, name, is_swapped=is_swapped)) is None:
@@ -101,13 +101,13 @@ def _hub_name(kind: TowerKind, file: GGUFFile, name: str, *, is_swapped: bool) -
     """None: a tensor that the model does not need."""
     if (whole := kind.ends.get(name)) is not None:
         return whole
-    if (layer := _LAYER.fullmatch(name)) is not None:
+    if kind.layer is not None and (layer := _LAYER.fullmatch(name)) is not None:
         number, part, what = layer.groups()
-        hub = kind.parts.get(_SWAPPED.get(part, part) if is_swapped else part)
+        hub = kind.layer.gguf_names.get(_SWAPPED.get(part, part) if is_swapped else part)
         if hub is None:
             return None
         owner = hub.removesuffix(".linear") if what in _RANGES else hub
-        return f"{kind.layers.format(number)}.{owner}.{what}"
+        return f"{kind.layer.path.format(number)}.{owner}.{what}"
     if (deep := _DEEP.fullmatch(name)) is not None and int(deep[1]) in (numbers := deep_layers(file)):
         part = f"{numbers.index(int(deep[1]))}.{_DEEP_NAMES[deep[2]]}.{deep[3]}"
         return f"model.visual.deepstack_merger_list.{part}"
@@ -200,15 +200,7 @@ def _pixtral_whole(keys: Keys, file: GGUFFile) -> dict[str, Any]:
 
 _QWEN: Final = TowerKind(
     vision=_qwen,
-    layers="model.visual.blocks.{}",
-    parts={
-        "ln1": "norm1",
-        "ln2": "norm2",
-        "attn_qkv": "attn.qkv",
-        "attn_out": "attn.proj",
-        "ffn_up": "mlp.linear_fc1",
-        "ffn_down": "mlp.linear_fc2",
-    },
+    layer=towers.QWEN,
     ends={
         "v.patch_embd": "model.visual.patch_embed.proj",
         "v.position_embd": "model.visual.pos_embed",
@@ -221,15 +213,7 @@ _QWEN: Final = TowerKind(
 _GEMMA3: Final = TowerKind(
     vision=_gemma3,
     whole=_gemma3_whole,
-    layers="model.vision_tower.encoder.layers.{}",
-    parts={
-        "ln1": "layer_norm1",
-        "ln2": "layer_norm2",
-        **{f"attn_{each}": f"self_attn.{each}_proj" for each in "qkv"},
-        "attn_out": "self_attn.out_proj",
-        "ffn_up": "mlp.fc1",
-        "ffn_down": "mlp.fc2",
-    },
+    layer=towers.SIGLIP,
     ends={
         "v.patch_embd": "model.vision_tower.embeddings.patch_embedding",
         "v.position_embd": "model.vision_tower.embeddings.position_embedding",
@@ -240,18 +224,7 @@ _GEMMA3: Final = TowerKind(
 )
 _GEMMA4: Final = TowerKind(
     vision=_gemma4,
-    layers="model.vision_tower.encoder.layers.{}",
-    parts={
-        "ln1": "input_layernorm",
-        "ln2": "pre_feedforward_layernorm",
-        "attn_post_norm": "post_attention_layernorm",
-        "ffn_post_norm": "post_feedforward_layernorm",
-        "attn_q_norm": "self_attn.q_norm",
-        "attn_k_norm": "self_attn.k_norm",
-        **{f"attn_{each}": f"self_attn.{each}_proj.linear" for each in "qkv"},
-        "attn_out": "self_attn.o_proj.linear",
-        **{f"ffn_{each}": f"mlp.{each}_proj.linear" for each in ("gate", "up", "down")},
-    },
+    layer=towers.GEMMA4,
     ends={
         "v.patch_embd": "model.vision_tower.patch_embedder.input_proj",
         "v.position_embd.weight": "model.vision_tower.patch_embedder.position_embedding_table",
@@ -262,8 +235,7 @@ _GEMMA4: Final = TowerKind(
 )
 _GEMMA4_UNIFIED: Final = TowerKind(
     vision=_gemma4_unified,
-    layers="",
-    parts={},
+    layer=None,
     ends={
         "v.patch_embd": "model.vision_embedder.patch_dense",
         "v.patch_norm.1": "model.vision_embedder.patch_ln1",
@@ -277,14 +249,7 @@ _PIXTRAL: Final = TowerKind(
     vision=_pixtral,
     whole=_pixtral_whole,
     needed="mm.patch_merger.weight",
-    layers="model.vision_tower.transformer.layers.{}",
-    parts={
-        "ln1": "attention_norm",
-        "ln2": "ffn_norm",
-        **{f"attn_{each}": f"attention.{each}_proj" for each in "qkv"},
-        "attn_out": "attention.o_proj",
-        **{f"ffn_{each}": f"feed_forward.{each}_proj" for each in ("gate", "up", "down")},
-    },
+    layer=towers.PIXTRAL,
     ends={
         "v.patch_embd": "model.vision_tower.patch_conv",
         "v.pre_ln": "model.vision_tower.ln_pre",

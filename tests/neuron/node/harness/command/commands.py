@@ -22,7 +22,7 @@ from cortex.settings import Listen
 
 @dataclass(frozen=True)
 class NotedSizes:
-    """A `ServerSize`."""
+    """Acts as a `SizeOfModel`."""
 
     all: list[int] = field(default_factory=list)
     least: int = 0

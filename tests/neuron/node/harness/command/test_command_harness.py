@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -228,7 +228,7 @@ async def test_a_failed_start_leaves_no_connection(monkeypatch: pytest.MonkeyPat
         server_info("fake", None),
         Ticker(asyncio.get_running_loop()),
         free_port,
-        NotedSizes(),
+        cast(SizeOfModel, NotedSizes()),
     )
     sink: Any = FailingSink() if fails_at == "health" else SilentSink()
     with pytest.raises(RuntimeError):

@@ -13,6 +13,7 @@ import pytest_asyncio
 
 from cortex.http.ticker import Ticker
 from cortex.neuron.config import NeuronConfig
+from cortex.neuron.node.harness.command.estimates import SizeOfModel
 from cortex.neuron.node.harness.command.group import (
     GroupTimes,
     MemberLink,
@@ -233,7 +234,7 @@ async def test_group_that_ends_while_the_server_of_its_leader_starts_fails_the_l
         server_info("fake", None),
         Ticker(asyncio.get_running_loop()),
         free_port,
-        NotedSizes(),
+        cast(SizeOfModel, NotedSizes()),
         link=cast(MemberLink, link),
     )
     async with asyncio.timeout(WAIT_S):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from cortex.http.ticker import Ticker
+from cortex.neuron.node.harness.command.estimates import SizeOfModel
 from cortex.neuron.node.harness.command.host import (
     CommandHost,
     ServerCommand,
@@ -56,7 +57,7 @@ def host_on(card: Card, measured: list[int], reclaim_s: float = WAIT_S, **entry:
         server_info("fake", None),
         Ticker(asyncio.get_running_loop()),
         free_port,
-        NotedSizes(measured, 2 * GIB),
+        cast(SizeOfModel, NotedSizes(measured, 2 * GIB)),
         times=ServerTimes(reclaim_s=reclaim_s),
     )
 

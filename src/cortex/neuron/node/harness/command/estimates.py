@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from cortex.neuron.node.harness.estimates import Footprint, NodeLimits
 from cortex.neuron.node.library import KnownModel
@@ -82,19 +82,6 @@ class ServerSizes:
         return tuple(
             (model_id, samples.size) for each in (self._starts, self._runs) for model_id, samples in each.items()
         )
-
-
-class ServerSize(Protocol):
-    """Through this the host of one server reports its memory."""
-
-    def started(self, num_bytes: int) -> int:
-        """It is ready and holds this much. Returns the size that the model counts as."""
-
-    def holds(self, num_bytes: int) -> int:
-        """The same for what it holds later."""
-
-    def ran(self, num_bytes: int) -> None:
-        """It has ended, after holding this much for most of its run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,20 +185,23 @@ class CommandEstimates(NodeLimits):
 
 @dataclass(frozen=True, slots=True)
 class SizeOfModel:
-    """The `ServerSize` of one model."""
+    """Through this the host of one server reports its memory."""
 
     estimates: CommandEstimates
     model: KnownModel
     metadata: ServedFiles
 
     def started(self, num_bytes: int) -> int:
+        """It is ready and holds this much. Returns the size that the model counts as."""
         self.estimates.sizes.note_start(self.model.id, num_bytes * self.model.num_members)
         return self.holds(num_bytes)
 
     def holds(self, num_bytes: int) -> int:
+        """The same for what it holds later."""
         return self.estimates.counted_bytes(self.model, self.metadata, num_bytes)
 
     def ran(self, num_bytes: int) -> None:
+        """It has ended, after holding this much for most of its run."""
         self.estimates.sizes.note_run(self.model.id, num_bytes * self.model.num_members)
 
 

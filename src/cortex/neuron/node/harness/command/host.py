@@ -16,7 +16,7 @@ from cortex.http.ticker import Ticker
 from cortex.http.upstream.faults import UpstreamFault
 from cortex.http.upstream.pool import Pool
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, StepOutput
-from cortex.neuron.node.harness.command.estimates import ServerSize
+from cortex.neuron.node.harness.command.estimates import SizeOfModel
 from cortex.neuron.node.harness.command.group import MemberLink
 from cortex.neuron.node.harness.command.server_log import ServerLog
 from cortex.neuron.node.harness.command.server_memory import MemoryWatch, ServerMemory
@@ -120,7 +120,7 @@ class CommandHost:
     info: EngineInfo
     ticker: Ticker
     choose_port: Callable[[], int]
-    size: ServerSize
+    size: SizeOfModel
     log: ServerLog = field(default_factory=ServerLog)
     link: MemberLink | None = None
     """The link to the other nodes, if the server is a member of a group. Only the leader's server takes requests and

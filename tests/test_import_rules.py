@@ -290,11 +290,17 @@ def test_detects_an_import_by_plain_name(tmp_path: Path) -> None:
 
 
 def import_cycles(source: Path) -> list[str]:
-    """One line for each module of an import cycle. Lazy and type-only imports count."""
+    """One line for each module of an import cycle. Lazy imports count, and type-only ones of another folder: a class
+    may name the one of its folder that makes it."""
     modules = modules_of(source)
     imported = {
-        module: {entry.module for entry in imports_of(source, module) if entry.module in modules} - {module}
-        for module in modules
+        module: {
+            entry.module
+            for entry in imports_of(source, module)
+            if entry.module in modules and not (entry.for_types and modules[entry.module].parent == path.parent)
+        }
+        - {module}
+        for module, path in modules.items()
     }
     while True:
         needed = set().union(*imported.values())
@@ -316,7 +322,14 @@ def test_detects_an_import_cycle(tmp_path: Path) -> None:
     (package / "a.py").write_text("def f():\n    from cortex.wire import b")
     (package / "b.py").write_text("from cortex.wire.a import f")
     (package / "c.py").write_text("from cortex.wire.a import f\nimport os")
+    (package / "d.py").write_text("if TYPE_CHECKING:\n    from cortex.wire.e import g")
+    (package / "e.py").write_text("from cortex.wire.d import g")
     assert import_cycles(tmp_path) == ["cortex.wire.a → cortex.wire.b", "cortex.wire.b → cortex.wire.a"]
+    (package / "sub").mkdir()
+    (package / "sub" / "f.py").write_text("from cortex.wire.g import h")
+    (package / "g.py").write_text("if TYPE_CHECKING:\n    from cortex.wire.sub.f import h")
+    modules_of.cache_clear()
+    assert import_cycles(tmp_path)[2:] == ["cortex.wire.g → cortex.wire.sub.f", "cortex.wire.sub.f → cortex.wire.g"]
 
 
 def folder_circles(package: Path) -> list[str]:

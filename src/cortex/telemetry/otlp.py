@@ -19,7 +19,7 @@ from opentelemetry.trace import Tracer as SdkTracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from cortex import __version__
-from cortex.telemetry.tracing import Attributes, Span
+from cortex.telemetry.spans import Attributes, Span
 
 EXPORT_TIMEOUT_S = 3.0
 SEND_EVERY_S = 1.0

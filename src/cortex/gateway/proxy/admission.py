@@ -23,7 +23,7 @@ from cortex.http.observer import Outcome
 from cortex.http.request import Headers, Request
 from cortex.http.server.exchange import Exchange
 from cortex.parsing.envelope import Envelope
-from cortex.telemetry.tracing import Span
+from cortex.telemetry.spans import Span
 from cortex.wire.dialects.openai_responses.kept import KeptResponse
 from cortex.wire.errors import CortexError, ModelNotAllowed, ModelNotFound, Overloaded, shorten
 from cortex.wire.fields.request_class import RequestClass

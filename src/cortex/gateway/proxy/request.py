@@ -30,7 +30,8 @@ from cortex.http.request import Headers
 from cortex.http.upstream.faults import NotAdmitted, ResponseTooLarge, UpstreamFault, UpstreamSilent
 from cortex.routing.prefixes import MAX_PREFIX_BYTES
 from cortex.system.tasks import run_once
-from cortex.telemetry.tracing import UNTRACED, Span
+from cortex.telemetry.spans import Span
+from cortex.telemetry.tracing import UNTRACED
 from cortex.wire import errors, sse
 from cortex.wire.dialects.openai_chat.upstream_error import foreign_error
 from cortex.wire.errors import CortexError, RequestCancelled, UpstreamInterrupted, UpstreamUnavailable

@@ -18,7 +18,7 @@ from cortex.http.limits import Buffered
 from cortex.http.ticker import Ticker
 from cortex.parsing.parser import BodyParser
 from cortex.system.tasks import OwnedTasks
-from cortex.telemetry.tracing import Tracer
+from cortex.telemetry.spans import Tracer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from prometheus_client.metrics_core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from cortex.neuron.node.node import Node
-from cortex.telemetry.tracing import MODEL, OPERATION, operation_name
+from cortex.telemetry.spans import MODEL, OPERATION, operation_name
 from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import CortexError
 from cortex.wire.events import AnyEvent, Finish, Usage

@@ -52,7 +52,8 @@ from cortex.system import open_files
 from cortex.system.service_manager import READY, STOPPING, ServiceManager
 from cortex.system.tasks import Supervisor
 from cortex.telemetry import logs
-from cortex.telemetry.tracing import NoTracer, Tracer, open_tracer
+from cortex.telemetry.spans import Tracer
+from cortex.telemetry.tracing import NoTracer, open_tracer
 from cortex.wire.dialects.ollama.models import BLOBS_PREFIX
 from cortex.wire.dialects.registry import ROUTES
 from cortex.wire.opaque.routes import is_opaque

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession
 
-from cortex.telemetry.tracing import TelemetrySection, Tracer, open_tracer
+from cortex.telemetry.spans import Tracer
+from cortex.telemetry.tracing import TelemetrySection, open_tracer
 from cortex.wire.errors import Recovering
 
 from ..served import served

@@ -24,5 +24,5 @@ def test_empty_chat_response_has_the_fields_of_the_real_api(wanted: bool, expect
 def test_empty_completion_has_the_fields_of_the_real_api(wanted: int | None) -> None:
     request = openai_completions.parse(msgspec.json.encode({"model": "m", "prompt": "a", "logprobs": wanted}))
     (choice,) = msgspec.json.decode(openai_completions.fold(EMPTY, request, id="a", created=1, model="m"))["choices"]
-    nothing = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    nothing: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     assert choice["logprobs"] == (None if wanted is None else nothing)

@@ -15,7 +15,8 @@ from cortex.gateway.proxy.routes import InferenceRoute
 from cortex.gateway.proxy.services import Services
 from cortex.http.observer import Outcome
 from cortex.http.upstream.faults import UpstreamFault
-from cortex.telemetry.tracing import INPUT_TOKENS, MODEL, OPERATION, OUTPUT_TOKENS, UNTRACED, operation_name
+from cortex.telemetry.spans import INPUT_TOKENS, MODEL, OPERATION, OUTPUT_TOKENS, operation_name
+from cortex.telemetry.tracing import UNTRACED
 from cortex.wire.errors import CortexError, ModelNotFound
 from cortex.wire.events import Usage
 from cortex.wire.words import duration

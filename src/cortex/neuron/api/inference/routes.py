@@ -40,7 +40,7 @@ from cortex.neuron.node.harness.harness import Upstream
 from cortex.neuron.node.node import Node
 from cortex.parsing.parser import BodyParser
 from cortex.parsing.pictures import find_pictures
-from cortex.telemetry.tracing import Tracer
+from cortex.telemetry.spans import Tracer
 from cortex.wire import sse
 from cortex.wire.dialects import openai_chat, openai_responses
 from cortex.wire.dialects.dialect import EventEncoder

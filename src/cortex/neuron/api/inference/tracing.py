@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from cortex.http.request import Request, loggable
 from cortex.neuron.api.log_context import request_id
 from cortex.neuron.api.metrics import RequestWatch
-from cortex.telemetry.tracing import INPUT_TOKENS, MODEL, OPERATION, OUTPUT_TOKENS, UNTRACED, Span, Tracer
+from cortex.telemetry.spans import INPUT_TOKENS, MODEL, OPERATION, OUTPUT_TOKENS, Span, Tracer
+from cortex.telemetry.tracing import UNTRACED
 from cortex.wire.errors import CortexError
 from cortex.wire.response import total_usage
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from faulty_models import running_node, write_model
 
 from cortex.neuron.node.dependencies import fetch
 from cortex.neuron.node.node import Node
+from cortex.neuron.weights.errors import FilesMissing
 from cortex.wire.errors import InvalidValue, LoadFailed, ModelInUse, ModelNotFound
 from cortex.wire.node.neighbours import repository_of
 from cortex.wire.node.orders import AssembleRequest, FilesRequest, LoadRequest, UnloadRequest
@@ -220,3 +222,23 @@ async def test_clients_that_wait_for_the_digests_of_a_model_take_one_thread(
             digests.may_end.set()
         listings = await asyncio.gather(*waiting)
         assert len({listing.commit for listing in listings}) == 1
+
+
+async def test_any_number_of_downloads_leaves_threads_to_the_rest_of_the_daemon(tmp_path: Path) -> None:
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def fetch_late(*_: Any) -> Path:
+        has_begun.set()
+        may_end.wait(WAIT_S)
+        raise FilesMissing("gone")
+
+    async with running_node(tmp_path, fetch=fetch_late) as node:
+        for number in range(64):
+            node.files.pull(FilesRequest(model_id=f"org/model-{number}"))
+        try:
+            await until(has_begun.is_set)
+            async with asyncio.timeout(WAIT_S / 4):
+                await asyncio.to_thread(int)
+        finally:
+            may_end.set()
+        await until(lambda: all(pull.state == "failed" for pull in node.files.pulls))

@@ -28,6 +28,7 @@ from cortex.neuron.weights.hub.cache import RepositoryCache
 from cortex.neuron.weights.hub.listing import Listing
 from cortex.neuron.weights.hub.local import LocalRepository
 from cortex.neuron.weights.hub.source import HubSource, is_hub_id, parse_source
+from cortex.system.tasks import in_own_thread
 from cortex.wire.errors import (
     CortexError,
     HubUnavailable,
@@ -94,7 +95,7 @@ class ModelFiles:
         self._repository_bytes: dict[str, int] = {}
         self._local: dict[str, LocalRepository] = {}
         """Models at paths of which other nodes have wanted files."""
-        self._listings: dict[str, asyncio.Task[Listing | None]] = {}
+        self._listings: dict[str, asyncio.Future[Listing | None]] = {}
         """Of these, while their files are read."""
         self._deleting: set[str] = set()
         """Repositories."""
@@ -236,7 +237,7 @@ class ModelFiles:
     async def _read_once(self, repository: str, files: LocalRepository) -> Listing | None:
         """The listing of a model at a path, whose files may take minutes to read. All callers wait for one thread."""
         if repository not in self._listings:
-            reading = self._listings[repository] = asyncio.create_task(asyncio.to_thread(files.listing))
+            reading = self._listings[repository] = in_own_thread(files.listing)
             reading.add_done_callback(lambda _: self._listings.pop(repository))
         return await asyncio.shield(self._listings[repository])
 

@@ -131,6 +131,15 @@ def test_request_that_only_a_sleeping_node_can_serve_wakes_it_and_learns_how_lon
     assert events(fake)[-2:] == ["node_woken", "node_up"]
 
 
+def test_reason_of_waiting_requests_says_that_their_node_is_being_woken() -> None:
+    fake = asleep(fleet())
+    fake.ask("huge")
+    fake.dispatcher.tick()
+    reason = fake.event_log.why_waiting("huge")
+    assert reason is not None
+    assert "waking up" in reason["outcome"], reason["outcome"]
+
+
 def test_sleeping_node_is_listed_as_one_that_could_serve_until_it_is_lost() -> None:
     fake = asleep(fleet())
     assert fake.dispatcher.feasibility().nodes("huge") == ("big",)

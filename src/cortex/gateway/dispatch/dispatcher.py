@@ -305,17 +305,21 @@ class Dispatcher(DispatchView, StateMachine):
         sleeping, now = self._fleet_state.sleeping, self._clock()
         names = sorted(self.sleepers_for(decision))
         for name in names:
-            self._wake(name, f"{decision.model_id} needs it")
+            if self._wake(name, f"{decision.model_id} needs it"):
+                self._event_log.settled(decision.model_id)
         if names:
             self._queues.tell(decision.model_id, max(sleeping.expected_wait_s(name, now) for name in names))
         return bool(names)
 
-    def _wake(self, node: str, why: str, *, again: bool = False) -> None:
+    def _wake(self, node: str, why: str, *, again: bool = False) -> bool:
+        """Returns False if a wake is under way or has failed, and is not tried `again`."""
         sleeping = self._fleet_state.sleeping
-        if sleeping.wake(node, self._clock(), again=again):
-            self._fleet_state.changed(node)
-            self._event_log.happened("node_waking", node=node, why=why)
-            self._effects.wake(node, sleeping.rules(node))
+        if not sleeping.wake(node, self._clock(), again=again):
+            return False
+        self._fleet_state.changed(node)
+        self._event_log.happened("node_waking", node=node, why=why)
+        self._effects.wake(node, sleeping.rules(node))
+        return True
 
     @event
     def _restart_group(self, model: str) -> None:

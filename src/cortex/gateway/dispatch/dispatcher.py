@@ -201,6 +201,7 @@ class Dispatcher(DispatchView, StateMachine):
         for section in self._fleet_state.settings.neurons:
             if section not in settings.neurons:
                 self._jobs.abandon(section.name, "was changed in the configuration")
+                self.suspend_ended(section.name, None)
                 self._inspections.ended(section.name)
         self._pending.is_all = True
         self._queues.max_wait_s = settings.max_wait_s
@@ -247,7 +248,7 @@ class Dispatcher(DispatchView, StateMachine):
             self._event_log.happened("node_suspending", node=name)
             self._effects.suspend(name)
         for name in sleeping.lost(now):
-            self._lose(name, f"it did not respond after it was woken: {sleeping.problem(name, now)}")
+            self._lose(name, f"it {sleeping.problem(name, now)}")
         for name in sleeping.resent(now):
             self._effects.wake(name, sleeping.rules(name))
 
@@ -258,7 +259,9 @@ class Dispatcher(DispatchView, StateMachine):
 
     @event
     def suspend_ended(self, node: str, error: CortexError | None) -> None:
-        """The node is suspending itself, or could not."""
+        """The node is suspending itself, or could not. Without effect if that is known."""
+        if self._fleet_state.sleeping.state(node) != "suspending":
+            return
         self._fleet_state.sleeping.suspend_ended(node, self._clock(), is_accepted=error is None)
         self._fleet_state.changed(node)
         if error is None:
@@ -395,6 +398,7 @@ class Dispatcher(DispatchView, StateMachine):
             self._leases.went_down(node)
             if node not in self._orders:  # those wait for a node that sleeps, where nothing runs
                 self._jobs.abandon(node, f"went down: {why}")
+            self.suspend_ended(node, None)  # if its response to that order is lost
             self._inspections.ended(node)
 
     def _take_for_asleep(self, node: str) -> None:

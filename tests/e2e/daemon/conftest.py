@@ -184,7 +184,8 @@ def start_daemon(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> 
 def daemons(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[StartDaemon]:
     """Start daemons that know the tiny model; `settings` are lines of their `neuron.toml`.
 
-    With `waits=False` a daemon may not listen yet: several start at the same time. All end with the block.
+    With `waits=False` a daemon may not listen yet: several start at the same time. All end with the block. With
+    `dtype="float32"` models have the same sizes and greedy responses on every CPU.
     """
     started: list[Daemon] = []
 
@@ -194,6 +195,7 @@ def daemons(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Itera
         key: str = "",
         environment: dict[str, str] | None = None,
         waits: bool = True,
+        dtype: str = "auto",
     ) -> Daemon:
         folder = tmp_path_factory.mktemp("daemon")
         listen = listen or f"127.0.0.1:{free_port()}"
@@ -202,7 +204,7 @@ def daemons(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Itera
             *([f'keys = ["{key}"]'] if key else []),
             f'model_roots = ["{folder.parent}"]',
             *settings,
-            f'[harness.torch]\nhf_cache = "{folder}/hub"',
+            f'[harness.torch]\nhf_cache = "{folder}/hub"\ndtype = "{dtype}"',
             f'[[models]]\nid = "{TINY}"\nsource = "{tiny_model}"',
         ]
         (folder / "neuron.toml").write_text("\n".join(config))

@@ -27,6 +27,7 @@ def node(start_daemon: StartDaemon, tmp_path_factory: pytest.TempPathFactory) ->
         f'[[models]]\nid = "long"\nsource = "{path}"',
         f'[[models]]\nid = "other"\nsource = "{path}"\ncontext_tokens = {SHORTER}',
         f'[[models]]\nid = "named"\nsource = "{path}"\ncontext_tokens = 2048',
+        dtype="float32",
     )
 
 

@@ -85,6 +85,7 @@ def node(start_daemon: StartDaemon, tmp_path_factory: pytest.TempPathFactory) ->
         *(f'[[models]]\nid = "{name}"\nsource = "{path}"' for name in ("moe", "second")),
         f'[[models]]\nid = "on-device"\nsource = "{path}"\nhost_weights = "off"',
         f'[[models]]\nid = "dense"\nsource = "{dense}"\nhost_weights = "auto"',
+        dtype="float32",
     )
 
 
@@ -185,6 +186,7 @@ def test_model_larger_than_all_devices_together_is_divided_among_them_and_the_ho
         "limits = { max_num_seqs = 2, min_free_vram_mb = 0 }",
         *(f"[[devices]]\nindex = {index}\nmemory_mb = 15" for index in range(2)),
         *(f'[[models]]\nid = "{name}"\nsource = "{path}"\n{name}_parallel = 2' for name in ("tensor", "pipeline")),
+        dtype="float32",
     )
     gateway = start_gateway("", {"n": node})
     for name in ("tensor", "pipeline"):

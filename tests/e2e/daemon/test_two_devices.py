@@ -42,6 +42,7 @@ def daemon(start_daemon: StartDaemon, tiny_model: Path, wide_model: Path) -> Dae
         f'[[models]]\nid = "{WIDE}"\nsource = "{wide_model}"\nmax_replicas = 2',
         f'[[models]]\nid = "{OTHER}"\nsource = "{wide_model}"',
         *divided,
+        dtype="float32",
     )
     for model in (TINY, *DIVISIONS):
         status, body = daemon.call("/models/load", {"model_id": model})

@@ -72,7 +72,8 @@ def start(folder: Path, config: str, port: int) -> Daemon:
 @pytest.fixture(scope="module")
 def daemon(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     """One for all tests. The first finds the model cold, the last ends it."""
-    config = f'drain_s = {NEVER_S}\n[[models]]\nid = "tiny"\nsource = "{model_folder}"\ncontext_tokens = 3000\n'
+    model = f'[[models]]\nid = "tiny"\nsource = "{model_folder}"\ncontext_tokens = 3000\n'
+    config = f'harness.torch.dtype = "float32"\ndrain_s = {NEVER_S}\n{model}'
     started = start(tmp_path_factory.mktemp("daemon"), config, free_port())
     yield started
     started.process.kill()

@@ -16,7 +16,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 
-from cortex.neuron.config import Limits, ModelEntry, NeuronConfig
+from cortex.neuron.config import HarnessSettings, Limits, ModelEntry, NeuronConfig, TorchHarness
 from cortex.neuron.node.dependencies import NodeDependencies
 from cortex.neuron.node.node import Node
 from cortex.neuron.worker.factory import WorkerFactory
@@ -53,7 +53,12 @@ async def serving(tmp_path: Path, workers: WorkerFactory) -> AsyncIterator[Serve
         ModelEntry(id="reranker", source=write_reranker(tmp_path / "reranker")),
         ModelEntry(id="chat", source=str(chat), context_tokens=512),
     )
-    config = NeuronConfig(models=models, limits=Limits(max_num_seqs=8, sleep_mb=64), drain_s=1.0)
+    config = NeuronConfig(
+        models=models,
+        limits=Limits(max_num_seqs=8, sleep_mb=64),
+        harness=HarnessSettings(torch=TorchHarness(dtype="float32")),  # as the reference
+        drain_s=1.0,
+    )
     node = await Node.start(config, NodeDependencies(make_workers=lambda: workers))
     try:
         async with served(node) as (host, port), aiohttp.ClientSession() as http:

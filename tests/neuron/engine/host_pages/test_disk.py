@@ -26,6 +26,7 @@ from cortex.neuron.engine.host_pages.store import BlockKind, ChosenBlocks
 from cortex.neuron.engine.kv.pages import ROOT, page_digests
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
 
+from ...engine_runs import run, tokens_of
 from ..test_sleep import DENSE, HYBRID
 from .engines import CPU, PROMPT, EngineMaker, new_host, respond
 from .late_copies import LateOutward
@@ -374,6 +375,19 @@ def test_pages_that_arrive_while_a_prompt_is_computed_are_not_computed(
     stats = engine.stats()
     assert stats.fetched_tokens == stats.cached_tokens == 4 * 32
     assert stats.prompt_tokens == 32 + len(PROMPT) % 32
+
+
+def test_prompt_whose_tokens_are_scored_is_computed_once_though_its_pages_arrive(
+    make_engine: EngineMaker, tmp_path: Path
+) -> None:
+    expected = saved(make_engine, tmp_path)
+    engine = make_engine(DENSE, new_host(folder=tmp_path), prefill_chunk_tokens=32)
+    greedy = SamplingParams(temperature=0.0)
+    request = EngineRequest("r", PROMPT, len(expected), greedy, prompt_logprobs=0, blocks_arrive=True)
+    outputs = run(engine, request)["r"]
+    assert tokens_of(outputs) == expected
+    assert len(outputs[0].prompt_logprobs) == len(PROMPT) - 1
+    assert engine.stats().prompt_tokens == len(PROMPT)
 
 
 def test_pages_from_disk_overwrite_others_only_when_these_are_in_host_memory(

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 from faulty_models import parts
 
-from cortex.neuron.config import DefaultModel, Limits, ModelEntry, NeuronConfig
+from cortex.neuron.config import DefaultModel, HarnessSettings, Limits, ModelEntry, NeuronConfig, TorchHarness
 from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.node.loading.context_allocator import ContextRules, growth, victims
 from cortex.neuron.node.memory.ceilings import ModelHolding
@@ -30,6 +30,8 @@ from ..node_calls import generate, load, tokens_of, write_source
 
 FULL, SHORTER = 131_072, 73_728
 EAGER = ContextRules(min_idle_s=0.0, check_s=0.05, num_checks=2)
+IN_FLOAT32 = HarnessSettings(torch=TorchHarness(dtype="float32"))
+"""On every CPU, so that sizes are the same."""
 CONTEXTS = ContextSizes(
     limit_tokens=FULL,
     full_tokens=FULL,
@@ -89,6 +91,7 @@ async def running(
         ),
         default_models=(DefaultModel(id=keeps),) if keeps else (),
         limits=Limits(max_num_seqs=4, memory_mb=160),
+        harness=IN_FLOAT32,
         drain_s=1.0,
     )
     changes: dict[str, Any] = {"timeouts": None, "policy": BackoffPolicy(), "context_rules": rules}
@@ -140,7 +143,10 @@ async def test_load_of_a_gateway_evicts_nothing_and_gets_no_less_than_it_asks_fo
 async def test_empty_device_bounds_what_a_load_may_ask_for(tmp_path: Path, workers: WorkerFactory) -> None:
     source = write_source(tmp_path, seed=1, vocab_size=96, max_position_embeddings=FULL)
     config = NeuronConfig(
-        models=(ModelEntry(id="m", source=source),), limits=Limits(max_num_seqs=4, memory_mb=16), drain_s=1.0
+        models=(ModelEntry(id="m", source=source),),
+        limits=Limits(max_num_seqs=4, memory_mb=16),
+        harness=IN_FLOAT32,
+        drain_s=1.0,
     )
     node = await Node.start(config, parts(make_workers=lambda: workers, timeouts=None))
     try:

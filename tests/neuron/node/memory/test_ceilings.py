@@ -97,8 +97,8 @@ async def test_models_over_the_ceiling_are_rejected_until_another_is_unloaded(
 
 
 async def test_loads_at_once_do_not_exceed_the_ceiling_of_the_node_together(tmp_path: Path) -> None:
-    settings = config(tmp_path, {"memory_mb": 12}, cpu_devices=2)  # each is expected to take 9
-    async with running_node(tmp_path, settings) as node:
+    settings = config(tmp_path, {"memory_mb": 12}, cpu_devices=2, harness={"torch": {"dtype": "float32"}})
+    async with running_node(tmp_path, settings) as node:  # each is expected to take 9
         results = await asyncio.gather(load(node, "first"), load(node, "second"), return_exceptions=True)
         assert [type(result).__name__ for result in results].count("InsufficientCapacity") == 1
 

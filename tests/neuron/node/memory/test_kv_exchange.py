@@ -379,6 +379,7 @@ async def test_device_reads_what_another_one_of_its_node_has_computed(
         pytest.param(EngineStats(prompt_token_s=1e-9), 1 << 30, SHARED, id="computing is faster"),
         pytest.param(SLOW, 0, SHARED, id="no disk"),
         pytest.param(SLOW, 1 << 30, EngineRequest("r", PROMPT, 1, uses_prefix_cache=False), id="not cached"),
+        pytest.param(SLOW, 1 << 30, EngineRequest("r", PROMPT, 1, prompt_logprobs=0), id="every token is scored"),
     ],
 )
 async def test_devices_of_a_node_share_only_what_saves_time(

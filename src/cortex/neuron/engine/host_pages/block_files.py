@@ -280,7 +280,8 @@ class Selection:
 
 
 def select(files: Iterable[BlockFile], digests: Sequence[Digest], *, last_first: bool = False) -> Selection:
-    """The blocks of the prefix whose pages have these digests, those of its first pages first."""
+    """The blocks of the prefix whose pages have these digests, those of its first pages first, or of its last with
+    `last_first`."""
     wanted = {digest: page for page, digest in enumerate(digests)}
     known, pieces = set[tuple[int, Digest]](), list[Piece]()
     groups: list[tuple[int, BlockFile, list[int]]] = []

@@ -239,8 +239,10 @@ class KvExchange:
         target.send(FindBlocks(model))
 
     def _may_exchange(self, info: EngineInfo, request: EngineRequest) -> bool:
-        """The digests of pages with pictures follow from more than tokens."""
-        return bool(self._budget_bytes and info.kv_name and request.uses_prefix_cache and not request.pictures)
+        """The digests of pages with pictures follow from more than tokens. A prompt whose tokens are scored is
+        computed."""
+        is_reused = request.uses_prefix_cache and request.prompt_logprobs is None
+        return bool(self._budget_bytes and info.kv_name and is_reused and not request.pictures)
 
     def _most_s(self, prompt: _Prompt, first: int, end: int) -> float:
         """How long a fetch of the pages from `first` to `end` may take."""

@@ -194,12 +194,14 @@ async def test_log_of_a_model_on_a_sleeping_node_wakes_nobody_and_says_so(
     assert not box.woken.exists()
 
 
-async def test_request_with_keep_alive_0_wakes_no_node_to_unload_there(
-    neurons: StartNeuron, start_gateway: StartGateway, tmp_path: Path
+@pytest.mark.parametrize(
+    ("path", "body"), [("/api/generate", {"model": "a", "keep_alive": 0}), ("/api/models/unload", {})]
+)
+async def test_requests_that_unload_idle_models_wake_no_node(
+    path: str, body: dict[str, Any], neurons: StartNeuron, start_gateway: StartGateway, tmp_path: Path
 ) -> None:
     box = await asleep(neurons, start_gateway, tmp_path)
-    status, reply = await box.client.post("/api/generate", {"model": "a", "keep_alive": 0})
-    assert (status, reply["done_reason"]) == (200, "unload")
+    await box.client.stream(path, body)
     assert box.sleep_of((await box.client.get("/fleet/status"))[1]) == "asleep"
     assert not box.node.unload_requests
 

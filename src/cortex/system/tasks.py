@@ -104,7 +104,7 @@ class Supervisor:
         return task
 
     def every(self, interval_s: float, name: str, call: Work) -> SupervisedTask:
-        """A task that calls `call()` at this interval, first after one."""
+        """A task that calls `call()` again and again, `interval_s` after its start and after each call."""
 
         async def repeat() -> None:
             while True:

@@ -314,7 +314,8 @@ def fits(model: str, gateway: GatewayClient, as_json: bool) -> None:
         for node in decision["nodes"]:
             rows.add_row(*_fit(node))
         console().print(rows)
-    if decision["action"] == "reject":
+    is_any_asleep = any(node["verdict"] == "standby" for node in decision["nodes"])
+    if decision["action"] == "reject" and not is_any_asleep:
         remedy = f"run `cortex explain {model}` for the bytes of every node"
         raise CommandError(decision["outcome"].removesuffix("."), remedy, ExitCode.NO_ROOM)
     if not as_json:
@@ -323,13 +324,13 @@ def fits(model: str, gateway: GatewayClient, as_json: bool) -> None:
 
 _FITS = {"resident": "is ready", "starting": "is starting", "asleep": "asleep", "fits_soon": "after an unload"}
 _FITS |= {"fits": "yes", "fits_after_eviction": "after eviction", "blocked": "later", "crowded": "later"}
-_FITS |= {"standby": "once awake"}
+_FITS |= {"standby": "node asleep"}
 
 
 def _fit(node: dict[str, Any]) -> tuple[str, ...]:
     host = node.get("host") or {}
     held = _FITS.get(node["verdict"], "no")
-    if held in ("no", "later", "once awake"):
+    if held in ("no", "later", "node asleep"):
         return node["node"], held, _bytes(node["need_bytes"]), "", "", ""
     is_split = host.get("need_bytes") is not None
     expected, bench = host.get("tokens_per_s"), parse_bench(node.get("bench"))
@@ -386,8 +387,8 @@ def _show_node(out: Console, node: dict[str, Any], *, is_chosen: bool) -> None:
 def _kept(kept: dict[str, Any]) -> str:
     """What the node keeps of the model's KV cache."""
     tokens = f" ({kept['num_tokens']:,} tokens)" if kept.get("num_tokens") else ""
-    rate = f", copied back at {kept['tokens_per_s']:,.0f} tokens/s" if kept.get("tokens_per_s") else ""
-    return f"keeps {size(kept['num_bytes'])} of its KV cache{tokens} in host memory{rate}"
+    speed = f", copied back at {rate(kept['tokens_per_s'])} tokens/s" if kept.get("tokens_per_s") else ""
+    return f"keeps {size(kept['num_bytes'])} of its KV cache{tokens} in host memory{speed}"
 
 
 def _device(device: dict[str, Any]) -> str:

@@ -510,8 +510,11 @@ class BatchRunner:
         request = Request(b"POST", route.path, b"", JSON, batch_lines.body_of(text), "batch")
         exchange = work.exchange = DetachedExchange(request, work)
         services = self._services
-        span = services.tracer.begin(route.span_name, None)
-        key: KeySection | None = None
+        try:
+            key = self._key(run.batch)
+        except CortexError as error:
+            exchange.respond(*error_response(error, route.family))
+            return
 
         def serve(received: ReceivedRequest) -> None:
             try:
@@ -532,11 +535,7 @@ class BatchRunner:
                 return
             self._inference.serve(received)
 
-        try:
-            key = self._key(run.batch)
-        except CortexError as error:
-            exchange.respond(*error_response(error, route.family))
-            return
+        span = services.tracer.begin(route.span_name, None)
         received = ReceivedRequest(exchange, route, request_id, span, services.clock(), key, idle=work)
         self._inference.read(received, serve)
 

@@ -342,6 +342,23 @@ def test_memory_of_what_was_written_is_free_though_no_model_steps(make_engine: E
     assert not host.store.num_bytes
 
 
+def test_announced_file_is_found_without_a_look_at_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, name = bytes(16), b"d" * 24
+    kind, pages = BlockKind(model, 0, 4096), DiskPages(tmp_path, 64 << 20, CPU)
+    pages.open_model(model, "m")
+    file = block_files.write_file(tmp_path, kind, "m", [name], [memoryview(bytes(4096))])
+    monkeypatch.setattr(block_files, "scan", pytest.fail)
+    for found in ("gone.kv", file.path.name, file.path.name):
+        pages.find_file(model, found)
+    pages.find_file(bytes(15) + b"1", file.path.name)
+    assert (pages.has(kind, name), pages.num_blocks(kind), pages.num_found) == (True, 1, 1)
+    file.path.parent.chmod(0o755)
+    pages.drop(file)
+    pages.find_file(model, file.path.name)
+    assert not pages.has(kind, name), "others could have written it"
+    pages.close()
+
+
 def test_large_blocks_have_few_buffers(tmp_path: Path) -> None:
     pages = DiskPages(tmp_path, 64 << 20, CPU, read_bytes=1 << 10, max_buffer_bytes=1 << 16)
     allocated = list[int]()

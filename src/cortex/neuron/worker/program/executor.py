@@ -202,7 +202,7 @@ class Executor:
             case protocol.LimitHostPages():
                 self._models.limit_host_pages(command.num_bytes)
             case protocol.FindBlocks():
-                self._models.find_blocks(command.model)
+                self._models.find_blocks(command.model, command.files)
             case protocol.SaveBlocks():
                 is_complete = self._models.save_blocks(command.model, command.digests)
                 self._emit(protocol.BlocksSaved(command.query, is_complete))

@@ -189,7 +189,7 @@ class ModelFiles:
     async def upload(self, digest: str, body: Body) -> None:
         """Keep an uploaded file, of which a model will be made. Raises InvalidValue or LoadFailed."""
         try:
-            await asyncio.to_thread(uploads.store, self._library.cache, digest, _chunks(body))
+            await in_own_thread(uploads.store, self._library.cache, digest, _chunks(body))
         except CheckpointError as error:
             raise InvalidValue(f"The upload is damaged: {error}; send it again.", param="digest") from error
         except OSError as error:

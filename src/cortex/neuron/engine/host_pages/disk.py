@@ -3,8 +3,8 @@ device.
 
 Blocks are written in the background when they are the next to leave host memory, and all of them when their model
 sleeps or ends. They are read by several threads into a few page-locked buffers, and copied to the device from there
-while the next ones are read. Workers share the folder: each knows the files that it found at a load or a rescan, and
-those that it has written since.
+while the next ones are read. Workers share the folder: each knows the files that it found at a load or a rescan, those
+that it has written since, and those that the daemon has received.
 """
 
 from __future__ import annotations

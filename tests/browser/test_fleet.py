@@ -179,8 +179,8 @@ def test_models_have_different_colours_while_there_are_enough(page: Page) -> Non
     page.goto("#/fleet")
     names = list("08@HPX`hp")  # one hash for all
     colours = page.evaluate(
-        "async (names) => { const { hue } = await import('/page/js/format.js?apart'); return names.concat(names).map(hue); }",
-        names,
+        "async (names) => names.map((await import('/page/js/format.js?apart')).hue)",
+        names + names,
     )
     assert sorted(colours[:8]) == list(range(8))
     assert colours[:9] == colours[9:]

@@ -349,3 +349,26 @@ def test_fits_does_not_say_that_a_model_fits_nowhere_while_a_node_sleeps(
     assert ["attic", "node", "asleep", "60.0", "GiB"] in [line.split() for line in found.stdout.splitlines()]
     assert "attic cannot serve m now" in found.stdout
     assert found.code == 0
+
+
+def test_fits_lists_the_quantisations_of_a_repository_that_is_no_model_yet(
+    gateway: CannedGateway, invoke: Invoke
+) -> None:
+    gateway.responses["GET", "/fleet/explain/org%2Fnew"] = (
+        404,
+        {"error": {"message": "no model", "code": "model_not_found"}},
+    )
+    nodes = [{"node": "attic", "verdict": "too_small"}, {"node": "beast", "verdict": "fits_after_eviction"}]
+    whole = {"quant": None, "bytes": 90 << 30, "nodes": [{"node": "attic", "verdict": "too_small"}]}
+    offer = {"repository": "org/new", "variants": [{"quant": "Q4_K_M", "bytes": 9 << 30, "nodes": nodes}, whole]}
+    gateway.responses["GET", "/fleet/hub/org%2Fnew"] = offer
+    found = invoke("fits", "org/new")
+    assert [line.split() for line in found.stdout.splitlines()][1:] == [
+        ["Q4_K_M", "9.0", "GiB", "beast", "(after", "eviction)"],
+        ["safetensors", "90.0", "GiB", "no", "node"],
+    ]
+    gateway.responses["GET", "/fleet/hub/org%2Fnew"] = {"repository": "org/new", "variants": [whole]}
+    assert invoke("fits", "org/new").code == 7
+    gateway.responses["GET", "/fleet/hub/org%2Fnew"] = 403, {"error": {"message": "operators only", "code": "y"}}
+    found = invoke("fits", "org/new")
+    assert (found.code, found.error.partition(";")[0]) == (5, "no model")

@@ -1,7 +1,8 @@
 """Makes Triton's interpreter fast enough for a test suite.
 
 Tensors are small here, and most of its time goes into describing them: every operation decides again which types its
-operands have in common, and makes types, shapes and constants again. They are kept here.
+operands have in common, and makes types, shapes and constants again. They are kept here. Reductions other than those
+that numpy has would take one element at a time, so a sort would take most of the time of its test.
 """
 
 # ruff: noqa: SLF001
@@ -210,6 +211,28 @@ def _give_semantic(owner: Any, name: str, member: Any, builder: Any, scope: Any)
         _patch_attr(owner, name, member, builder, scope)
 
 
+def _reduce_by_slices(reduction: Any, operands: tuple[Any, ...]) -> list[Any]:
+    """Combines whole slices, one after the other, in place of single elements."""
+    arrays = [each.handle.data if reduction.axis is not None else each.handle.data.ravel() for each in operands]
+    shape, axis = arrays[0].shape, reduction.axis or 0
+
+    def slices(place: int) -> tuple[Any, ...]:
+        return tuple(
+            reduction.to_tensor(array.take(place, axis), operand.dtype)
+            for array, operand in zip(arrays, operands, strict=True)
+        )
+
+    total = slices(0)
+    for place in range(1, shape[axis]):
+        combined = reduction.combine_fn.fn(*total, *slices(place))
+        total = combined if isinstance(combined, tuple) else (combined,)
+    kept = (*shape[:axis], *(1,) * reduction.keep_dims, *shape[axis + 1 :])
+    return [
+        reduction.to_tensor(each.handle.data.reshape(kept), operand.dtype)
+        for each, operand in zip(total, operands, strict=True)
+    ]
+
+
 def _call_device_function(function: Any, *args: Any, **kwargs: Any) -> Any:
     return function.rewrite()(*args, **kwargs)
 
@@ -231,6 +254,7 @@ def speed_up() -> None:
     _interpreter._patch_attr = _give_semantic
     _interpreter._get_np_dtype = _known_numpy_dtype
     _interpreter._convert_float = _convert_by_table
+    _interpreter.ReduceOps.generic_reduce = _reduce_by_slices
 
     # It would replace the functions of the language again at every launch and every call of a device function, and
     # assert at every sum and product of integers that it does not overflow, which tensors as small as these never do.

@@ -227,7 +227,7 @@ def test_sleep_without_room_on_the_host_leaves_the_model_awake(
     monkeypatch.setattr(
         "cortex.neuron.engine.memory.host_weights.device_memory", lambda _: DeviceMemory(1 << 30, 1000, 0)
     )
-    with pytest.raises(SleepError, match=r"[GM]iB of host memory, but"):
+    with pytest.raises(SleepError, match=r"[KMG]iB of host memory, but"):
         engine.sleep()
     assert respond(engine)[0] == expected
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 BUDGET_S = 20.0
 """Time limit of one phase of a test on a machine with two slow cores. Slower tests are reported at the end."""
 
-SHARED_UP, SHARED_DAEMON = "tests/e2e", "tests/e2e/daemon/shared"
-"""The tests of the files right in these folders share one `cortex up`, one chromium, or one daemon."""
+SHARED = ("tests/e2e", "tests/e2e/daemon/shared", "tests/browser")
+"""The tests of the files right in these folders share one `cortex up`, one daemon, or one chromium."""
 
 NEURON = "tests/neuron/"
 KERNELS = NEURON + "kernels/"
@@ -76,7 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.processes = 0  # a debugger needs the terminal
     if num_processes := config.getoption("processes"):
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads would wait for each other
-        config.pluginmanager.register(ForkedRun(num_processes, _group, owners=(SHARED_UP, SHARED_DAEMON)))
+        config.pluginmanager.register(ForkedRun(num_processes, _group, owners=SHARED))
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -150,14 +150,17 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def _place(item: pytest.Item) -> int:
-    """Where a test is in the queue: first the longest group and programs, last the engine, and short files between.
+    """Where a test is in the queue: first the longest groups and programs, last the engine, and short files between.
 
     Half of the processes begin at the end, so the workers that a group shares are there."""
+    group = _group(item.nodeid)
+    if group in SHARED:
+        return SHARED.index(group)
     if item.get_closest_marker("e2e"):
-        return 0 if _group(item.nodeid) == SHARED_UP else 1
-    if _group(item.nodeid) == ENGINE_WORKERS:
-        return 4
-    return 3 if item.nodeid.startswith(NEURON) else 2
+        return len(SHARED)
+    if group == ENGINE_WORKERS:
+        return len(SHARED) + 3
+    return len(SHARED) + (2 if item.nodeid.startswith(NEURON) else 1)
 
 
 def _group(nodeid: str) -> str:
@@ -168,7 +171,7 @@ def _group(nodeid: str) -> str:
     if file in WITH_ENGINE_WORKERS:
         return ENGINE_WORKERS
     folder = file.rpartition("/")[0]
-    return folder if folder in (SHARED_UP, SHARED_DAEMON) else file
+    return folder if folder in SHARED else file
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 HOW = "apt-get install chromium, or set CHROMIUM to the path of one, and pip install -e '.[dev]'"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
-    """Chromium for the tests of one file: while its driver runs, no other event loop can run on this thread."""
+    """Chromium for the tests of this folder: while its driver runs, no other event loop can run on this thread."""
     playwright = pytest.importorskip("playwright.sync_api", reason=f"needs playwright: {HOW}")
     path = chromium.executable()
     if path is None:

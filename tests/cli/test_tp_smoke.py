@@ -11,10 +11,13 @@ from cortex.cli import tp_smoke
 from cortex.cli.failures import CommandError, ExitCode
 from cortex.cli.neuron import neuron
 
+from ..programs import PYTHONPATH
+
 
 @pytest.fixture(autouse=True)
 def _without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
 
 
 def test_measures_sums_of_every_size_between_two_devices() -> None:

@@ -1,8 +1,7 @@
-"""The benchmarks of a whole neuron, on a model so small that it takes seconds: they run and print their results."""
+"""The benchmark of a whole neuron, on a model so small that it takes seconds: it runs and prints its results."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from importlib import import_module
@@ -31,19 +30,3 @@ def test_every_scenario_is_measured_from_files_it_wrote_itself(tmp_path: Path, m
     assert list(results) == SCENARIOS
     assert all(figure > 0 for figures in results.values() for figure in figures.values()), results
     assert (model / "tokenizer.json").exists()
-
-
-def test_traffic_reaches_a_node_with_schemas_and_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCH))
-    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
-    traffic, checkpoint = import_module("traffic"), import_module("random_checkpoint")
-    checkpoint.write_checkpoint(import_module("shapes").SHAPES["tiny"], tmp_path / "model")
-    with import_module("daemon").running_neuron() as (node, _):
-        node.load("tiny", str(tmp_path / "model"))
-        server = asyncio.run(traffic.calibrated(traffic.Server(node.url, "tiny")))
-        kinds = ("text", "json", "agent")
-        tasks = [traffic.Task(0.0, kind, seed, 60, 8, num_turns=2) for seed, kind in enumerate(kinds)]
-        records = traffic.run_processes(server, tasks, 1).records
-    assert [(record.kind, record.error) for record in records] == [(kind, "") for kind in kinds for _ in range(2)]
-    assert all(record.prompt_tokens > 8 >= record.completion_tokens > 0 for record in records)
-    assert records[-1].cached_tokens > 0, "an agent continues its conversation"

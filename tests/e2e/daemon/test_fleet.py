@@ -1,7 +1,8 @@
-"""A real gateway over two real neurons: what passes through both, and what happens when one of them dies."""
+"""A real gateway over two real neurons: what passes through both, and what happens when one of the three dies."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import openai
 import pytest
 from click.testing import CliRunner
 
@@ -26,7 +28,7 @@ from ...waiting import WAIT_S, wait_until
 from .conftest import WIDE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from .conftest import Daemon, StartDaemon
 
@@ -48,6 +50,8 @@ class Fleet:
 
     folder: Path
     port: int
+    start_node: Callable[[str], Daemon]
+    """Start a daemon that listens there."""
     nodes: dict[str, Daemon]
     process: subprocess.Popen[bytes] | None = None
     num_asked: int = 0
@@ -162,7 +166,11 @@ def fleet(
         f"max_num_seqs = {MAX_RUNNING}",
         loads_wide,
     )
-    nodes = {name: start_daemon(*settings, waits=False) for name in ("one", "two")}
+
+    def start_node(listen: str) -> Daemon:
+        return start_daemon(*settings, listen=listen, waits=False)
+
+    nodes = {name: start_node("") for name in ("one", "two")}
     for node in nodes.values():
         node.wait_ready(WIDE)
     folder = tmp_path_factory.mktemp("fleet")
@@ -177,7 +185,7 @@ def fleet(
         as_toml(KEY.section),
     ]
     (folder / "cortex.toml").write_text("\n".join(lines))
-    fleet = Fleet(folder, port, nodes)
+    fleet = Fleet(folder, port, start_node, nodes)
     fleet.start()
     yield fleet
     fleet.kill()
@@ -322,6 +330,58 @@ def test_disconnected_client_is_charged_for_what_was_computed_and_usage_survives
     fleet.kill()
     fleet.start()
     assert fleet.usage() == after
+
+
+NUM_LINES = 16
+NUM_TOKENS = 24
+"""Of one response of a batch: none ends by itself."""
+
+
+def line(number: int) -> dict[str, Any]:
+    body = {"model": WIDE, "prompt": f"number {number}", "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    return {"custom_id": f"line-{number}", "method": "POST", "url": "/v1/completions", "body": body}
+
+
+def test_every_line_of_a_batch_has_one_result_although_gateway_and_node_are_killed(fleet: Fleet) -> None:
+    def used() -> Any:
+        return fleet.get("/fleet/usage?by=key")["rows"][0]
+
+    before = used()
+    client = openai.OpenAI(
+        base_url=f"http://127.0.0.1:{fleet.port}/v1", api_key=KEY.text, max_retries=0, timeout=WAIT_S
+    )
+    content = "".join(json.dumps(line(number)) + "\n" for number in range(NUM_LINES)).encode()
+    file = client.files.create(file=("in.jsonl", io.BytesIO(content)), purpose="batch")
+    id = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h").id
+
+    def wait_for(num_lines: int) -> Any:
+        def reached() -> Any:
+            batch = client.batches.retrieve(id)
+            assert batch.request_counts is not None
+            is_enough = batch.request_counts.completed >= num_lines
+            return batch if is_enough and (num_lines < NUM_LINES or batch.status == "completed") else None
+
+        return wait_until(reached, "the batch does not go on")
+
+    wait_for(1)
+    fleet.kill()
+    fleet.start()
+    wait_for(NUM_LINES // 3)
+    node = fleet.nodes["one"]
+    node.process.kill()
+    batch = wait_for(NUM_LINES)
+
+    found = [json.loads(each) for each in client.files.content(batch.output_file_id).read().splitlines()]
+    assert sorted(each["custom_id"] for each in found) == sorted(f"line-{number}" for number in range(NUM_LINES))
+    after = used()
+    assert after["requests"] - before["requests"] == NUM_LINES
+    assert after["completion_tokens"] - before["completion_tokens"] == sum(
+        each["response"]["body"]["usage"]["completion_tokens"] for each in found
+    )
+    fleet.num_asked += NUM_LINES
+    node.process.wait(WAIT_S)
+    fleet.nodes["one"] = fleet.start_node(node.url.removeprefix("http://"))
+    wait_until(lambda: all(map(fleet.is_ready, fleet.nodes)))
 
 
 def test_request_moves_if_its_node_is_killed_before_the_first_token_and_fails_with_an_event_after_it(

@@ -1,10 +1,12 @@
 """A node with two CPU devices. Models that are divided among them, by width and by layers, respond as on one device.
-Demand adds a replica of a model, which gives way to the load of another one; no request fails."""
+A request of a higher class takes the only slot of a model. Demand adds a replica of a model, which gives way to the
+load of another one; no request fails."""
 
 from __future__ import annotations
 
 import json
 import threading
+import urllib.request
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +81,31 @@ def test_structured_output_follows_its_schema(daemon: Daemon, divided: str) -> N
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
     text = text_of(daemon, model=divided, prompt="A colour:", max_tokens=200, response_format=form)
     assert json.loads(text)["colour"] in ("red", "blue")
+
+
+def test_request_preempts_one_of_a_lower_class_which_then_ends_as_if_alone(daemon: Daemon) -> None:
+    """The model has one slot, which a request of a higher class takes. The other request goes on later."""
+    fields = {"model": OTHER, "prompt": "The capital", "max_tokens": 80, "ignore_eos": True}
+    alone = text_of(daemon, **fields)
+    request = urllib.request.Request(
+        f"{daemon.url}/v1/completions",
+        json.dumps({**fields, "temperature": 0, "stream": True, "priority": 1}).encode(),
+        {"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=WAIT_S) as response:
+        lines = [response.readline()]
+        text_of(daemon, **{**fields, "prompt": "Another", "max_tokens": 2})
+        load = daemon.model(OTHER)["load"]
+        assert load["running"] + load["waiting"] >= 1, "the other one has ended before"
+        lines += response.readlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
+    assert "".join(event["choices"][0]["text"] for event in events if event["choices"]) == alone
+    metrics = urllib.request.urlopen(f"{daemon.url}/metrics", timeout=WAIT_S).read().decode()
+    (preemptions,) = [
+        line for line in metrics.splitlines() if line.startswith(f'neuron_preemptions_total{{model="{OTHER}"')
+    ]
+    assert float(preemptions.split()[-1]) >= 1
+    assert daemon.call("/models/unload", {"model_id": OTHER})[0] == 200
 
 
 class Clients:

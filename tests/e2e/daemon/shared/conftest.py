@@ -17,8 +17,11 @@ from ..conftest import WIDE, Daemon, daemons
 from .gguf_files import write_gguf
 from .large_tokenizer import large_tokenizer
 
+MAX_RUNNING = 64
+"""Requests of one model at once."""
 SLEEP_MB = 200
 """Host memory for models that are asleep: a few times that of the wide model."""
+STOPS_ITSELF = 'suspend_command = ["sh", "-c", "kill -STOP $PPID"]'
 LARGE = ("large-0", "large-1", "large-2")
 """Models with large tokenizers. They share nothing, so that each has its tokenizer built."""
 
@@ -67,10 +70,11 @@ def daemon(
     large_models: list[str],
     hub: FakeHub,
 ) -> Iterator[Daemon]:
-    """Its models can sleep, and it downloads from the hub of these tests."""
+    """Its models can sleep, and so can it. It downloads from the hub of these tests."""
     environment = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": "", "no_proxy": "127.0.0.1"}
-    limits = f"[limits]\nsleep_mb = {SLEEP_MB}\nmax_num_seqs = 16"
+    limits = f"[limits]\nsleep_mb = {SLEEP_MB}\nmax_num_seqs = {MAX_RUNNING}"
     with daemons(tmp_path_factory, tiny_model) as start:
-        started = start("drain_s = 5.0", limits, loads_wide, *large_models, environment=environment)
+        settings = ("drain_s = 1.0", STOPS_ITSELF, limits, loads_wide, *large_models)
+        started = start(*settings, environment=environment)
         started.wait_ready(WIDE)
         yield started

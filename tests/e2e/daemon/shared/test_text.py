@@ -94,9 +94,9 @@ def test_reads_do_not_wait_for_a_large_tokenizer_that_is_being_built(daemon: Dae
 
 def test_reads_do_not_wait_for_a_long_prompt_that_is_tokenised(daemon: Daemon) -> None:
     letters = random.Random(7)
-    prompt = " ".join("".join(letters.choices(string.ascii_lowercase, k=7)) for _ in range(120_000))
+    prompt = " ".join("".join(letters.choices(string.ascii_lowercase, k=7)) for _ in range(60_000))
     count(daemon, LARGE[0], "hello")  # its tokenizer is there
-    assert min(worst_shares(daemon, prompt, 120_000)) < SHARE
+    assert min(worst_shares(daemon, prompt, 60_000)) < SHARE
 
 
 def test_no_tokenizer_is_built_in_the_http_process(daemon: Daemon) -> None:
@@ -120,7 +120,7 @@ def test_prompt_that_cannot_fit_is_rejected_before_it_is_tokenised(daemon: Daemo
 
 
 def test_reads_do_not_wait_for_a_body_of_millions_of_arrays(daemon: Daemon) -> None:
-    body = b'{"model": "tiny", "extra": [' + b"[]," * 4_000_000 + b"0]}"
+    body = b'{"model": "tiny", "extra": [' + b"[]," * 2_000_000 + b"0]}"
     address = daemon.url.removeprefix("http://")
 
     def worst_share() -> float:

@@ -20,7 +20,7 @@ from cortex.wire.errors import FilesDamaged, LoadFailed
 from ....processes import alive
 
 
-@pytest_asyncio.fixture(loop_scope="session")
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def inspector() -> AsyncIterator[InspectionProcess]:
     process = InspectionProcess(cpu_s=1, memory_bytes=512 << 20)
     yield process
@@ -104,7 +104,8 @@ async def test_killed_process_is_replaced(inspector: InspectionProcess, tmp_path
     assert await inspector.read_text(path, "m")
 
 
-async def test_closed_process_is_gone_and_its_jobs_end(inspector: InspectionProcess, tmp_path: Path) -> None:
+async def test_closed_process_is_gone_and_its_jobs_end(tmp_path: Path) -> None:
+    inspector = InspectionProcess(cpu_s=1, memory_bytes=512 << 20)
     path = model_with(tmp_path / "m", "{{ (7**99999999) % 7 }}")
     await inspector.read_text(model_with(tmp_path / "good", "{{ messages }}"), "good")
     endless = asyncio.create_task(inspector.read_text(path, "m"))

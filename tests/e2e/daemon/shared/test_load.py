@@ -15,28 +15,20 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
-from ...processes import alive
-from ...waiting import WAIT_S, until
-from .conftest import TINY, WIDE
+from ....processes import alive
+from ....waiting import WAIT_S, until
+from ..conftest import TINY, WIDE
+from .conftest import MAX_RUNNING
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from .conftest import Daemon, StartDaemon
+    from ..conftest import Daemon
 
 pytestmark = pytest.mark.e2e
 
-STREAMS = 64
 RESPONSE_TOKENS = 12
 LONG_RESPONSE_TOKENS = 4000
-DRAIN_S = 1.0
-
-
-@pytest.fixture(scope="module")
-def daemon(start_daemon: StartDaemon, loads_wide: str) -> Daemon:
-    daemon = start_daemon(f"drain_s = {DRAIN_S}", f"[limits]\nmax_num_seqs = {STREAMS}", loads_wide)
-    daemon.wait_ready(WIDE)
-    return daemon
 
 
 def completion(max_tokens: int, prompt: str = "Once upon a time", **more: Any) -> dict[str, Any]:
@@ -66,7 +58,7 @@ async def test_64_streams_are_complete_while_models_are_loaded_and_unloaded(daem
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(WAIT_S)) as session:
         began_s = time.monotonic()
-        bodies = [completion(RESPONSE_TOKENS, str(number)) for number in range(STREAMS)]
+        bodies = [completion(RESPONSE_TOKENS, str(number)) for number in range(MAX_RUNNING)]
         responses = asyncio.gather(*(whole(session, daemon.url, body) for body in bodies))
         cycles, read_s = 0, []
         while not responses.done():
@@ -115,6 +107,7 @@ async def test_disconnected_client_does_not_stop_a_load(daemon: Daemon) -> None:
     assert daemon.complete(WIDE)[0] == 200
 
 
+@pytest.mark.ends_shared
 async def test_sigterm_under_load_ends_streams_after_the_drain_and_leaves_no_process(daemon: Daemon) -> None:
     family = [daemon.process.pid, *daemon.descendants()]
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:

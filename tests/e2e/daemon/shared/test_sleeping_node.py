@@ -11,24 +11,16 @@ from typing import Any
 
 import pytest
 
-from ...waiting import WAIT_S, wait_until
-from .conftest import TINY, Daemon, StartDaemon, StartGateway, nodes_of
+from ....waiting import WAIT_S, wait_until
+from ..conftest import TINY, Daemon, StartGateway, nodes_of
 
 pytestmark = pytest.mark.e2e
-
-STOPS_ITSELF = """suspend_command = ["sh", "-c", "kill -STOP $PPID"]"""
-
-
-@pytest.fixture(scope="module")
-def node(start_daemon: StartDaemon) -> Daemon:
-    return start_daemon(STOPS_ITSELF)
-
 
 StartSleepy = Callable[[str], Daemon]
 
 
 @pytest.fixture
-def start_sleepy(node: Daemon, start_gateway: StartGateway, tmp_path: Path) -> Iterator[StartSleepy]:
+def start_sleepy(daemon: Daemon, start_gateway: StartGateway, tmp_path: Path) -> Iterator[StartSleepy]:
     """Start a gateway that suspends the node after a second and wakes it with a line of shell."""
     gateways = []
 
@@ -39,14 +31,14 @@ def start_sleepy(node: Daemon, start_gateway: StartGateway, tmp_path: Path) -> I
         section = (
             f'[neurons.wake]\ncommand = ["{script}"]\nsuspend_after_s = 1\ntimeout_s = 3\n[placement]\nmin_awake = 0\n'
         )
-        gateways.append(start_gateway("", {"box": node}, sections=section))
+        gateways.append(start_gateway("", {"box": daemon}, sections=section))
         return gateways[0]
 
     yield start
     for gateway in gateways:
         gateway.process.kill()
         gateway.process.wait(WAIT_S)
-    node.process.send_signal(signal.SIGCONT)
+    daemon.process.send_signal(signal.SIGCONT)
 
 
 def sleep_of(gateway: Daemon) -> str:
@@ -63,23 +55,23 @@ def stream(gateway: Daemon, **fields: Any) -> list[str]:
         return [line.decode().strip() for line in response]
 
 
-def test_node_is_not_suspended_under_a_request(node: Daemon) -> None:
-    assert node.complete(TINY)[0] == 200
+def test_node_is_not_suspended_under_a_request(daemon: Daemon) -> None:
+    assert daemon.complete(TINY)[0] == 200
     body = {"model": TINY, "prompt": "a", "max_tokens": 400, "stream": True, "ignore_eos": True}
     request = urllib.request.Request(
-        f"{node.url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+        f"{daemon.url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=WAIT_S) as response:
         response.readline()
-        status, reply = node.call("/suspend", {})
+        status, reply = daemon.call("/suspend", {})
         assert (status, reply["error"]["code"]) == (409, "model_in_use")
 
 
-def test_idle_node_sleeps_and_a_request_wakes_it_and_is_told_so(node: Daemon, start_sleepy: StartSleepy) -> None:
-    gateway = start_sleepy(f"kill -CONT {node.process.pid}")
+def test_idle_node_sleeps_and_a_request_wakes_it_and_is_told_so(daemon: Daemon, start_sleepy: StartSleepy) -> None:
+    gateway = start_sleepy(f"kill -CONT {daemon.process.pid}")
     assert any('"text"' in line for line in stream(gateway))
     wait_until(lambda: sleep_of(gateway) == "asleep", "the idle node is not suspended")
-    stat = f"/proc/{node.process.pid}/stat"
+    stat = f"/proc/{daemon.process.pid}/stat"
 
     def is_stopped() -> bool:
         with open(stat) as opened:
@@ -98,7 +90,7 @@ def test_idle_node_sleeps_and_a_request_wakes_it_and_is_told_so(node: Daemon, st
 
 
 def test_node_that_does_not_come_back_is_reported_and_its_requests_fail_with_the_reason(
-    node: Daemon, start_sleepy: StartSleepy
+    daemon: Daemon, start_sleepy: StartSleepy
 ) -> None:
     gateway = start_sleepy("true")
     wait_until(lambda: sleep_of(gateway) == "asleep", "the idle node is not suspended")
@@ -109,5 +101,5 @@ def test_node_that_does_not_come_back_is_reported_and_its_requests_fail_with_the
     assert sleep_of(gateway) == "lost"
     events = [event["kind"] for event in gateway.call("/fleet/decisions")[1]["events"]]
     assert "node_lost" in events
-    node.process.send_signal(signal.SIGCONT)  # it comes back after all
+    daemon.process.send_signal(signal.SIGCONT)  # it comes back after all
     wait_until(lambda: sleep_of(gateway) == "awake", "a node that responds is not used again")

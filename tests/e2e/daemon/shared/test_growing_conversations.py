@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from ...neuron.tiny_models import write_llama
-from ...waiting import WAIT_S
+from ....neuron.tiny_models import write_llama
+from ....waiting import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from .conftest import Daemon, StartDaemon, StartGateway
+    from ..conftest import Daemon, StartGateway
 
 pytestmark = pytest.mark.e2e
 
-TEMPLATE = Path(__file__).parents[2] / "neuron" / "text" / "templates" / "official" / "qwen3.jinja"
+TEMPLATE = Path(__file__).parents[3] / "neuron" / "text" / "templates" / "official" / "qwen3.jinja"
 """It leaves out the reasoning of earlier turns, and writes the rest of them as before."""
 CONTROL = ("<|im_start|>", "<|im_end|>")
 WHOLE = ("<tool_call>", "</tool_call>", "<think>", "</think>")
@@ -66,14 +66,15 @@ def write_model(folder: Path, tokenizer: Tokenizer) -> Path:
 
 
 @pytest.fixture(scope="module")
-def node(start_daemon: StartDaemon, tmp_path_factory: pytest.TempPathFactory) -> Daemon:
+def node(daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     vocabularies = {"bytes": byte_vocabulary(), "sentencepiece": sentencepiece_vocabulary()}
-    return start_daemon(
-        *(
-            f'[[models]]\nid = "{name}"\nsource = "{write_model(tmp_path_factory.mktemp(name), tokenizer)}"'
-            for name, tokenizer in vocabularies.items()
-        )
-    )
+    for name, tokenizer in vocabularies.items():
+        source = str(write_model(tmp_path_factory.mktemp(name), tokenizer))
+        status, model = daemon.call("/models/load", {"model_id": name, "source": source})
+        assert status == 200, model
+    yield daemon
+    for name in vocabularies:
+        assert daemon.call("/models/unload", {"model_id": name})[0] == 200
 
 
 @pytest.fixture(scope="module")

@@ -33,6 +33,8 @@ from cortex.neuron.kernels.delta.rules import DeltaRules, DeltaState
 from cortex.neuron.kernels.dense.matrix import DenseMatrix
 from cortex.neuron.kernels.latent.attention import latent_attention
 from cortex.neuron.kernels.latent.rules import LatentRules
+from cortex.neuron.kernels.mamba.rules import MambaRules, MambaState
+from cortex.neuron.kernels.mamba.scan import mamba
 from cortex.neuron.kernels.matrix import BARE, PLAIN, Epilogue, Prologue
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.mixture import mixture
@@ -244,8 +246,9 @@ def deltas(limits: Limits) -> Iterator[Row]:
         batch = decode_batch(rows, 100, page_table(rows, 100))
         projected = normal(rows, rules.projected_size)
         states = [state(rows) for _ in range(copies(moved))]
-        us = chain_us([partial(gated_delta, projected, rules, batch, each) for each in states])
-        yield Row("delta net, one token", f"{rows} rows", us, limits.floor_us(moved, 0))
+        for kind, each_batch in one_token_each(batch).items():
+            us = chain_us([partial(gated_delta, projected, rules, each_batch, each) for each in states])
+            yield Row(f"delta net, {kind}", f"{rows} rows", us, limits.floor_us(moved, 0))
     for tokens in (2048, 16384):
         moved = tokens * (rules.projected_size + rules.value_size) * 2
         batch = prompt_batch(0, tokens, page_table(1, tokens))
@@ -253,6 +256,30 @@ def deltas(limits: Limits) -> Iterator[Row]:
         us = chain_us([partial(gated_delta, projected, rules, batch, state(1))] * 2)
         # A token recalls from, corrects and reads the matrix of each head: three products.
         yield Row("delta net, prompt", f"{tokens} tokens", us, limits.floor_us(moved, 6 * tokens * cells))
+
+
+def mambas(limits: Limits) -> Iterator[Row]:
+    """A Mamba-2 layer between its projections, one token of each row."""
+    heads, head_dim, groups, state_dim = 128, 64, 8, 128
+    inner, channels = heads * head_dim, heads * head_dim + 2 * groups * state_dim
+    rate, bias, skip = torch.rand(3, heads, device=DEVICE)
+    rules = MambaRules(heads, head_dim, groups, state_dim, normal(4, channels), None, rate, bias, skip)
+    for rows in (1, 8, 64, 192):
+        moved = 2 * rows * heads * head_dim * state_dim * 4  # read and written
+        batch = decode_batch(rows, 100, page_table(rows, 100))
+        projected = normal(rows, inner + channels + heads)
+        states = [
+            MambaState(normal(rows, 4, channels), normal(rows, heads, state_dim, head_dim, dtype=torch.float32))
+            for _ in range(copies(moved))
+        ]
+        for kind, each_batch in one_token_each(batch).items():
+            us = chain_us([partial(mamba, projected, rules, each_batch, each) for each in states])
+            yield Row(f"Mamba-2, {kind}", f"{rows} rows", us, limits.floor_us(moved, 0))
+
+
+def one_token_each(batch: Batch) -> dict[str, Batch]:
+    """The kernel of ordinary steps, and that of steps which check drafts, for the same tokens."""
+    return {"one token": batch, "as drafts": replace(batch, shares_rows=True)}
 
 
 def latents(limits: Limits) -> Iterator[Row]:
@@ -283,7 +310,7 @@ def latents(limits: Limits) -> Iterator[Row]:
         yield Row("latents, prompt", f"{count} after {start}", us, limits.floor_us(0, flops))
 
 
-SECTIONS = {each.__name__: each for each in (matrices, attention, prompts, latents, mixtures, deltas)}
+SECTIONS = {each.__name__: each for each in (matrices, attention, prompts, latents, mixtures, deltas, mambas)}
 
 
 def main() -> None:

@@ -9,3 +9,6 @@ _FOLDERS = [SOURCE] if Path("/dev/nvidiactl").exists() else [Path(__file__).pare
 
 PYTHONPATH = os.pathsep.join(map(str, _FOLDERS))
 """The source, and without a GPU no Triton."""
+
+WITHOUT_TORCH = os.pathsep.join((str(Path(__file__).parent / "without_torch"), PYTHONPATH))
+"""The same for a node that loads no model of its own."""

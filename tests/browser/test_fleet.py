@@ -166,13 +166,24 @@ def test_bar_shows_what_the_ceiling_keeps_from_models(page: Page, node: Directed
 
 def test_legend_has_the_colours_of_the_bars(page: Page) -> None:
     page.goto("#/fleet")
-    bar = card(page, "beast").locator(".bar")
+    bar = page.locator(".bar").first  # the legend has the colour of the first model
     bar.wait_for()
     colour = "each => getComputedStyle(each).background"
     for kind in (".part:not(.kv):not(.free):not(.foreign)", ".part.kv:not(.changing)"):
         shown = bar.locator(kind).first.evaluate(colour)
         legend = f"getComputedStyle(document.querySelector('.legend {kind}')).background"
         wait_until(page, f"shown => {legend} === shown", shown)
+
+
+def test_models_have_different_colours_while_there_are_enough(page: Page) -> None:
+    page.goto("#/fleet")
+    names = list("08@HPX`hp")  # one hash for all
+    colours = page.evaluate(
+        "async (names) => names.map((await import('/page/js/format.js?apart')).hue)",
+        names + names,
+    )
+    assert sorted(colours[:8]) == list(range(8))
+    assert colours[:9] == colours[9:]
 
 
 def test_cold_load_is_watched_to_ready(page: Page, stage: Stage, node: DirectedNode) -> None:

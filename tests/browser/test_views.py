@@ -202,6 +202,25 @@ def test_activity_is_live_and_shows_a_request_in_full(page: Page, stage: Stage, 
     assert happened.count() == num_shown
 
 
+def test_activity_is_redrawn_a_few_times_a_second_however_many_requests_end(
+    page: Page, stage: Stage, sign_in: SignIn
+) -> None:
+    sign_in(OPERATOR.text, "activity")
+    page.locator("table.requests tbody tr").first.wait_for()
+    page.evaluate("""() => {
+        window.drawn = [];
+        const remember = (changes) => {
+            if (changes.some(({ addedNodes }) => addedNodes.length)) window.drawn.push(performance.now());
+        };
+        new MutationObserver(remember).observe(document.querySelector("table.requests tbody"), { childList: true });
+    }""")
+    with ThreadPoolExecutor(4) as clients:
+        list(clients.map(lambda _: ask(stage, OPERATOR.text, "small"), range(80)))
+    page.locator("table.requests tbody tr").nth(80).wait_for()
+    drawn = page.evaluate("window.drawn")
+    assert len(drawn) <= 2 + (drawn[-1] - drawn[0]) / 240
+
+
 def test_request_that_runs_is_cancelled(page: Page, stage: Stage, node: DirectedNode, sign_in: SignIn) -> None:
     script, node.script = node.script, [{"content": "once"}, stage.gate()]
     with ThreadPoolExecutor(1) as client:

@@ -16,6 +16,7 @@ import pytest
 
 from cortex.cli.up.demo import SMOLLM2
 
+from ..programs import WITHOUT_TORCH
 from ..waiting import WAIT_S
 from .test_agents import write_model
 
@@ -120,7 +121,7 @@ def test_a_model_file_that_the_neuron_rejects_is_explained(start: Start, tmp_pat
     path = tmp_path / "truncated.gguf"
     with demo_model.open("rb") as whole, path.open("wb") as part:
         part.write(whole.read(20_000_000))
-    start(str(path)).assert_one_line_fault("truncated", code=1)
+    start(str(path), PYTHONPATH=WITHOUT_TORCH).assert_one_line_fault("truncated", code=1)
 
 
 def test_no_network_for_the_demo_model_is_explained(start: Start, tmp_path: Path) -> None:
@@ -130,7 +131,8 @@ def test_no_network_for_the_demo_model_is_explained(start: Start, tmp_path: Path
 
 
 def test_no_network_for_a_hub_model_is_explained(start: Start, tmp_path: Path) -> None:
-    run = start("nobody/no-such-model", HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path))
+    environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "PYTHONPATH": WITHOUT_TORCH}
+    run = start("nobody/no-such-model", **environment)
     run.assert_one_line_fault("nobody/no-such-model")
 
 

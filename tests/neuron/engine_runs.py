@@ -23,18 +23,15 @@ def filled(seed: int) -> Callable[[Parameters], None]:
     return fill
 
 
-def run(engine: Engine, *requests: EngineRequest, fetches: bool = False) -> dict[str, list[StepOutput]]:
-    """The outputs of each request. `fetches`: KV is read from disk between steps, into slots that belong to no sequence
-    yet, so integrity is checked at the end only."""
+def run(engine: Engine, *requests: EngineRequest) -> dict[str, list[StepOutput]]:
+    """The outputs of each request."""
     outputs: dict[str, list[StepOutput]] = {request.id: [] for request in requests}
     for request in requests:
         engine.submit(request)
     while engine.has_work:
         for output in engine.step():
             outputs[output.request_id].append(output)
-        if not fetches:
-            engine.check_integrity()
-    engine.check_integrity()
+        engine.check_integrity()
     return outputs
 
 
@@ -51,5 +48,5 @@ def responses(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int 
 
 def response_to(engine: Engine, request: EngineRequest) -> tuple[list[int], int]:
     """The tokens of a response, and how many of the prompt came from the cache."""
-    outputs = run(engine, request, fetches=True)[request.id]
+    outputs = run(engine, request)[request.id]
     return tokens_of(outputs), sum(output.cached_tokens or 0 for output in outputs)

@@ -49,9 +49,7 @@ def neuron() -> None:
 
 @neuron.command()
 @config_option
-@click.option(
-    "-p", "--port", type=click.IntRange(1, 65535), help="Address to listen on, instead of the configured one."
-)
+@click.option("-p", "--port", type=click.IntRange(1, 65535), help="Port to listen on, instead of the configured one.")
 @click.option("--insecure", is_flag=True, help="Let other machines use this node without a key.")
 def serve(config: Path | None, port: int | None, insecure: bool) -> None:
     """Run the node daemon until SIGTERM or Ctrl-C.

@@ -56,6 +56,7 @@ from cortex.gateway.listening import ListeningSockets, certificate_of
 from cortex.gateway.metrics import GaugeSample, Metrics, fleet_gauges
 from cortex.gateway.node_connections import NodeConnections
 from cortex.gateway.page.conversations import Conversations
+from cortex.gateway.page.openid import check_library
 from cortex.gateway.page.page import Page
 from cortex.gateway.page.sign_in_attempts import SignInAttempts
 from cortex.gateway.page.signing_in import REST_INTERVAL_S, SigningIn
@@ -407,9 +408,11 @@ class Gateway:
                     log.info("discovery changed the fleet, nodes: %d", len(config.neurons))
 
     async def _use_keys(self, config: Config) -> None:
-        await self._signing_in.use(config.sign_in)
+        """Raises StoreError or SettingsError, and then nothing has changed."""
+        check_library(config.sign_in)
         await self._metering.use(config)
         self._admission.meter = self._control.meter = self._page.meter = self._metering.meter
+        await self._signing_in.use(config.sign_in)
 
     def _gauges(self) -> Iterator[GaugeSample]:
         yield from fleet_gauges(self.dispatcher.fleet, self.dispatcher.queue_depths, self.dispatcher.in_flight)

@@ -89,7 +89,8 @@ def new_spool() -> IO[bytes]:
 
 
 class BodySpool:
-    """Adds its bytes to those that `client` has in `spooled`; who takes the body, or drops it, subtracts them."""
+    """A file that a request body is written to while it arrives. Adds its bytes to those that `client` has in
+    `spooled`; who takes the body, or drops it, subtracts them."""
 
     __slots__ = ("_client", "_file", "_num_bytes", "_spooled")
 

@@ -20,6 +20,13 @@ from cortex.wire.fields.body import Fields, replace_fields
 from cortex.wire.pictures.files import MAX_PICTURES
 from cortex.wire.pictures.header import UnreadablePicture, format_of, read_header
 
+_MAX_HEAD_CHARACTERS: Final = 1 << 17
+"""How much of a file is read, from its start: cameras put a small copy of the picture before its size."""
+_MAX_URL_HEAD: Final = 256
+_TOKEN_SIDE: Final = 28
+"""Pixels to the side of a token in models with many of them."""
+_LEAST_TOKENS, _MOST_TOKENS = 256, 16_384
+
 
 def has_any(text: bytes, marks: tuple[bytes, ...]) -> bool:
     """Whether one of `marks` is in `text`. `find`, because `in` first tries the mark as the number of a byte: raising
@@ -103,14 +110,6 @@ def _holders(value: Any, path: str, depth: int = 0) -> Iterator[tuple[dict[str, 
 
 def _is_address(value: Any) -> bool:
     return isinstance(value, str) and value.strip()[:8].lower().startswith(("http://", "https://"))
-
-
-_MAX_HEAD_CHARACTERS: Final = 1 << 17
-"""How much of a file is read, from its start: cameras put a small copy of the picture before its size."""
-_MAX_URL_HEAD: Final = 256
-_TOKEN_SIDE: Final = 28
-"""Pixels to the side of a token in models with many of them."""
-_LEAST_TOKENS, _MOST_TOKENS = 256, 16_384
 
 
 class FoundPictures(NamedTuple):

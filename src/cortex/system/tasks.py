@@ -1,4 +1,4 @@
-"""Background tasks that do not die silently.
+"""Background tasks that do not die silently, and threads for what takes long.
 
 A long-running task that fails is logged, counted and started again with a back-off. One that keeps failing is reported,
 so that health checks can show it. Work that runs once is logged when it fails.
@@ -7,10 +7,14 @@ so that health checks can show it. Work that runs once is logged when it fails.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +104,7 @@ class Supervisor:
         return task
 
     def every(self, interval_s: float, name: str, call: Work) -> SupervisedTask:
-        """A task that calls `call()` at this interval, first after one."""
+        """A task that calls `call()` again and again, `interval_s` after its start and after each call."""
 
         async def repeat() -> None:
             while True:
@@ -148,6 +152,16 @@ def run_once(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
     task = asyncio.create_task(work, name=name)
     task.add_done_callback(_log_failure)
     return task
+
+
+def in_own_thread(function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
+    """As `asyncio.to_thread`, for what may take minutes, and begins at once: the few threads of `to_thread` are left to
+    short calls. Cancelling it does not end the thread."""
+    threads = ThreadPoolExecutor(1, "long")
+    call = contextvars.copy_context().run
+    running = asyncio.get_running_loop().run_in_executor(threads, call, function, *arguments)
+    threads.shutdown(wait=False)
+    return running
 
 
 async def finish_all(what: str, *work: Coroutine[Any, Any, object]) -> None:

@@ -326,7 +326,6 @@ def test_host_memory_is_shown_with_what_it_is_used_for(gateway: CannedGateway, i
             0,
         ),
         ({"verdict": "too_small", "host": None}, ["attic", "no", "60.0", "GiB"], 7),
-        ({"verdict": "standby", "host": None}, ["attic", "once", "awake", "60.0", "GiB"], 7),
     ],
 )
 def test_fits_says_how_a_model_fits_and_how_fast_it_would_be(
@@ -338,3 +337,38 @@ def test_fits_says_how_a_model_fits_and_how_fast_it_would_be(
     found = invoke("fits", "m")
     assert row in [line.split() for line in found.stdout.splitlines()]
     assert found.code == code
+
+
+def test_fits_does_not_say_that_a_model_fits_nowhere_while_a_node_sleeps(
+    gateway: CannedGateway, invoke: Invoke
+) -> None:
+    facts = {"node": "attic", "verdict": "standby", "host": None, "need_bytes": 60 << 30, "context_tokens": None}
+    decision = {"action": "reject", "outcome": "attic cannot serve m now: asleep.", "nodes": [facts]}
+    gateway.responses["GET", "/fleet/explain/m?origin=operator"] = decision
+    found = invoke("fits", "m")
+    assert ["attic", "node", "asleep", "60.0", "GiB"] in [line.split() for line in found.stdout.splitlines()]
+    assert "attic cannot serve m now" in found.stdout
+    assert found.code == 0
+
+
+def test_fits_lists_the_quantisations_of_a_repository_that_is_no_model_yet(
+    gateway: CannedGateway, invoke: Invoke
+) -> None:
+    gateway.responses["GET", "/fleet/explain/org%2Fnew"] = (
+        404,
+        {"error": {"message": "no model", "code": "model_not_found"}},
+    )
+    nodes = [{"node": "attic", "verdict": "too_small"}, {"node": "beast", "verdict": "fits_after_eviction"}]
+    whole = {"quant": None, "bytes": 90 << 30, "nodes": [{"node": "attic", "verdict": "too_small"}]}
+    offer = {"repository": "org/new", "variants": [{"quant": "Q4_K_M", "bytes": 9 << 30, "nodes": nodes}, whole]}
+    gateway.responses["GET", "/fleet/hub/org%2Fnew"] = offer
+    found = invoke("fits", "org/new")
+    assert [line.split() for line in found.stdout.splitlines()][1:] == [
+        ["Q4_K_M", "9.0", "GiB", "beast", "(after", "eviction)"],
+        ["safetensors", "90.0", "GiB", "no", "node"],
+    ]
+    gateway.responses["GET", "/fleet/hub/org%2Fnew"] = {"repository": "org/new", "variants": [whole]}
+    assert invoke("fits", "org/new").code == 7
+    gateway.responses["GET", "/fleet/hub/org%2Fnew"] = 403, {"error": {"message": "operators only", "code": "y"}}
+    found = invoke("fits", "org/new")
+    assert (found.code, found.error.partition(";")[0]) == (5, "no model")

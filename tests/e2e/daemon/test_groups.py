@@ -18,11 +18,13 @@ from typing import Any
 import pytest
 
 from ...neuron.fake_hub import FakeHub, served
+from ...programs import PYTHONPATH, WITHOUT_TORCH
 from ...waiting import wait_until
 from .conftest import Daemon, StartDaemon, StartGateway, nodes_of
 
 pytestmark = pytest.mark.e2e
-long = pytest.mark.skipif(os.environ.get("GROUP_TESTS") != "full", reason="takes long; set GROUP_TESTS=full")
+IS_FULL = os.environ.get("GROUP_TESTS") == "full"
+long = pytest.mark.skipif(not IS_FULL, reason="takes long; set GROUP_TESTS=full")
 
 NAMES = ("one", "two", "three")
 PROGRAMS = ("vllm", "sglang", "llama-server", "ggml-rpc-server", "ray")
@@ -72,6 +74,7 @@ class Group:
                 "HF_ENDPOINT": self.hub.endpoint,
                 "NO_PROXY": "*",
                 "TMPDIR": str(self.temporary),
+                "PYTHONPATH": PYTHONPATH if IS_FULL else WITHOUT_TORCH,  # a long test loads a native model
             },
         )
 

@@ -17,6 +17,7 @@ import pytest
 from cortex.wire.node.neighbours import PATH, key_hash, new_ticket
 
 from ...neuron.fake_hub import FakeHub, served
+from ...programs import PYTHONPATH, WITHOUT_TORCH
 from ...waiting import wait_until
 from .conftest import Daemon, StartDaemon, StartGateway, nodes_of
 
@@ -25,9 +26,10 @@ pytestmark = pytest.mark.e2e
 MODEL = "org/model"
 KEYS = {name: f"nk-0123456789abcdef-{name}" for name in ("one", "two", "three")}
 
-
 OWN = "own"
 """A model at a path that only the first node has and may read."""
+LOADS = "two"
+"""The only node that has the engine."""
 
 
 @dataclass
@@ -67,7 +69,11 @@ def fleet(start_daemon: StartDaemon, start_gateway: StartGateway, tiny_model: Pa
             name: start_daemon(
                 *([f'[[models]]\nid = "{OWN}"\nsource = "{own}"'] if name == "one" else []),
                 key=key,
-                environment={"HF_ENDPOINT": hub.endpoint if name == "one" else "http://127.0.0.1:9", "NO_PROXY": "*"},
+                environment={
+                    "HF_ENDPOINT": hub.endpoint if name == "one" else "http://127.0.0.1:9",
+                    "NO_PROXY": "*",
+                    "PYTHONPATH": PYTHONPATH if name == LOADS else WITHOUT_TORCH,
+                },
                 waits=False,
             )
             for name, key in KEYS.items()
@@ -92,16 +98,16 @@ def test_pull_to_several_nodes_downloads_once_and_fills_those_without_the_hub(fl
     assert sorted(job["nodes"]) == ["one", "three", "two"]
     names = [path.rpartition("/")[2] for path, _ in fleet.hub.contents_requests()]
     assert sorted(names) == sorted(set(names)), "each file came from the hub once"
-    status, loaded = fleet.nodes["two"].call("/models/load?wait=true", {"model_id": MODEL})
+    status, loaded = fleet.nodes[LOADS].call("/models/load?wait=true", {"model_id": MODEL})
     assert (status, loaded["state"]) == (200, "ready"), loaded
 
 
 def test_cold_load_on_a_node_without_the_hub_takes_the_files_of_another_one(fleet: Fleet) -> None:
     assert fleet.pull(node="one")["state"] == "done"
     wait_until(lambda: fleet.holders() == {"one"}, "the files are not reported")
-    status, response = fleet.gateway.call(f"/fleet/models/{MODEL}/load", {"node": "two", "wait": True})
+    status, response = fleet.gateway.call(f"/fleet/models/{MODEL}/load", {"node": LOADS, "wait": True})
     assert status == 200, response
-    wait_until(lambda: fleet.nodes["two"].model(MODEL)["state"] == "ready", "it is not loaded")
+    wait_until(lambda: fleet.nodes[LOADS].model(MODEL)["state"] == "ready", "it is not loaded")
 
 
 def test_copy_needs_a_node_that_has_the_files(fleet: Fleet) -> None:
@@ -130,25 +136,25 @@ def test_altered_and_damaged_files_of_a_neighbour_are_never_used(fleet: Fleet) -
 
 def test_model_at_a_path_is_copied_loaded_and_copied_from_there(fleet: Fleet) -> None:
     fleet.hub.requests.clear()
-    job = fleet.pull(model=OWN, nodes=["two"], copy=True)
+    job = fleet.pull(model=OWN, nodes=["three"], copy=True)
     assert job["state"] == "done", job
-    wait_until(lambda: fleet.holders(OWN) == {"two"}, "the copy is not reported")
+    wait_until(lambda: fleet.holders(OWN) == {"three"}, "the copy is not reported")
     changed = fleet.own / "config.json"
     before = changed.read_bytes()
     fleet.own.rename(fleet.own.with_name("away"))
     try:
-        job = fleet.pull(model=OWN, nodes=["three"], copy=True)
+        job = fleet.pull(model=OWN, nodes=[LOADS], copy=True)
         assert job["state"] == "done", job
-        status, response = fleet.gateway.call(f"/fleet/models/{OWN}/load", {"node": "three", "wait": True})
+        status, response = fleet.gateway.call(f"/fleet/models/{OWN}/load", {"node": LOADS, "wait": True})
         assert status == 200, response
-        wait_until(lambda: fleet.nodes["three"].model(OWN)["state"] == "ready", "it is not loaded")
+        wait_until(lambda: fleet.nodes[LOADS].model(OWN)["state"] == "ready", "it is not loaded")
     finally:
         fleet.own.with_name("away").rename(fleet.own)
-    (copied,) = (fleet.nodes["two"].log.parent / "hub").rglob("config.json")
+    (copied,) = (fleet.nodes["three"].log.parent / "hub").rglob("config.json")
     assert copied.read_bytes() == before
     changed.write_bytes(before + b"\n")
-    assert fleet.pull(model=OWN, nodes=["two"], copy=True)["state"] == "done"
-    contents = {path.read_bytes() for path in (fleet.nodes["two"].log.parent / "hub").rglob("config.json")}
+    assert fleet.pull(model=OWN, nodes=["three"], copy=True)["state"] == "done"
+    contents = {path.read_bytes() for path in (fleet.nodes["three"].log.parent / "hub").rglob("config.json")}
     assert before + b"\n" in contents, "a later copy has what changed"
     assert not fleet.hub.contents_requests()
     for name in ("two", "three"):

@@ -3,34 +3,50 @@
 from __future__ import annotations
 
 import json
+import signal
 import urllib.request
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ...waiting import WAIT_S, wait_until
-from .conftest import TINY, nodes_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from .conftest import Daemon, StartDaemon, StartGateway
+from .conftest import TINY, Daemon, StartDaemon, StartGateway, nodes_of
 
 pytestmark = pytest.mark.e2e
 
 STOPS_ITSELF = """suspend_command = ["sh", "-c", "kill -STOP $PPID"]"""
 
 
-def started(start_daemon: StartDaemon, start_gateway: StartGateway, tmp_path: Path, wake: str) -> tuple[Daemon, Daemon]:
-    """A neuron that is suspended after a second, and its gateway. `wake`: a line of shell."""
-    node = start_daemon(STOPS_ITSELF)
-    script = tmp_path / "wake"
-    script.write_text(f"#!/bin/sh\n{wake.format(pid=node.process.pid)}\n")
-    script.chmod(0o755)
-    section = (
-        f'[neurons.wake]\ncommand = ["{script}"]\nsuspend_after_s = 1\ntimeout_s = 3\n[placement]\nmin_awake = 0\n'
-    )
-    return node, start_gateway("", {"box": node}, sections=section)
+@pytest.fixture(scope="module")
+def node(start_daemon: StartDaemon) -> Daemon:
+    return start_daemon(STOPS_ITSELF)
+
+
+StartSleepy = Callable[[str], Daemon]
+
+
+@pytest.fixture
+def start_sleepy(node: Daemon, start_gateway: StartGateway, tmp_path: Path) -> Iterator[StartSleepy]:
+    """Start a gateway that suspends the node after a second and wakes it with a line of shell."""
+    gateways = []
+
+    def start(wake: str) -> Daemon:
+        script = tmp_path / "wake"
+        script.write_text(f"#!/bin/sh\n{wake}\n")
+        script.chmod(0o755)
+        section = (
+            f'[neurons.wake]\ncommand = ["{script}"]\nsuspend_after_s = 1\ntimeout_s = 3\n[placement]\nmin_awake = 0\n'
+        )
+        gateways.append(start_gateway("", {"box": node}, sections=section))
+        return gateways[0]
+
+    yield start
+    for gateway in gateways:
+        gateway.process.kill()
+        gateway.process.wait(WAIT_S)
+    node.process.send_signal(signal.SIGCONT)
 
 
 def sleep_of(gateway: Daemon) -> str:
@@ -47,10 +63,20 @@ def stream(gateway: Daemon, **fields: Any) -> list[str]:
         return [line.decode().strip() for line in response]
 
 
-def test_idle_node_sleeps_and_a_request_wakes_it_and_is_told_so(
-    start_daemon: StartDaemon, start_gateway: StartGateway, tmp_path: Path
-) -> None:
-    node, gateway = started(start_daemon, start_gateway, tmp_path, "kill -CONT {pid}")
+def test_node_is_not_suspended_under_a_request(node: Daemon) -> None:
+    assert node.complete(TINY)[0] == 200
+    body = {"model": TINY, "prompt": "a", "max_tokens": 400, "stream": True, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"{node.url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=WAIT_S) as response:
+        response.readline()
+        status, reply = node.call("/suspend", {})
+        assert (status, reply["error"]["code"]) == (409, "model_in_use")
+
+
+def test_idle_node_sleeps_and_a_request_wakes_it_and_is_told_so(node: Daemon, start_sleepy: StartSleepy) -> None:
+    gateway = start_sleepy(f"kill -CONT {node.process.pid}")
     assert any('"text"' in line for line in stream(gateway))
     wait_until(lambda: sleep_of(gateway) == "asleep", "the idle node is not suspended")
     stat = f"/proc/{node.process.pid}/stat"
@@ -72,9 +98,9 @@ def test_idle_node_sleeps_and_a_request_wakes_it_and_is_told_so(
 
 
 def test_node_that_does_not_come_back_is_reported_and_its_requests_fail_with_the_reason(
-    start_daemon: StartDaemon, start_gateway: StartGateway, tmp_path: Path
+    node: Daemon, start_sleepy: StartSleepy
 ) -> None:
-    node, gateway = started(start_daemon, start_gateway, tmp_path, "true")
+    gateway = start_sleepy("true")
     wait_until(lambda: sleep_of(gateway) == "asleep", "the idle node is not suspended")
     wait_until(lambda: nodes_of(gateway)["box"]["missed_polls"] > 0, "nobody noticed that it sleeps")
     status, reply = gateway.call("/v1/completions", {"model": TINY, "prompt": "a", "max_tokens": 1})
@@ -83,20 +109,5 @@ def test_node_that_does_not_come_back_is_reported_and_its_requests_fail_with_the
     assert sleep_of(gateway) == "lost"
     events = [event["kind"] for event in gateway.call("/fleet/decisions")[1]["events"]]
     assert "node_lost" in events
-    node.process.send_signal(18)  # it comes back after all
+    node.process.send_signal(signal.SIGCONT)  # it comes back after all
     wait_until(lambda: sleep_of(gateway) == "awake", "a node that responds is not used again")
-
-
-def test_node_is_not_suspended_under_a_request(
-    start_daemon: StartDaemon, start_gateway: StartGateway, tmp_path: Path
-) -> None:
-    node = start_daemon(STOPS_ITSELF)
-    assert node.complete(TINY)[0] == 200
-    body = {"model": TINY, "prompt": "a", "max_tokens": 400, "stream": True, "ignore_eos": True}
-    request = urllib.request.Request(
-        f"{node.url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=WAIT_S) as response:
-        response.readline()
-        status, reply = node.call("/suspend", {})
-        assert (status, reply["error"]["code"]) == (409, "model_in_use")

@@ -194,6 +194,35 @@ async def test_log_of_a_model_on_a_sleeping_node_wakes_nobody_and_says_so(
     assert not box.woken.exists()
 
 
+@pytest.mark.parametrize(
+    ("path", "body"), [("/api/generate", {"model": "a", "keep_alive": 0}), ("/api/models/unload", {})]
+)
+async def test_requests_that_unload_idle_models_wake_no_node(
+    path: str, body: dict[str, Any], neurons: StartNeuron, start_gateway: StartGateway, tmp_path: Path
+) -> None:
+    box = await asleep(neurons, start_gateway, tmp_path)
+    await box.client.stream(path, body)
+    assert box.sleep_of((await box.client.get("/fleet/status"))[1]) == "asleep"
+    assert not box.node.unload_requests
+
+
+async def test_order_of_a_client_that_disconnects_is_carried_out_and_recorded(
+    neurons: StartNeuron, start_gateway: StartGateway, tmp_path: Path
+) -> None:
+    box = await asleep(neurons, start_gateway, tmp_path)
+    path = "/fleet/nodes/beast/files/b"
+    order = asyncio.create_task(call(box.client, "DELETE", path))
+    await until(box.woken.exists)
+    order.cancel()
+    await asyncio.wait([order])
+    await box.wakes()
+    await until(lambda: box.node.delete_requests)
+    await box.client.get_until(
+        "/fleet/audit",
+        lambda body: (f"DELETE {path}", 200) in [(each["action"], each["status"]) for each in body["entries"]],
+    )
+
+
 async def test_gateway_that_ends_does_not_wait_for_a_node_to_wake(
     neurons: StartNeuron, start_gateway: StartGateway, tmp_path: Path
 ) -> None:

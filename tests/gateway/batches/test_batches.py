@@ -166,6 +166,30 @@ async def test_lines_run_again_where_a_node_dies(start_gateway: StartGateway, ne
     assert sorted(each["custom_id"] for each in found) == [f"line-{number}" for number in range(8)]
 
 
+@pytest.mark.parametrize("state", [ModelState.READY, ModelState.COLD])
+async def test_lines_are_paced_where_an_engine_runs_them_also_after_a_load(
+    state: ModelState, start_gateway: StartGateway, neurons: StartNeuron
+) -> None:
+    async def waits(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await node.stream_gate.wait()
+        return await plain_response(node, request, body)
+
+    engine = await neurons("engine", sizes=READY["sizes"], states={MODEL: state}, respond=waits)
+    server = await neurons("server", sizes={"other": 1}, states={"other": ModelState.READY}, respond=waits)
+    gateway = await start_gateway(engine, foreign=(server,))
+    caps, client = gateway.gateway._services.idle_caps, openai_client(gateway.port)  # noqa: SLF001
+    nodes = engine, server
+    for node in nodes:
+        node.stream_gate.clear()
+    batch = await submit(client, [line(0), line(1, model="other")])
+    await until(lambda: engine.seen and server.seen)
+    assert [(caps.lines[node.name], caps.paced[node.name]) for node in nodes] == [(1, 1), (1, 0)]
+    for node in nodes:
+        node.stream_gate.set()
+    await ended(client, batch.id)
+    assert {*caps.lines.values(), *caps.paced.values()} == {0}
+
+
 @pytest.mark.parametrize("status", [503, 429])
 async def test_a_busy_node_is_asked_again_and_counts_as_no_failure(
     status: int, start_gateway: StartGateway, neurons: StartNeuron

@@ -131,6 +131,15 @@ def test_request_that_only_a_sleeping_node_can_serve_wakes_it_and_learns_how_lon
     assert events(fake)[-2:] == ["node_woken", "node_up"]
 
 
+def test_reason_of_waiting_requests_says_that_their_node_is_being_woken() -> None:
+    fake = asleep(fleet())
+    fake.ask("huge")
+    fake.dispatcher.tick()
+    reason = fake.event_log.why_waiting("huge")
+    assert reason is not None
+    assert "waking up" in reason["outcome"], reason["outcome"]
+
+
 def test_sleeping_node_is_listed_as_one_that_could_serve_until_it_is_lost() -> None:
     fake = asleep(fleet())
     assert fake.dispatcher.feasibility().nodes("huge") == ("big",)
@@ -241,6 +250,36 @@ def test_node_that_still_responds_is_not_awake_again_until_it_has_had_time_to_sl
     fake.poll("big")
     assert state(fake) == "awake"
     assert events(fake)[-1] == "node_not_suspended"
+
+
+@pytest.mark.parametrize("how", ["it goes down", "it is changed"])
+def test_node_whose_response_to_the_order_to_sleep_is_lost_counts_as_asleep(how: str) -> None:
+    fake = fleet()
+    idle(fake, 601)
+    ends: list[object] = []
+    fake.dispatcher.when_awake("big", ends.append)
+    if how == "it is changed":
+        fake.dispatcher.reconfigure(fake.settings(*fake.sizes, endpoint="http://y"))
+    for _ in range(3):
+        fake.dispatcher.missed("big", "no route to host")
+    fake.dispatcher.tick()
+    assert (state(fake), fake.woken) == ("waking", ["big"]), "for the order"
+    fake.dispatcher.suspend_ended("big", UpstreamUnavailable("no response"))
+    assert (state(fake), ends) == ("waking", [])
+    fake.poll("big")
+    assert (state(fake), ends) == ("awake", [None])
+
+
+def test_node_that_went_down_while_it_was_told_to_sleep_is_woken_for_a_request() -> None:
+    fake = fleet()
+    idle(fake, 601)
+    for _ in range(3):
+        fake.dispatcher.missed("big", "no route to host")
+    assert state(fake) == "asleep"
+    fake.ask("huge")
+    assert fake.woken == ["big"]
+    fake.poll("big")
+    assert state(fake) == "awake"
 
 
 def test_node_that_another_gateway_has_suspended_is_woken_for_a_request() -> None:

@@ -56,7 +56,7 @@ async def test_page_files_need_no_key_and_are_cached_by_their_etag(start_gateway
         etag = response.headers["etag"]
     async with client.session.get(url, headers={"if-none-match": etag}) as response:
         assert response.status == 304
-    for missing in ("/page/", "/page/../server.py", "/page/%2e%2e/bundle.py", "/page/nothing.js"):
+    for missing in ("/page/", "/page/../server.py", "/page/%2e%2e/page.py", "/page/nothing.js"):
         async with client.session.get(client.url + missing) as response:
             assert response.status == 404 or "text/html" not in response.headers["content-type"]
 

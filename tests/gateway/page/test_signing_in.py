@@ -8,11 +8,14 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
+import msgspec
 import pytest
 from aiohttp import ClientSession, FormData
 
+from cortex.gateway.database import StoreError
 from cortex.gateway.dispatch.operator.audit import SIGN_IN_ACTIONS
 from cortex.gateway.ledger.groups import GroupSection
+from cortex.gateway.ledger.key_store import KeyStore
 from cortex.gateway.ledger.keys import generate
 from cortex.gateway.ledger.users import SignInSection
 from cortex.gateway.page.openid import OpenIDClient, roles_in
@@ -253,6 +256,22 @@ async def test_provider_that_does_not_respond_is_a_502(start_gateway: StartGatew
     client = await start_gateway(sign_in=wanted)
     status, _, body = await visit(client, f"{client.url}/session/start", {})
     assert (status, "does not respond" in body["error"]["message"]) == (502, True)
+
+
+async def test_configuration_that_is_not_applied_leaves_sign_in_as_it_was(
+    provider: OpenIDProvider, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = await start_gateway(sign_in=section(provider))
+
+    async def fail(*_: object) -> None:
+        raise StoreError("the database is away")
+
+    config = msgspec.structs.replace(client.gateway.config, sign_in=SignInSection())
+    with monkeypatch.context() as patch:
+        patch.setattr(KeyStore, "read", fail)
+        with pytest.raises(StoreError):
+            await client.gateway.reconfigure(config, client.gateway.dispatcher.catalogue)
+    assert (await sign_in(client, {}))[0] == 302
 
 
 class HangingProvider:

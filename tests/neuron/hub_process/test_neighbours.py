@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from cortex.neuron.hub_process.resolver import FileSources
+from cortex.neuron.hub_process.resolver import FileSources, resolve
 from cortex.neuron.weights.errors import HubError, HubUnreachable
 from cortex.neuron.weights.hub.cache import RepositoryCache
-from cortex.wire.node.neighbours import PATH, Neighbour
+from cortex.wire.node.neighbours import PATH, Neighbour, repository_of
 
 from .hub_client import COMMIT, MODEL, WANTED, WEIGHTS, Client, StartHub
 
@@ -190,3 +190,15 @@ def test_neighbours_that_are_down_only_mean_the_hub(start_hub: StartHub, client:
     assert (path / "model.safetensors").read_bytes() == WEIGHTS
     with pytest.raises(HubUnreachable):
         Client(client.cache / "other").resolve(None, sources=FileSources((down,)))
+
+
+@pytest.mark.usefixtures("client")
+@pytest.mark.parametrize("neighbours", [(), (Neighbour(name="gone", url="http://127.0.0.1:1"),)])
+def test_copy_of_a_path_that_no_node_has_is_not_said_to_be_on_the_hub(
+    tmp_path: Path, neighbours: tuple[Neighbour, ...]
+) -> None:
+    source, sources = repository_of("/models/theirs") or "", FileSources(neighbours)
+    with pytest.raises(HubError, match=r"no other node has it|no node that has .* can be reached") as raised:
+        resolve(source, progress=lambda *_: None, cancelled=lambda: False, cache_dir=tmp_path, sources=sources)
+    assert "offline" not in str(raised.value)
+    assert "hub" not in str(raised.value)

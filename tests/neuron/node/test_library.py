@@ -9,7 +9,7 @@ from cortex.neuron.node.library import MAX_ADOPTED, Library, cache_directory, sc
 from cortex.neuron.weights.hub.cache import RepositoryCache
 from cortex.wire.errors import LoadFailed, ModelNotFound
 from cortex.wire.node.load_options import SamplingDefaults
-from cortex.wire.node.neighbours import repository_of
+from cortex.wire.node.neighbours import Neighbour, repository_of
 from cortex.wire.node.orders import LoadRequest
 
 
@@ -56,6 +56,17 @@ def test_copy_of_another_nodes_path_has_the_name_of_its_model(tmp_path: Path, na
     if name is not None:
         (folder / "model_id").write_text(name)
     assert scan_cache(tmp_path) == ({"theirs": source} if name == "theirs" else {})
+
+
+def test_files_in_the_home_directory_are_not_copied_from_another_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    library = Library(NeuronConfig(model_roots=(tmp_path,)), {})
+    request = LoadRequest(model_id="m", source="~/m", neighbours=(Neighbour(name="a", url="http://a"),))
+    (tmp_path / "m").mkdir()
+    assert library.adopt(request).source == "~/m"
+    assert library.keep_options(request).source == "~/m"
 
 
 CONFIG = NeuronConfig(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 from datetime import datetime
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote
 
@@ -303,10 +304,20 @@ def explain(model: str, history: bool, gateway: GatewayClient, as_json: bool) ->
 def fits(model: str, gateway: GatewayClient, as_json: bool) -> None:
     """Show on which nodes a model fits, and how.
 
-    Lists for each node whether all weights fit on its devices or a part needs host memory, and the expected speed.
-    Exits with code 7 if the model fits nowhere. Changes nothing.
+    Lists for each node whether all weights fit on its devices or a part needs host memory, and the expected speed. For
+    a repository of the hub that is no model of the gateway, lists where each of its quantisations fits, by the size of
+    its files; this needs an operator's key. Exits with code 7 if the model fits nowhere. Changes nothing.
+
+    \b
+      cortex fits Qwen/Qwen3-8B-GGUF
     """
-    decision = gateway.get(f"/fleet/explain/{quote(model, safe='')}?origin=operator")
+    try:
+        decision = gateway.get(f"/fleet/explain/{quote(model, safe='')}?origin=operator")
+    except GatewayRejected as unknown:
+        if unknown.status != HTTPStatus.NOT_FOUND:
+            raise
+        _show_offer(_offer(model, gateway, unknown), model, as_json=as_json)
+        return
     if as_json:
         print_json(decision)
     else:
@@ -314,7 +325,8 @@ def fits(model: str, gateway: GatewayClient, as_json: bool) -> None:
         for node in decision["nodes"]:
             rows.add_row(*_fit(node))
         console().print(rows)
-    if decision["action"] == "reject":
+    is_any_asleep = any(node["verdict"] == "standby" for node in decision["nodes"])
+    if decision["action"] == "reject" and not is_any_asleep:
         remedy = f"run `cortex explain {model}` for the bytes of every node"
         raise CommandError(decision["outcome"].removesuffix("."), remedy, ExitCode.NO_ROOM)
     if not as_json:
@@ -323,13 +335,40 @@ def fits(model: str, gateway: GatewayClient, as_json: bool) -> None:
 
 _FITS = {"resident": "is ready", "starting": "is starting", "asleep": "asleep", "fits_soon": "after an unload"}
 _FITS |= {"fits": "yes", "fits_after_eviction": "after eviction", "blocked": "later", "crowded": "later"}
-_FITS |= {"standby": "once awake"}
+_FITS |= {"standby": "node asleep"}
+
+
+def _offer(model: str, gateway: GatewayClient, unknown: GatewayRejected) -> dict[str, Any]:
+    """What the hub has of a model that is `unknown` to the gateway; `NAME:QUANT` is one quantisation."""
+    try:
+        offer: dict[str, Any] = gateway.get(f"/fleet/hub/{quote(model, safe='')}")
+    except GatewayRejected as rejected:
+        raise (unknown if rejected.status == HTTPStatus.FORBIDDEN else rejected) from None
+    quant = model.rpartition("/")[2].partition(":")[2].lower()
+    offer["variants"] = [each for each in offer["variants"] if not quant or (each["quant"] or "").lower() == quant]
+    return offer
+
+
+def _show_offer(offer: dict[str, Any], model: str, *, as_json: bool) -> None:
+    rows = table("QUANT", ">FILES", "FITS ON")
+    places: list[str] = []
+    for variant in offer["variants"]:
+        held = [(node["node"], _FITS.get(node["verdict"])) for node in variant["nodes"]]
+        named = [name if fit == "yes" else f"{name} ({fit})" for name, fit in held if fit is not None]
+        places += named
+        rows.add_row(variant["quant"] or "safetensors", _bytes(variant["bytes"]), ", ".join(named) or "no node")
+    if as_json:
+        print_json(offer)
+    else:
+        console().print(rows)
+    if not places:
+        raise CommandError(f"{model} fits nowhere", "choose a smaller model or quantisation", ExitCode.NO_ROOM)
 
 
 def _fit(node: dict[str, Any]) -> tuple[str, ...]:
     host = node.get("host") or {}
     held = _FITS.get(node["verdict"], "no")
-    if held in ("no", "later", "once awake"):
+    if held in ("no", "later", "node asleep"):
         return node["node"], held, _bytes(node["need_bytes"]), "", "", ""
     is_split = host.get("need_bytes") is not None
     expected, bench = host.get("tokens_per_s"), parse_bench(node.get("bench"))
@@ -386,8 +425,8 @@ def _show_node(out: Console, node: dict[str, Any], *, is_chosen: bool) -> None:
 def _kept(kept: dict[str, Any]) -> str:
     """What the node keeps of the model's KV cache."""
     tokens = f" ({kept['num_tokens']:,} tokens)" if kept.get("num_tokens") else ""
-    rate = f", copied back at {kept['tokens_per_s']:,.0f} tokens/s" if kept.get("tokens_per_s") else ""
-    return f"keeps {size(kept['num_bytes'])} of its KV cache{tokens} in host memory{rate}"
+    speed = f", copied back at {rate(kept['tokens_per_s'])} tokens/s" if kept.get("tokens_per_s") else ""
+    return f"keeps {size(kept['num_bytes'])} of its KV cache{tokens} in host memory{speed}"
 
 
 def _device(device: dict[str, Any]) -> str:

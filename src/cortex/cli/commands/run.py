@@ -19,6 +19,7 @@ from cortex.cli.views.jobs import follow, parse
 from cortex.formats.quant_names import is_same_quant
 from cortex.wire.errors import ModelNotFound
 from cortex.wire.model_names import split_quant
+from cortex.wire.node.load_options import is_path
 from cortex.wire.node.protocol import ModelState
 from cortex.wire.words import plural
 
@@ -227,6 +228,6 @@ def forget(gateway: GatewayClient, as_json: bool, *, unused_days: float | None, 
 def _outside(gateway: GatewayClient, model: str) -> str | None:
     """Where a model is that a node serves from a path of its own; None for models of the hub."""
     for _, held in fleet_view.fetch(gateway).places(model):
-        if held.source is not None and held.source.startswith(("/", "~", ".")):
+        if held.source is not None and is_path(held.source):
             return held.source
     return None

@@ -37,7 +37,7 @@ def create(name: str, file: Path, quantize: str | None, gateway: GatewayClient, 
     """Create a model from a Modelfile.
 
     FROM names a model, a repository of the hub, a GGUF file or a folder. Local files are uploaded to a node; a path
-    without a local file is one on the node. The gateway keeps the model in its catalogue until `DELETE /api/delete`.
+    without a local file is one on the node. The gateway keeps the model in its catalogue until `cortex rm`.
     """
     try:
         request = as_request(file.read_text(encoding="utf-8"))

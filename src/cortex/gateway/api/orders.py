@@ -111,10 +111,10 @@ class OrderRoutes:
         return self._unload_all(exchange)
 
     def _unload_all(self, exchange: Exchange) -> Response:
-        """Unload every model that is not pinned, once its requests have ended."""
+        """Unload every model that is not pinned, once its requests have ended. Wakes no node."""
         by = self._api.authenticate_operator(exchange.request)
-        fleet = self._api.dispatcher.fleet
-        places = [node for node in fleet.nodes if node.takes_orders]
+        nodes, why_away = self._api.dispatcher.fleet.nodes, self._api.dispatcher.why_away
+        places = [node for node in nodes if node.takes_orders and why_away(node.name) is None]
         for target in [ModelOnNode(node.name, held.model_id) for node in places for held in node.active]:
             if not self._operator.is_pinned(target):
                 self._start(target.model, "unload", _Order(node=target.node), by)

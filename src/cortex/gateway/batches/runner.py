@@ -79,6 +79,7 @@ class _LineRun:
         """The node where it counts; empty if its model is ready nowhere."""
         self.is_probe = not node
         self.is_paced = is_paced
+        """Whether an engine runs it there."""
         self.avoided = avoided
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.exchange: DetachedExchange | None = None
@@ -97,10 +98,9 @@ class _LineRun:
 
     def sent_to(self, node: str) -> None:
         if node != self.node:
-            running = self._runner.caps.lines
-            running[self.node] -= 1
-            running[node] += 1
-            self.node = node
+            self._runner.count(self, -1)
+            self.node, self.is_paced = node, self._runner.replicas(self.line.model).get(node, False)
+            self._runner.count(self, 1)
 
     def on_start(self, status: int) -> None:
         self.status = status
@@ -410,7 +410,7 @@ class BatchRunner:
         for model, waiting in run.pending.items():
             if run.retry_at.get(model, (0.0, 0.0))[0] > now:
                 continue
-            replicas = self._replicas(model)
+            replicas = self.replicas(model)
             ready = [node for node in replicas if node in room]
             if ready:
                 last = run.node_of.get(model, "")
@@ -429,15 +429,19 @@ class BatchRunner:
             if not waiting:
                 del run.pending[model]
             work = _LineRun(self, line, node, avoided, is_paced=is_paced)
-            self.caps.lines[node] += 1
-            self.caps.paced[node] += is_paced
+            self.count(work, 1)
             task = asyncio.create_task(self._run_line(run, work), name=f"line {line.number}")
             run.running[task] = work
             task.add_done_callback(partial(self._line_ended, run))
             return True
         return False
 
-    def _replicas(self, model: str) -> dict[str, bool]:
+    def count(self, work: _LineRun, change: int) -> None:
+        """Add a line to those of its node, or remove it."""
+        self.caps.lines[work.node] += change
+        self.caps.paced[work.node] += change * work.is_paced
+
+    def replicas(self, model: str) -> dict[str, bool]:
         """The nodes that have the model ready, and whether an engine runs it there."""
         dispatcher = self._services.dispatcher
         try:
@@ -453,8 +457,7 @@ class BatchRunner:
         """Also of a task that was cancelled before it began."""
         work = run.running.pop(task)
         line = work.line
-        self.caps.lines[work.node] -= 1
-        self.caps.paced[work.node] -= work.is_paced
+        self.count(work, -1)
         if work.is_probe:
             self._probing.discard(line.model)
         if not work.is_finished:
@@ -510,8 +513,11 @@ class BatchRunner:
         request = Request(b"POST", route.path, b"", JSON, batch_lines.body_of(text), "batch")
         exchange = work.exchange = DetachedExchange(request, work)
         services = self._services
-        span = services.tracer.begin(route.span_name, None)
-        key: KeySection | None = None
+        try:
+            key = self._key(run.batch)
+        except CortexError as error:
+            exchange.respond(*error_response(error, route.family))
+            return
 
         def serve(received: ReceivedRequest) -> None:
             try:
@@ -532,11 +538,7 @@ class BatchRunner:
                 return
             self._inference.serve(received)
 
-        try:
-            key = self._key(run.batch)
-        except CortexError as error:
-            exchange.respond(*error_response(error, route.family))
-            return
+        span = services.tracer.begin(route.span_name, None)
         received = ReceivedRequest(exchange, route, request_id, span, services.clock(), key, idle=work)
         self._inference.read(received, serve)
 

@@ -201,6 +201,7 @@ class Dispatcher(DispatchView, StateMachine):
         for section in self._fleet_state.settings.neurons:
             if section not in settings.neurons:
                 self._jobs.abandon(section.name, "was changed in the configuration")
+                self.suspend_ended(section.name, None)
                 self._inspections.ended(section.name)
         self._pending.is_all = True
         self._queues.max_wait_s = settings.max_wait_s
@@ -247,7 +248,7 @@ class Dispatcher(DispatchView, StateMachine):
             self._event_log.happened("node_suspending", node=name)
             self._effects.suspend(name)
         for name in sleeping.lost(now):
-            self._lose(name, f"it did not respond after it was woken: {sleeping.problem(name, now)}")
+            self._lose(name, f"it {sleeping.problem(name, now)}")
         for name in sleeping.resent(now):
             self._effects.wake(name, sleeping.rules(name))
 
@@ -258,7 +259,9 @@ class Dispatcher(DispatchView, StateMachine):
 
     @event
     def suspend_ended(self, node: str, error: CortexError | None) -> None:
-        """The node is suspending itself, or could not."""
+        """The node is suspending itself, or could not. Without effect if that is known."""
+        if self._fleet_state.sleeping.state(node) != "suspending":
+            return
         self._fleet_state.sleeping.suspend_ended(node, self._clock(), is_accepted=error is None)
         self._fleet_state.changed(node)
         if error is None:
@@ -305,17 +308,21 @@ class Dispatcher(DispatchView, StateMachine):
         sleeping, now = self._fleet_state.sleeping, self._clock()
         names = sorted(self.sleepers_for(decision))
         for name in names:
-            self._wake(name, f"{decision.model_id} needs it")
+            if self._wake(name, f"{decision.model_id} needs it"):
+                self._event_log.settled(decision.model_id)
         if names:
             self._queues.tell(decision.model_id, max(sleeping.expected_wait_s(name, now) for name in names))
         return bool(names)
 
-    def _wake(self, node: str, why: str, *, again: bool = False) -> None:
+    def _wake(self, node: str, why: str, *, again: bool = False) -> bool:
+        """Returns False if a wake is under way or has failed, and is not tried `again`."""
         sleeping = self._fleet_state.sleeping
-        if sleeping.wake(node, self._clock(), again=again):
-            self._fleet_state.changed(node)
-            self._event_log.happened("node_waking", node=node, why=why)
-            self._effects.wake(node, sleeping.rules(node))
+        if not sleeping.wake(node, self._clock(), again=again):
+            return False
+        self._fleet_state.changed(node)
+        self._event_log.happened("node_waking", node=node, why=why)
+        self._effects.wake(node, sleeping.rules(node))
+        return True
 
     @event
     def _restart_group(self, model: str) -> None:
@@ -391,6 +398,7 @@ class Dispatcher(DispatchView, StateMachine):
             self._leases.went_down(node)
             if node not in self._orders:  # those wait for a node that sleeps, where nothing runs
                 self._jobs.abandon(node, f"went down: {why}")
+            self.suspend_ended(node, None)  # if its response to that order is lost
             self._inspections.ended(node)
 
     def _take_for_asleep(self, node: str) -> None:

@@ -45,7 +45,7 @@ _TIMEOUT_S = 10.0
 _CACHED_S = 3600.0
 _KEYS_CACHED_S = 300.0
 _KEYS_MIN_S = 30.0
-"""The keys are not read again before, even if a token names an unknown one."""
+"""The keys are not read again sooner, even if a token names an unknown one."""
 _FAILED_S = 5.0
 _MAX_CALLS = 16
 """Sign-ins that call the provider or wait for it; further ones are rejected."""

@@ -24,7 +24,7 @@ def request(url: str, headers: dict[str, str], timeout_s: float, body: bytes) ->
     """The response, cut at `_MAX_BYTES`. `body` is posted unless it is empty; `timeout_s` bounds each wait, not their
     sum. Raises UpstreamUnavailable if there is no response."""
     if not url.startswith(("https://", "http://")):
-        raise UpstreamUnavailable("The sign-in provider names an address that is not https.")
+        raise UpstreamUnavailable("The sign-in provider names an address that is neither https nor http.")
     try:
         with urllib.request.urlopen(urllib.request.Request(url, body or None, headers), timeout=timeout_s) as response:
             return ProviderResponse(response.status, response.read(_MAX_BYTES))

@@ -11,7 +11,7 @@ from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.ledger.sessions import COOKIE, LIFETIME_S
 from cortex.gateway.ledger.users import SignInSection
 from cortex.gateway.page.conversations import Conversations
-from cortex.gateway.page.openid import FLOW_S, Flow, OpenIDClient, check_library
+from cortex.gateway.page.openid import FLOW_S, Flow, OpenIDClient
 from cortex.gateway.page.sign_in_attempts import SignInAttempts
 from cortex.gateway.proxy.deferred_responses import DeferredResponses
 from cortex.gateway.proxy.listener import CONVERSATIONS_PATH, SIGN_IN_CALLBACK, SIGN_IN_METHODS, SIGN_IN_START
@@ -39,8 +39,7 @@ class SigningIn:
         self._deferred = DeferredResponses()
 
     async def use(self, section: SignInSection) -> None:
-        """Use a new configuration. Raises SettingsError."""
-        check_library(section)
+        """Use a new configuration, whose library is installed."""
         replaced = self._client
         if section != self._section:
             self._client = OpenIDClient(section) if section.issuer is not None else None

@@ -45,9 +45,9 @@ async def respond(exchange: Exchange, work: Coroutine[Any, Any, Response | None]
         log.exception("%s %s failed", request.method.decode("latin-1"), request.path.decode("latin-1"))
         internal = CortexError("Internal error of the gateway; its log has the details.")
         response = error_response(internal, family_of(request.path))
-    if response is None or exchange.closed:
+    if response is None:
         return
     if exchange.started:
         exchange.abort()
     else:
-        exchange.respond(*response)
+        exchange.respond(*response)  # of a client that has disconnected, the audit log gets the status

@@ -43,7 +43,7 @@ class Services:
     tracer: Tracer
     ticker: Ticker
     settling: OwnedTasks
-    """Each fetches the usage of a response that was cut off from its node."""
+    """Each fetches from its node the usage of a response that was cut off."""
     activity: ActivityLog
     running: RunningRequests
     parser: BodyParser

@@ -138,10 +138,12 @@ def resolve(
     if parsed.quant is None:
         parsed = replace(parsed, quant=quant)
     cache = RepositoryCache(cache_dir or cache_directory(environment), parsed.repository)
-    if offline or (offline is None and is_offline(environment)) or is_of_path(parsed.repository):
+    is_copy = is_of_path(parsed.repository)
+    if offline or (offline is None and is_offline(environment)) or is_copy:
         sources = replace(sources, uses_hub=False)
     if not sources.uses_hub and not sources.neighbours:
-        reason = HubUnreachable(f"{parsed.repository} is not in the cache and the node is offline")
+        why = "no other node has it" if is_copy else "the node is offline"
+        reason = HubUnreachable(f"{parsed.repository} is not in the cache and {why}")
         return in_cache(cache, parsed, objection, reason)
     with HubProcess(environment, cancelled) as hub:
         found = _listing(hub, cache, parsed, objection, sources)
@@ -162,15 +164,14 @@ def _listing(
 ) -> tuple[Listing, FileSources] | Path:
     """The model's files and their sources, or the complete model in the cache if the hub is unavailable. Raises
     CheckpointError."""
-    reason = HubError(
-        f"no node that has {source.repository} can be reached; pull it from the hub, or start such a node"
-    )
+    is_copy = is_of_path(source.repository)
+    advice = "start one" if is_copy else "pull it from the hub, or start such a node"
+    reason = HubError(f"no node that has {source.repository} can be reached; {advice}")
     if sources.uses_hub:
         try:
             return hub.list_files(source.repository, source.revision), sources
         except HubError as error:
             reason = error
-    is_copy = is_of_path(source.repository)
     listing = hub.list_shared(sources.neighbours, source.repository, source.revision) if is_copy else None
     if listing is not None:  # what it copies may have changed
         return listing, sources

@@ -454,8 +454,8 @@ def _has_weights(folder: Path) -> bool:
 
 def _exists(source: str) -> bool:
     try:
-        return Path(source).exists()
-    except (OSError, ValueError):  # too long, or no valid name
+        return Path(source).expanduser().exists()
+    except (OSError, RuntimeError, ValueError):  # too long, an unknown user, or no valid name
         return False
 
 

@@ -421,7 +421,8 @@ class Node:
         return self._models.controller(model_id).serving_instance().generate(request)
 
     async def fetch_kv(self, model_id: str, request: EngineRequest, source: Neighbour) -> None:
-        """Fetches KV of the prompt from a node that has computed it, if that is expected to be faster. Never raises."""
+        """Fetches KV of the prompt from a node that has computed it, if that is expected to be faster. Raises
+        ModelNotFound."""
         instance = self._models.controller(model_id).instance
         if instance is not None and instance.host.resident is not None:  # else its worker was lost just now
             info = instance.resident.info
@@ -432,7 +433,7 @@ class Node:
                     instance.fetched_tokens_per_s = rate / info.token_bytes
 
     def computes_fronts(self, model_id: str) -> bool:
-        """Whether a request of the model may be computed while its KV is fetched."""
+        """Whether a request of the model may be computed while its KV is fetched. Raises ModelNotFound."""
         instance = self._models.controller(model_id).instance
         resident = None if instance is None else instance.host.resident
         return resident is not None and resident.info.computes_fronts

@@ -133,6 +133,8 @@ class FindBlocks(ChannelMessage, frozen=True):
     """The daemon has written KV blocks of a model to disk, which requests from now on may use."""
 
     model: bytes
+    files: tuple[str, ...] = ()
+    """The names of the new files; empty: they are not known, and the whole folder is read."""
 
 
 class SaveBlocks(ChannelMessage, frozen=True):

@@ -16,7 +16,7 @@ TENANT = "x-cortex-tenant"
 that have none. Only a gateway sets it."""
 
 CLASS = "x-cortex-class"
-"""The class that a request is served in (`wire/request_class.py`); absent: `default`. Only a gateway sets it."""
+"""The class that a request is served in (`wire/fields/request_class.py`); absent: `default`. Only a gateway sets it."""
 
 ATTEMPT_ID = "x-cortex-attempt-id"
 """Names one attempt at a request, for `GET /requests/{id}/usage`. Only a gateway sets it, and clients never see it: two

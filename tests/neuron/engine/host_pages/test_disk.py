@@ -26,6 +26,7 @@ from cortex.neuron.engine.host_pages.store import BlockKind, ChosenBlocks
 from cortex.neuron.engine.kv.pages import ROOT, page_digests
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
 
+from ...engine_runs import run, tokens_of
 from ..test_sleep import DENSE, HYBRID
 from .engines import CPU, PROMPT, EngineMaker, new_host, respond
 from .late_copies import LateOutward
@@ -341,6 +342,23 @@ def test_memory_of_what_was_written_is_free_though_no_model_steps(make_engine: E
     assert not host.store.num_bytes
 
 
+def test_announced_file_is_found_without_a_look_at_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, name = bytes(16), b"d" * 24
+    kind, pages = BlockKind(model, 0, 4096), DiskPages(tmp_path, 64 << 20, CPU)
+    pages.open_model(model, "m")
+    file = block_files.write_file(tmp_path, kind, "m", [name], [memoryview(bytes(4096))])
+    monkeypatch.setattr(block_files, "scan", pytest.fail)
+    for found in ("gone.kv", file.path.name, file.path.name):
+        pages.find_file(model, found)
+    pages.find_file(bytes(15) + b"1", file.path.name)
+    assert (pages.has(kind, name), pages.num_blocks(kind), pages.num_found) == (True, 1, 1)
+    file.path.parent.chmod(0o755)
+    pages.drop(file)
+    pages.find_file(model, file.path.name)
+    assert not pages.has(kind, name), "others could have written it"
+    pages.close()
+
+
 def test_large_blocks_have_few_buffers(tmp_path: Path) -> None:
     pages = DiskPages(tmp_path, 64 << 20, CPU, read_bytes=1 << 10, max_buffer_bytes=1 << 16)
     allocated = list[int]()
@@ -374,6 +392,19 @@ def test_pages_that_arrive_while_a_prompt_is_computed_are_not_computed(
     stats = engine.stats()
     assert stats.fetched_tokens == stats.cached_tokens == 4 * 32
     assert stats.prompt_tokens == 32 + len(PROMPT) % 32
+
+
+def test_prompt_whose_tokens_are_scored_is_computed_once_though_its_pages_arrive(
+    make_engine: EngineMaker, tmp_path: Path
+) -> None:
+    expected = saved(make_engine, tmp_path)
+    engine = make_engine(DENSE, new_host(folder=tmp_path), prefill_chunk_tokens=32)
+    greedy = SamplingParams(temperature=0.0)
+    request = EngineRequest("r", PROMPT, len(expected), greedy, prompt_logprobs=0, blocks_arrive=True)
+    outputs = run(engine, request)["r"]
+    assert tokens_of(outputs) == expected
+    assert len(outputs[0].prompt_logprobs) == len(PROMPT) - 1
+    assert engine.stats().prompt_tokens == len(PROMPT)
 
 
 def test_pages_from_disk_overwrite_others_only_when_these_are_in_host_memory(

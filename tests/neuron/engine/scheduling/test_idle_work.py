@@ -114,7 +114,7 @@ def test_prompts_and_rows_take_turns_and_prompts_wait_until_they_fill_a_step() -
         found = []
         for _ in range(count):
             found.append(work.turn(room, contexts, prompt_tokens, worth))
-            work.planned(room, found[-1], leaves_out=False)
+            work.planned(room, found[-1], leaves_rows=False, leaves_prompts=False)
         return found
 
     assert turns(worth, 2) == ["prompts"] * 2
@@ -150,7 +150,7 @@ def test_prompt_advances_at_last_beside_streams_and_only_now_and_then() -> None:
         room = work.room(known, streams)
         worth = room.prompt_worth(streams, 16_384)
         advanced.append(worth)
-        work.planned(room, "both", leaves_out=not worth)
+        work.planned(room, "both", leaves_rows=False, leaves_prompts=not worth)
     chunks = [worth for worth in advanced if worth]
     assert len(chunks) == 2
     assert known.seconds(streams.with_prompts(chunks[0])) <= 1.01 * FORCED_READS * known.seconds(StepShape(1))
@@ -218,6 +218,19 @@ def test_idle_class_advances_while_another_stream_never_ends() -> None:
         collect(scheduler, scheduler.plan() or pytest.fail("nothing to do"))
         steps += 1
     assert MOST_SKIPPED < steps <= 3 * (MOST_SKIPPED + 1)
+
+
+def test_row_too_long_for_the_steps_of_others_advances_though_prompts_of_its_class_never_end() -> None:
+    known, streams, contexts = costs(), StepShape(4, 2000), [400_000]
+    work = having_seen(known, 0.1, [200, 1000], streams, 8000)
+    advanced = 0
+    for _ in range(2 * (MOST_SKIPPED + 1)):
+        room = work.room(known, streams)
+        turn = work.turn(room, contexts, 100_000, room.prompt_worth(streams, 16_384))
+        num_rows = 0 if turn == "prompts" else room.num_rows(contexts)
+        work.planned(room, turn, leaves_rows=not num_rows, leaves_prompts=turn == "rows")
+        advanced += num_rows
+    assert advanced == 2
 
 
 def test_rows_of_the_idle_class_advance_while_prompts_of_it_never_end() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ from faulty_models import running_node, write_model
 
 from cortex.neuron.node.dependencies import fetch
 from cortex.neuron.node.node import Node
+from cortex.neuron.weights.errors import FilesMissing
 from cortex.wire.errors import InvalidValue, LoadFailed, ModelInUse, ModelNotFound
+from cortex.wire.node.neighbours import repository_of
 from cortex.wire.node.orders import AssembleRequest, FilesRequest, LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import ModelState
 
 from ....waiting import WAIT_S, until
+from ...weights.hub.slow_digests import SlowDigests
 
 MODEL = "org/model"
 REQUEST = FilesRequest(model_id=MODEL)
@@ -198,3 +202,43 @@ async def test_offer_of_the_hub_is_read_without_a_download(
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
         with pytest.raises(LoadFailed, match="offline"):
             await node.files.offer(MODEL)
+
+
+async def test_clients_that_wait_for_the_digests_of_a_model_take_one_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = str(write_model(tmp_path / "theirs", bytes=1 << 20))
+    repository = repository_of(source)
+    assert repository is not None
+    async with running_node(tmp_path, {"models": [{"id": "m", "source": source}]}) as node:
+        digests = SlowDigests(monkeypatch)
+        waiting = [asyncio.create_task(node.files.shared(repository, "main")) for _ in range(64)]
+        try:
+            await until(digests.has_begun.is_set)
+            waiting.pop().cancel()
+            async with asyncio.timeout(WAIT_S / 2):
+                await asyncio.to_thread(int)
+        finally:
+            digests.may_end.set()
+        listings = await asyncio.gather(*waiting)
+        assert len({listing.commit for listing in listings}) == 1
+
+
+async def test_any_number_of_downloads_leaves_threads_to_the_rest_of_the_daemon(tmp_path: Path) -> None:
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def fetch_late(*_: Any) -> Path:
+        has_begun.set()
+        may_end.wait(WAIT_S)
+        raise FilesMissing("gone")
+
+    async with running_node(tmp_path, fetch=fetch_late) as node:
+        for number in range(64):
+            node.files.pull(FilesRequest(model_id=f"org/model-{number}"))
+        try:
+            await until(has_begun.is_set)
+            async with asyncio.timeout(WAIT_S / 4):
+                await asyncio.to_thread(int)
+        finally:
+            may_end.set()
+        await until(lambda: all(pull.state == "failed" for pull in node.files.pulls))

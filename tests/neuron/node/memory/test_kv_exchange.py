@@ -66,6 +66,16 @@ class Worker(WorkerSupervisor):
         self.sent.append(command)
 
 
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in block_files.scan(folder, MODEL, {}))
+
+
+def announced(worker: Worker) -> list[str]:
+    """The files that it was told of, each once, without a look at the others."""
+    assert all(isinstance(each, FindBlocks) and each.model == MODEL and each.files for each in worker.sent)
+    return sorted(name for each in worker.sent if isinstance(each, FindBlocks) for name in each.files)
+
+
 def fill(folder: Path, count: int = 32) -> None:
     for first in range(0, count, 10):
         digests = list(reversed(DIGESTS[first : min(count, first + 10)]))
@@ -157,7 +167,9 @@ async def test_fetches_what_it_lacks_and_tells_its_workers(tmp_path: Path) -> No
     async with node_with(body, 22, seen) as source:
         assert await exchange.fetch("m", INFO, SLOW, REQUEST, source) == 22 * 4096
         assert [len(each.digests) for each in seen] == [22]
-        assert [each.sent for each in writers] == [[FindBlocks(MODEL)]] * 2
+        assert writers[1].sent.pop(0) == FindBlocks(MODEL), "it looks for what the other one has"
+        assert [announced(each) for each in writers] == [names(tmp_path / "b")] * 2
+        assert [len(each.sent) for each in writers] == [1, 1]
         whole = KvExchange(tmp_path / "b", 1 << 30, [Worker(32)])
         assert await whole.fetch("m", INFO, SLOW, REQUEST, source) == 0, "it has all of it now"
         assert len(seen) == 1
@@ -177,7 +189,8 @@ async def test_blocks_that_arrive_while_the_prompt_is_computed_are_reported_one_
         info = replace(INFO, computes_fronts=True)
         assert await exchange.fetch("m", info, fast, REQUEST, source) == 32 * 4096
     assert seen[0].last_first
-    assert worker.sent == [FindBlocks(MODEL)] * (len(files) + 1)
+    assert len(worker.sent) == len(files)
+    assert announced(worker) == names(tmp_path / "b")
     exchange.close()
 
 
@@ -379,6 +392,7 @@ async def test_device_reads_what_another_one_of_its_node_has_computed(
         pytest.param(EngineStats(prompt_token_s=1e-9), 1 << 30, SHARED, id="computing is faster"),
         pytest.param(SLOW, 0, SHARED, id="no disk"),
         pytest.param(SLOW, 1 << 30, EngineRequest("r", PROMPT, 1, uses_prefix_cache=False), id="not cached"),
+        pytest.param(SLOW, 1 << 30, EngineRequest("r", PROMPT, 1, prompt_logprobs=0), id="every token is scored"),
     ],
 )
 async def test_devices_of_a_node_share_only_what_saves_time(

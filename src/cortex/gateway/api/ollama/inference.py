@@ -99,7 +99,7 @@ class OllamaInference:
         received.exchange.respond(200, (*JSON_HEADERS, *received.route.id_headers(received.id)), body)
 
     def _unload_idle(self, name: str) -> None:
-        """Unload the model unless it is pinned, or other requests use or await it."""
+        """Unload the model unless it is pinned, or other requests use or await it; on sleeping nodes it stays."""
         dispatcher = self._inference.services.dispatcher
         try:
             model = dispatcher.resolve(name).model_id
@@ -109,7 +109,8 @@ class OllamaInference:
             if dispatcher.queue_depths.get(model):
                 return
             for node in self._operator.targets_of_unload(model):
-                if node not in in_use and not self._operator.is_pinned(ModelOnNode(node, model)):
+                is_kept = node in in_use or self._operator.is_pinned(ModelOnNode(node, model))
+                if not is_kept and dispatcher.why_away(node) is None:
                     self._operator.unload(model, node)
         except (ModelNotFound, ModelInUse, ModelNotAllowed):
             log.debug("%s was not unloaded", name)

@@ -50,7 +50,7 @@ class Neighbours:
             if reaches(target.section.endpoint, self._nodes[other.name].section.endpoint)
             if other.name in also
             or any(
-                (held.status.disk_bytes or is_path(held.status.source or ""))
+                (held.status.disk_bytes or (is_path(held.status.source or "") and not held.is_absent))
                 and repository_of(held.status.source or held.model_id) == repository
                 for held in other.residencies.values()
             )

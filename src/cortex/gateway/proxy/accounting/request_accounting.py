@@ -143,7 +143,8 @@ class RequestAccounting:
         estimate = self._estimate(num_response_bytes) if is_estimated else None
         may_node_know = self.route.runs_model and self.route.need != "relay"  # of those it reads no tokens
         if is_cut_off and usage is None and lease is not None and lease.abilities.reads_headers and may_node_know:
-            services.settling.start(self._settle_cut_off(lease, outcome, estimate), f"usage of {self.attempt_id!r}")
+            work = self._settle_cut_off(lease, outcome, estimate)
+            services.settling.start(work, f"usage of {self.attempt_id.decode()}")
         else:
             usage = usage or estimate
             self._settle(lease, outcome, usage)

@@ -288,8 +288,9 @@ class Session:
             choices += [Choice(context, len(jobs) + number) for number in range(len(continuations))]
             jobs += continuations
         if self._kv_source is not None:
+            computes_fronts = self._backend.computes_fronts(request.model)
             fetching = self._backend.fetch_kv(request.model, jobs[0], self._kv_source)
-            if self._backend.computes_fronts(request.model):
+            if computes_fronts:
                 self._fetching = asyncio.create_task(fetching)
                 jobs = [replace(job, blocks_arrive=True) for job in jobs]
             else:

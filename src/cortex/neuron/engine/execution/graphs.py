@@ -230,7 +230,7 @@ class SizedGraphs(ABC):
         return self._sizes.serving(num_rows) is not None
 
     def padded(self, num_rows: int) -> int:
-        """The size of the graph for `num_rows`; themselves if there is none."""
+        """The size of the graph for `num_rows`; `num_rows` if there is none."""
         return self._sizes.serving(num_rows) or num_rows
 
     @property

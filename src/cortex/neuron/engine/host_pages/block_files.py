@@ -201,6 +201,15 @@ def scan(root: Path, model: bytes, known: Mapping[Path, BlockFile]) -> dict[Path
     return found
 
 
+def read_new(root: Path, model: bytes, name: str) -> BlockFile | None:
+    """A file of a model that was just written; None if it is gone or damaged, or others could have written it."""
+    folder = model_folder(root, model)
+    try:
+        return read_header(folder / name) if is_private(folder) else None
+    except (DamagedFile, OSError):
+        return None
+
+
 def read_blocks(file: BlockFile, first: int, view: memoryview) -> bool:
     """Reads consecutive blocks from number `first` on: from the page cache where it has them, otherwise around it.
     False: the file cannot be read or is damaged, and was removed."""
@@ -280,7 +289,8 @@ class Selection:
 
 
 def select(files: Iterable[BlockFile], digests: Sequence[Digest], *, last_first: bool = False) -> Selection:
-    """The blocks of the prefix whose pages have these digests, those of its first pages first."""
+    """The blocks of the prefix whose pages have these digests, those of its first pages first, or of its last with
+    `last_first`."""
     wanted = {digest: page for page, digest in enumerate(digests)}
     known, pieces = set[tuple[int, Digest]](), list[Piece]()
     groups: list[tuple[int, BlockFile, list[int]]] = []
@@ -314,7 +324,7 @@ def receive(
     model: bytes,
     model_id: str,
     wanted: Collection[Digest],
-    written: Callable[[], None] = lambda: None,
+    written: Callable[[Path], None] = lambda _: None,
 ) -> int:
     """Writes a stream of `Selection` as files; returns the bytes. `read_into`: as of a file. `wanted`: the requested
     blocks. `written`: called on a thread for each file. Raises DamagedFile for other or altered blocks, and what
@@ -357,15 +367,14 @@ def _write_checked(
     checksums: Sequence[int],
     buffer: bytearray,
     view: memoryview,
-    written: Callable[[], None],
+    written: Callable[[Path], None],
 ) -> bytearray:
     """Writes the blocks in `view`, a part of `buffer`, which is returned. Raises DamagedFile, or OSError."""
     size = kind.num_bytes
     blocks = [view[start : start + size] for start in range(0, view.nbytes, size)]
     if any(zlib.crc32(block) != checksum for block, checksum in zip(blocks, checksums, strict=True)):
         raise DamagedFile("a block")
-    write_file(root, kind, model_id, digests, [view], checksums)
-    written()
+    written(write_file(root, kind, model_id, digests, [view], checksums).path)
     return buffer
 
 

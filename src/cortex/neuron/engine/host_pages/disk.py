@@ -119,6 +119,12 @@ class DiskPages:
         for path in files.keys() - before.keys():
             self._add(files[path])
 
+    def find_file(self, model: bytes, name: str) -> None:
+        """Another process has written this file with blocks of a model. Unlike `find_again`, it reads no other one."""
+        file = block_files.read_new(self.folder, model, name) if model in self._models else None
+        if file is not None and file.path not in self._files[model]:
+            self._add(file)
+
     def has(self, kind: BlockKind, digest: Digest) -> bool:
         return (kind, digest) in self._places
 

@@ -275,9 +275,9 @@ class HostTier:
     def _front(
         self, disk: DiskPages, digests: Sequence[Digest], first: int, num_computed: int = 0, *, divides: bool = True
     ) -> int | None:
-        """The page up to which to compute while the pages after it are read from disk, those from `first` on at most;
-        None if computing everything is expected to be faster. `num_computed`: pages before `first` from which on it is
-        computed; 0: from `first` on. `divides`: it may be after `first`."""
+        """The page, `first` or a later one, up to which to compute while the pages after it are read from disk; None if
+        computing everything is expected to be faster. `num_computed`: the number of pages after which the prompt is
+        computed; 0: `first`. `divides`: the page may be after `first`."""
         end, page_tokens = len(digests), self._pages.page_tokens
         read = [
             (kind, digest)

@@ -121,8 +121,8 @@ class IdleWork:
     """Belongs to the scheduler."""
 
     def __init__(self) -> None:
-        self._num_skipped = 0
-        """Consecutive steps of other requests that left out all rows or all prompts."""
+        self._num_without_rows = self._num_without_prompts = 0
+        """Consecutive steps of other requests that left out all rows, or all prompts."""
         self._num_prompt_steps = self._num_row_steps = 0
         """Consecutive steps of prompts alone, and of rows alone while prompts waited."""
         self._long_share = 0.0
@@ -135,7 +135,8 @@ class IdleWork:
         read_s = costs.seconds(StepShape(1))
         if not others.num_streams and not others.prompt_tokens:
             return IdleBudget(costs, others, max(READS * read_s, LEAST_STEP_S))
-        forced_s = FORCED_READS * read_s if self._num_skipped >= MOST_SKIPPED else 0.0
+        num_skipped = max(self._num_without_rows, self._num_without_prompts)
+        forced_s = FORCED_READS * read_s if num_skipped >= MOST_SKIPPED else 0.0
         others_s = costs.seconds(others)
         if others.num_streams:
             self._learn(others, others_s)
@@ -159,9 +160,11 @@ class IdleWork:
             return "rows"
         return "prompts" if prompt_tokens >= worth or self._num_row_steps >= MOST_ROW_STEPS else "rows"
 
-    def planned(self, room: IdleBudget, turn: Turn, *, leaves_out: bool) -> None:
-        """Records a planned step. `leaves_out`: none of its rows joined, or none of its prompts advanced."""
+    def planned(self, room: IdleBudget, turn: Turn, *, leaves_rows: bool, leaves_prompts: bool) -> None:
+        """Records a planned step. `leaves_rows`: none of its rows joined; `leaves_prompts`: none of its prompts
+        advanced."""
         self._num_prompt_steps = self._num_prompt_steps + 1 if turn == "prompts" else 0
         self._num_row_steps = self._num_row_steps + 1 if turn == "rows" else 0
-        is_skipped = leaves_out and turn == "both" and not room.is_alone and not room.forced_s
-        self._num_skipped = self._num_skipped + 1 if is_skipped else 0
+        counts = not room.is_alone and not room.forced_s
+        self._num_without_rows = self._num_without_rows + 1 if counts and leaves_rows else 0
+        self._num_without_prompts = self._num_without_prompts + 1 if counts and leaves_prompts else 0

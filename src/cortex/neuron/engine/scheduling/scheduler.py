@@ -218,8 +218,8 @@ class Scheduler:
         if turn == "both" and prompt_tokens:
             self._plan_prompts(draft, self._idle_worth(room, draft))
         advances = self._shape(draft).prompt_tokens > others.prompt_tokens
-        leaves_out = (bool(decoding) and not num_rows) or (prompt_tokens > 0 and not advances)
-        work.planned(room, turn, leaves_out=leaves_out)
+        leaves_prompts = prompt_tokens > 0 and not advances
+        work.planned(room, turn, leaves_rows=bool(decoding) and not num_rows, leaves_prompts=leaves_prompts)
 
     def _idle_prompt_tokens(self) -> int:
         """The tokens of prompts of the idle class that could be computed."""

@@ -108,7 +108,9 @@ class Sequence:
     @property
     def awaits_blocks(self) -> bool:
         """Whether it may leave its row before its prompt is computed, to continue after pages that were fetched."""
-        return self.leaves_row_at > 0 or (self.request.blocks_arrive and not self.drew_in_row)
+        if self.leaves_row_at:
+            return True
+        return self.request.blocks_arrive and not self.drew_in_row and not self.scores_prompt
 
     @property
     def wants_more(self) -> bool:

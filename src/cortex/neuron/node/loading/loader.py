@@ -38,6 +38,7 @@ from cortex.neuron.weights.errors import Cancelled, CheckpointError
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.hosts.replicated import ReplicatedHost
 from cortex.neuron.worker.model_host import LoadRejected
+from cortex.system.tasks import in_own_thread
 from cortex.wire.error_encoding import from_code
 from cortex.wire.errors import (
     CortexError,
@@ -315,7 +316,7 @@ class ModelLoader:
 
         sources = FileSources(self._library.neighbours(model), uses_hub)
         arguments = (model.source, self._library.cache, model.quant, progress, cancelled.is_set, sources)
-        download = asyncio.create_task(asyncio.to_thread(self._fetch, *arguments))
+        download = in_own_thread(self._fetch, *arguments)
         try:
             path = await asyncio.shield(download)
             await asyncio.to_thread(self._library.name_copy, model)

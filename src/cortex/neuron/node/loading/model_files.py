@@ -25,8 +25,10 @@ from cortex.neuron.node.loading.progress import LoadProgressTracker
 from cortex.neuron.weights.errors import CheckpointError, FilesMissing, HubError, NotOnHub
 from cortex.neuron.weights.hub import disk, uploads
 from cortex.neuron.weights.hub.cache import RepositoryCache
+from cortex.neuron.weights.hub.listing import Listing
 from cortex.neuron.weights.hub.local import LocalRepository
 from cortex.neuron.weights.hub.source import HubSource, is_hub_id, parse_source
+from cortex.system.tasks import in_own_thread
 from cortex.wire.errors import (
     CortexError,
     HubUnavailable,
@@ -93,6 +95,8 @@ class ModelFiles:
         self._repository_bytes: dict[str, int] = {}
         self._local: dict[str, LocalRepository] = {}
         """Models at paths of which other nodes have wanted files."""
+        self._listings: dict[str, asyncio.Future[Listing | None]] = {}
+        """Of these, while their files are read."""
         self._deleting: set[str] = set()
         """Repositories."""
         self.disk: DiskUse | None = None
@@ -220,11 +224,22 @@ class ModelFiles:
 
     async def shared(self, repository: str, revision: str) -> SharedRepository:
         """The files of a repository that this node has. Raises ModelNotFound."""
-        found = await asyncio.to_thread(self._shared_repository(repository).listing, revision)
+        files = self._shared_repository(repository)
+        if isinstance(files, LocalRepository):
+            found = await self._read_once(repository, files)
+        else:
+            found = await asyncio.to_thread(files.listing, revision)
         if found is None:
             raise ModelNotFound(f"this node has no files of {repository} at {shorten(revision)}")
-        files = [SharedFile(path=f.path, num_bytes=f.num_bytes, digest=f.digest) for f in found.files.values()]
-        return SharedRepository(commit=found.commit, files=tuple(files))
+        listed = [SharedFile(path=f.path, num_bytes=f.num_bytes, digest=f.digest) for f in found.files.values()]
+        return SharedRepository(commit=found.commit, files=tuple(listed))
+
+    async def _read_once(self, repository: str, files: LocalRepository) -> Listing | None:
+        """The listing of a model at a path, whose files may take minutes to read. All callers wait for one thread."""
+        if repository not in self._listings:
+            reading = self._listings[repository] = in_own_thread(files.listing)
+            reading.add_done_callback(lambda _: self._listings.pop(repository))
+        return await asyncio.shield(self._listings[repository])
 
     @contextmanager
     def shared_file(self, repository: str, digest: str) -> Iterator[int]:
@@ -284,11 +299,13 @@ class ModelFiles:
             self._repository_bytes = sizes
 
     async def close(self) -> None:
-        """Cancel the downloads."""
+        """Cancel the downloads, and the reading of files for their digests."""
         tasks = [pull.task for pull in self._pulls.values() if pull.task is not None]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for files in self._local.values():
+            files.close()
+        await asyncio.gather(*tasks, *self._listings.values(), return_exceptions=True)
 
     async def _doomed(self, request: FilesRequest, model: KnownModel, source: HubSource) -> HubSource:
         """The files to delete. Raises ModelInUse for a whole repository that another configured model uses."""

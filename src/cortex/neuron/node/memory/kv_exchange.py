@@ -189,14 +189,12 @@ class KvExchange:
             if is_asked:
                 self._avoid(source, "computing the prompt would have been faster")
             return 0
-        if num_bytes:
-            self._announce(prompt.model)
         return num_bytes
 
-    def _announce(self, model: bytes) -> None:
-        """Blocks of the model have arrived."""
+    def _announce(self, model: bytes, *files: str) -> None:
+        """Blocks of the model have arrived. Workers look at these files only: a full disk has thousands."""
         for worker in self._workers:
-            worker.send(FindBlocks(model))
+            worker.send(FindBlocks(model, files))
 
     def bytes_per_s(self, source: Neighbour) -> float | None:
         """The rate at which blocks of another node arrive; None if unknown."""
@@ -239,8 +237,10 @@ class KvExchange:
         target.send(FindBlocks(model))
 
     def _may_exchange(self, info: EngineInfo, request: EngineRequest) -> bool:
-        """The digests of pages with pictures follow from more than tokens."""
-        return bool(self._budget_bytes and info.kv_name and request.uses_prefix_cache and not request.pictures)
+        """The digests of pages with pictures follow from more than tokens. A prompt whose tokens are scored is
+        computed."""
+        is_reused = request.uses_prefix_cache and request.prompt_logprobs is None
+        return bool(self._budget_bytes and info.kv_name and is_reused and not request.pictures)
 
     def _most_s(self, prompt: _Prompt, first: int, end: int) -> float:
         """How long a fetch of the pages from `first` to `end` may take."""
@@ -254,20 +254,28 @@ class KvExchange:
         )
 
     async def _own_pages(self, prompt: _Prompt) -> int:
-        """Number of leading pages that this node has already."""
+        """Number of leading pages that this node has already. Workers that know of fewer look for files of the
+        others."""
         calls = (each.count_pages(prompt.model, prompt.digests) for each in self._workers)
         counts = await asyncio.gather(*calls, return_exceptions=True)  # WorkerLost
-        return max((count for count in counts if isinstance(count, int)), default=0)
+        own = max((count for count in counts if isinstance(count, int)), default=0)
+        for worker, count in zip(self._workers, counts, strict=True):
+            if count != own:
+                worker.send(FindBlocks(prompt.model))
+        return own
 
     async def _receive(self, prompt: _Prompt, own: int, source: Neighbour) -> int:
         """Receives the blocks after the first `own` pages to disk while that is worth it; returns the bytes. Cancelling
         it cancels the transfer."""
         rate = self._rates.setdefault(source.url, CopyRate(assumed=LINK_BYTES_PER_S))
         transfer, loop = Transfer(source), asyncio.get_running_loop()
+        complete: list[str] = []
 
-        def written() -> None:
+        def written(path: Path) -> None:
             if prompt.info.computes_fronts:
-                loop.call_soon_threadsafe(self._announce, prompt.model)
+                loop.call_soon_threadsafe(self._announce, prompt.model, path.name)
+            else:
+                complete.append(path.name)
 
         receiving = loop.run_in_executor(
             self._threads, self._receive_on_thread, prompt, own, source, transfer, rate, written
@@ -277,6 +285,9 @@ class KvExchange:
         except asyncio.CancelledError:
             transfer.cancel()
             raise
+        finally:
+            if complete:
+                self._announce(prompt.model, *complete)
 
     def _receive_on_thread(
         self,
@@ -285,7 +296,7 @@ class KvExchange:
         source: Neighbour,
         transfer: Transfer,
         rate: CopyRate,
-        written: Callable[[], None],
+        written: Callable[[Path], None],
     ) -> int:
         rules, wanted, meanwhile = self._rules, prompt.digests[own:], prompt.info.computes_fronts
         most_s = inf if meanwhile else self._most_s(prompt, own, len(prompt.digests))

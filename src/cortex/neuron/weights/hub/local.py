@@ -27,8 +27,13 @@ class LocalRepository:
         self._path = path
         self._lock = threading.Lock()
         self._digests: dict[Path, tuple[_Stamp, str]] = {}
+        self._is_closed = False
 
-    def listing(self, revision: str) -> Listing | None:  # noqa: ARG002 - there is one only
+    def close(self) -> None:
+        """Ends the listings that are being read."""
+        self._is_closed = True
+
+    def listing(self) -> Listing | None:
         """None where the path has no files of a model, or they cannot be read."""
         folder = self._path if self._path.is_dir() else self._path.parent
         with self._lock:
@@ -76,6 +81,8 @@ class LocalRepository:
             found, view = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES))
             while count := file.readinto(view):
                 found.update(view[:count])
+                if self._is_closed:
+                    raise OSError("the node ends")
             if _stamp(os.fstat(file.fileno())) != stamp:
                 raise OSError(f"{path.name} changes")
         self._digests[path] = stamp, found.hexdigest()

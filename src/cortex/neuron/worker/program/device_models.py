@@ -258,9 +258,14 @@ class DeviceModels(dict[int, DeviceModel]):
         self._host_pages = model.engine.keep_pages(self._host_pages)  # without a budget too, which may grow
         self.limit_host_pages(budget_bytes)
 
-    def find_blocks(self, model: bytes) -> None:
-        if self._host_pages is not None and self._host_pages.disk is not None:
+    def find_blocks(self, model: bytes, files: Sequence[str]) -> None:
+        """See `FindBlocks`."""
+        if self._host_pages is None or self._host_pages.disk is None:
+            return
+        if not files:
             self._host_pages.disk.find_again(model)
+        for name in files:
+            self._host_pages.disk.find_file(model, name)
 
     def save_blocks(self, model: bytes, digests: Sequence[Digest]) -> bool:
         """Writes these blocks to disk, also from the device. False if some are left or still being written."""

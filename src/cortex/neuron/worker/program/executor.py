@@ -53,7 +53,7 @@ _DURING_LOADS = (
 )
 """Commands that do not wait for the end of a load."""
 
-_NUM_THREADS = 2
+_GRAMMAR_THREADS = 2
 
 
 def _uses_torch() -> bool:
@@ -202,7 +202,7 @@ class Executor:
             case protocol.LimitHostPages():
                 self._models.limit_host_pages(command.num_bytes)
             case protocol.FindBlocks():
-                self._models.find_blocks(command.model)
+                self._models.find_blocks(command.model, command.files)
             case protocol.SaveBlocks():
                 is_complete = self._models.save_blocks(command.model, command.digests)
                 self._emit(protocol.BlocksSaved(command.query, is_complete))
@@ -347,7 +347,7 @@ class GrammarCompiler:
     def begin(self, submit: Submit, compile: Callable[[str, bytes], None]) -> None:
         """Compile the grammar of a request; `Compiled` follows. `compile` raises RequestError."""
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(_NUM_THREADS, "grammar")
+            self._threads = ThreadPoolExecutor(_GRAMMAR_THREADS, "grammar")
         self._waiting[submit.handle, submit.request.id] = submit
         self._threads.submit(self._compile, submit, compile)
 

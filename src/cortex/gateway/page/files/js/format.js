@@ -52,11 +52,19 @@ export const day = (unix) => new Date(unix * 1000).toISOString().slice(0, 10);
 export const withoutName = (id, reason) => (reason.startsWith(`${id}: `) ? reason.slice(id.length + 2) : reason);
 export const plural = (number, word, many = `${word}s`) => `${count(number)} ${number === 1 ? word : many}`;
 
-/** A colour of the palette that stays the same for a name. */
+const hues = new Map();
+
+/** A colour of the palette. It stays the same for a name; no two names have the same while colours are left. */
 export function hue(name) {
   let hash = 0;
   for (const character of name) hash = (hash * 31 + character.codePointAt(0)) >>> 0;
-  return hash % 8;
+  if (name && !hues.has(name)) {
+    const uses = Array(8).fill(0);
+    for (const colour of hues.values()) uses[colour]++;
+    while (uses[hash % 8] > Math.min(...uses)) hash++;
+    hues.set(name, hash % 8);
+  }
+  return hues.get(name) ?? hash % 8;
 }
 
 /** The devices of each replica: `0, 1`, or `0+1, 2+3` where each is divided. */

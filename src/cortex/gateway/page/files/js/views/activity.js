@@ -9,6 +9,7 @@ import { Batches } from "./batches.js";
 import { Running } from "./running.js";
 
 const KEPT = 300;
+const REDRAW_MS = 250;
 const APIS = {
   "/v1/chat/completions": "chat", "/v1/messages/count_tokens": "count tokens", "/v1/responses/input_tokens": "count tokens",
 };
@@ -51,6 +52,14 @@ function Requests({ operator }) {
       newest = Math.max(newest, ...unseen.map((row) => row.number));
       setRows((before) => [...unseen, ...(before ?? [])].slice(0, KEPT));
     };
+    let ended = [], timer = 0; // hundreds may end within a second
+    const addSoon = (row) => {
+      ended.unshift(row);
+      timer ||= setTimeout(() => {
+        add(ended);
+        [ended, timer] = [[], 0];
+      }, REDRAW_MS);
+    };
     const load = async () => {
       try {
         const page = days
@@ -68,11 +77,12 @@ function Requests({ operator }) {
     };
     setRows(null);
     // After every connection: what ended while there was none.
-    const stop = days ? () => {} : follow(`fleet/activity/events?${query}`, { request: (row) => add([row]) }, (state) => state === "live" && load());
+    const stop = days ? () => {} : follow(`fleet/activity/events?${query}`, { request: addSoon }, (state) => state === "live" && load());
     load();
     return () => {
       controller.abort();
       stop();
+      clearTimeout(timer);
     };
   }, [query, days]);
   const set = (name) => (event) => setFilter({ ...filter, [name]: event.target.value });

@@ -54,8 +54,10 @@ hypothesis.settings.register_profile("suite", _PROPERTIES, derandomize=True, max
 hypothesis.settings.register_profile("fuzz", _PROPERTIES, derandomize=False, max_examples=1000, print_blob=True)
 hypothesis.settings.load_profile("suite")
 
-for name, value in (("GOMP_SPINCOUNT", "1000"), ("ONEDNN_JIT_PROFILE", "0")):
-    os.environ.setdefault(name, value)  # as the workers have them; torch reads them when it is imported
+# torch reads them when it is imported, by a conftest of a folder that was named even before the options are parsed. The
+# tests' processes would wait for each other's threads, and for ever for those of the process that they are forked from.
+for name, value in (("GOMP_SPINCOUNT", "1000"), ("ONEDNN_JIT_PROFILE", "0"), ("OMP_NUM_THREADS", "1")):
+    os.environ.setdefault(name, value)
 # To ask whether there is a device must not make a context, which does not survive that the processes are forked.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 gc.disable()  # until the tests are collected: little of what is imported is garbage
@@ -75,7 +77,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("usepdb") or config.getoption("trace"):
         config.option.processes = 0  # a debugger needs the terminal
     if num_processes := config.getoption("processes"):
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads would wait for each other
         config.pluginmanager.register(ForkedRun(num_processes, _group, owners=SHARED))
 
 

@@ -10,6 +10,7 @@ here too. They have a model of their own.
 The daemon sets the same variable for its workers: waiting threads spin only for a short time.
 
 The speed of a decode scenario is (tokens after the first) / (total time − time of the same run with one output token).
+The first streams decode while the prompts of the others are computed; these steps count too, with fewer streams.
 Bytes per second count what a step must read: weights once, and the KV and states of each row once. Of experts, those
 count that the batch selects under uniform routing. The limit is measured in the same run.
 """

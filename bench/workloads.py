@@ -27,6 +27,7 @@ class Workloads:
 
     def __init__(self, run: Run, vocab_size: int) -> None:
         self._run = run
+        self._first_id = min(FIRST_TOKEN_ID, vocab_size // 2)
         self._top_id = min(LAST_TOKEN_ID, vocab_size)
         self._random = random.Random(0)
 
@@ -63,7 +64,7 @@ class Workloads:
         return [self._prompt(DECODE_PROMPT_TOKENS) for _ in range(count)]
 
     def _prompt(self, length: int) -> Prompt:
-        return tuple(self._random.randrange(FIRST_TOKEN_ID, self._top_id) for _ in range(length))
+        return tuple(self._random.randrange(self._first_id, self._top_id) for _ in range(length))
 
 
 def arriving_requests(per_s: float, seconds: float, seed: int = 5) -> list[tuple[float, int, int]]:

@@ -6,11 +6,12 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import prometheus_client
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -112,6 +113,12 @@ def problems(query: str, existing: Mapping[str, frozenset[str]]) -> list[str]:
             f"no label {label} to group by" for label in map(str.strip, grouping.split(",")) if label not in labels
         ]
     return found
+
+
+@pytest.mark.parametrize("exposition", [gateway_exposition, node_exposition])
+def test_counters_have_no_series_of_when_they_were_made(exposition: Callable[[], bytes]) -> None:
+    prometheus_client.enable_created_metrics()  # type: ignore[no-untyped-call]
+    assert b"_created" not in exposition()
 
 
 def test_every_query_uses_existing_metrics_and_labels(existing: Mapping[str, frozenset[str]]) -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from click.testing import CliRunner
 
+from cortex.cli.cortex import cortex
 from cortex.cli.failures import CommandError, ExitCode
 from cortex.cli.up import run_files
 from cortex.cli.up.command import ONE_MACHINE
@@ -175,6 +177,11 @@ def test_metrics_stay_on_their_own_host_whatever_that_of_the_api(tmp_path: Path)
     )
     named = reload(tmp_path, '[gateway]\nmetrics_listen = "10.0.0.1:9"\n', Config)
     assert overrides(named, "127.0.0.1", PORTS)[name] == "10.0.0.1:1002"
+
+
+def test_quantisation_of_no_model_is_a_usage_error() -> None:
+    found = CliRunner().invoke(cortex, ["up", "--quant", "q4"])
+    assert (found.exit_code, "--quant needs a MODEL" in found.stderr) == (2, True)
 
 
 def test_ollamas_port_is_an_option_of_both_programs() -> None:

@@ -312,6 +312,8 @@ def up(
       cortex up Qwen/Qwen3-8B --quant q4
       cortex up ./my-model-dir ./other.gguf --port 8000
     """
+    if quant is not None and not models:
+        raise click.UsageError("--quant needs a MODEL; the demo model is quantised already.")
     out = console()
     require_engine()
     settings = load(config, os.environ, defaults=ONE_MACHINE)

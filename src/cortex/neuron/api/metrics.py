@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import inf
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.metrics_core import HistogramMetricFamily
 from prometheus_client.registry import Collector
@@ -72,6 +72,7 @@ class Metrics:
     """Owns its registry. Requests update the counters; gauges are read at each scrape."""
 
     def __init__(self, backend: Node) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
         counter, histogram = self._counter, self._histogram
         named = (MODEL.replace(".", "_"), OPERATION.replace(".", "_"))

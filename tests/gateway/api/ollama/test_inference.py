@@ -196,6 +196,18 @@ async def test_errors_have_the_form_of_ollama(neurons: StartNeuron, start_gatewa
     assert (await client.post("/api/chat", chat(stream=False), origin="http://evil.example", **curl))[0] == 415
 
 
+async def test_embeddings_of_a_text_that_is_too_long_keep_the_code_of_the_error(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    async def reject(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        error = {"message": "too long", "type": "invalid_request_error", "code": "context_length_exceeded"}
+        return web.json_response({"error": error}, status=400)
+
+    client = await start_gateway(foreign=(await neurons("tei", sizes={"e": GB}, respond=reject),))
+    status, reply = await client.post("/api/embeddings", {"model": "e", "prompt": "a"})
+    assert (status, reply) == (400, {"error": "too long", "code": "context_length_exceeded"})
+
+
 async def test_embeddings_come_from_the_route_of_openai(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     async def embed(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         data = [{"index": index, "embedding": [index, 0.5]} for index in range(len(body["input"]))]

@@ -18,7 +18,8 @@ from cortex.wire.pooling.parse import parse_embeddings
         ({"input": ["a"], "truncate": True}, -1),
         ({"input": ["a"], "truncate": False}, None),
         ({"input": ["a"]}, -1),
-        ({"prompt": "a"}, None),
+        ({"prompt": "a"}, None),  # Ollama rejects it, too
+        ({"prompt": "a", "truncate": True}, -1),
     ],
 )
 def test_texts_are_truncated_unless_the_client_says_otherwise(fields: dict[str, Any], truncate_to: int | None) -> None:

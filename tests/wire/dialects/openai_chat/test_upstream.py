@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from cortex.wire.dialects.openai_chat import ResponseDecoder, unfold
+from cortex.wire.dialects.openai_chat.upstream_error import foreign_error
 from cortex.wire.errors import UpstreamInterrupted
 from cortex.wire.events import (
     AnyEvent,
@@ -148,3 +149,20 @@ def test_durations_of_llama_cpp_are_read(timings: Any, timing: Timing) -> None:
 )
 def test_reported_durations_are_part_of_the_measured_time(reported: Timing, expected: Timing) -> None:
     assert Timing(gateway_s=1, queue_s=2, prefill_s=3, decode_s=4).with_reported(reported) == expected
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "expected"),
+    [
+        (400, "context_length_exceeded", "context_length_exceeded"),
+        (422, "context_length_exceeded", "context_length_exceeded"),
+        (400, "string_above_max_length", "invalid_value"),
+        (400, "invalid_api_key", "invalid_value"),
+        (400, 400, "invalid_value"),
+        (401, "context_length_exceeded", "upstream_unavailable"),
+    ],
+)
+def test_error_of_a_request_keeps_a_code_that_is_known_here(status: int, code: object, expected: str) -> None:
+    body = msgspec.json.encode({"error": {"message": "because", "code": code}})
+    error = foreign_error(status, body)
+    assert (error.code, error.message) == (expected, "because")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from cortex.wire import errors
+from cortex.wire.error_encoding import BY_CODE
 from cortex.wire.errors import CortexError
 
 _BY_STATUS: dict[int, type[CortexError]] = {
@@ -20,6 +21,7 @@ _BY_STATUS: dict[int, type[CortexError]] = {
 
 class _Body(msgspec.Struct):
     message: str = ""
+    code: object = None
 
 
 class _Envelope(msgspec.Struct):
@@ -27,10 +29,14 @@ class _Envelope(msgspec.Struct):
 
 
 def foreign_error(status: int, body: bytes) -> CortexError:
-    """A foreign server's error as ours. A rejected key is this gateway's misconfiguration, not the client's fault."""
+    """A foreign server's error as ours. A rejected key is this gateway's misconfiguration, not the client's fault. Of
+    errors of the request the code stays, because clients recognise a prompt that is too long by it."""
     kind = _BY_STATUS.get(status, errors.UpstreamUnavailable)
     try:
-        message = msgspec.json.decode(body, type=_Envelope).error.message
+        error = msgspec.json.decode(body, type=_Envelope).error
     except (msgspec.DecodeError, UnicodeDecodeError):
-        message = ""
-    return kind(message or f"The node responded with status {status} and no message.")
+        error = _Body()
+    if kind is errors.InvalidValue and isinstance(error.code, str):
+        named = BY_CODE.get(error.code, kind)
+        kind = named if named.status == kind.status else kind
+    return kind(error.message or f"The node responded with status {status} and no message.")

@@ -251,6 +251,18 @@ def rooted(tmp_path: Path) -> Library:
     return Library(config, {})
 
 
+@pytest.mark.parametrize("path", ["./model", "../root/model", "model"])
+def test_relative_paths_are_models_if_they_begin_as_one(
+    rooted: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.chdir(tmp_path / "root")
+    if path.startswith("."):
+        assert rooted.adopt(LoadRequest(model_id=path)).source == path
+    else:
+        with pytest.raises(ModelNotFound):
+            rooted.adopt(LoadRequest(model_id=path))
+
+
 @pytest.mark.parametrize("path", ["cache/model", "root/model", "root/model/../model", "own/model", "root"])
 def test_load_requests_may_name_paths_in_the_model_roots(rooted: Library, tmp_path: Path, path: str) -> None:
     path = str(tmp_path / path)

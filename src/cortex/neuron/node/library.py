@@ -471,7 +471,7 @@ def _names_a_model(source: str) -> bool:
         parsed = parse_source(source)
     except (CheckpointError, OSError, ValueError):
         return False
-    return not isinstance(parsed, Path) or source.startswith(("/", "./", "~"))
+    return not isinstance(parsed, Path) or source.startswith(("/", "./", "../", "~"))
 
 
 def _configured(config: NeuronConfig) -> Iterator[KnownModel]:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class Box:
     """A node that sleeps, until its wake command has run."""
 
-    def __init__(self, node: FakeNeuron, client: Client, woken: Path) -> None:
-        self.node, self.client, self.woken = node, client, woken
+    def __init__(self, node: FakeNeuron, awake: FakeNeuron, client: Client, woken: Path) -> None:
+        self.node, self.awake, self.client, self.woken = node, awake, client, woken
 
     async def wakes(self) -> None:
         """Starts the node once its wake command has run."""
@@ -43,15 +43,25 @@ class Box:
 
 
 async def asleep(
-    neurons: StartNeuron, start_gateway: StartGateway, tmp_path: Path, command: str = "touch", timeout_s: float = 120
+    neurons: StartNeuron,
+    start_gateway: StartGateway,
+    tmp_path: Path,
+    command: str = "touch",
+    timeout_s: float = 120,
+    on_disk: str = "b",
 ) -> Box:
-    """`beast` has `a` ready, and sleeps; `small` is awake, and has nothing."""
-    beast = await neurons("beast", sizes={"a": GB, "b": GB}, states={"a": ModelState.READY})
+    """`beast` has `a` ready, the files of another model, and sleeps; `small` is awake, and has nothing."""
+    beast = await neurons(
+        "beast",
+        sizes={"a": GB, on_disk: GB},
+        states={"a": ModelState.READY},
+        quants_on_disk={on_disk: "q8_0"},
+    )
     small = await neurons("small")
     woken = tmp_path / "woken"
     rules = WakeRules(command=(command, str(woken)), suspend_after_s=0, timeout_s=timeout_s)
     client = await start_gateway(beast, small, wakes={"beast": rules})
-    box = Box(beast, client, woken)
+    box = Box(beast, small, client, woken)
     await box.sleeps()
     return box
 
@@ -151,6 +161,24 @@ async def test_cancelled_job_does_not_wait_for_its_node(
     assert not box.node.bench_requests
     assert not box.node.pull_requests
     assert not box.client.gateway.dispatcher.pins
+
+
+async def test_copy_wakes_the_only_node_that_has_the_files(
+    neurons: StartNeuron, start_gateway: StartGateway, tmp_path: Path
+) -> None:
+    box = await asleep(neurons, start_gateway, tmp_path, on_disk="org/m")
+    wanted = {"model": "org/m", "node": "small", "copy": True}
+    status, reply = await box.client.post("/fleet/pull", wanted)
+    assert status == 202, reply
+    job_path = f"/fleet/jobs/{reply['job']['id']}"
+    await box.client.get_until(job_path, lambda job: job["stage"].startswith("waking beast, about "))
+    await box.wakes()
+    small = box.awake
+    await until(lambda: small.pull_requests)
+    (order,) = small.pull_requests
+    assert [neighbour.name for neighbour in order.neighbours] == ["beast"]
+    small.pull = PullStatus(model_id="org/m", state="done")
+    assert (await ended(box, reply["job"]["id"]))["state"] == "done"
 
 
 @pytest.mark.parametrize(

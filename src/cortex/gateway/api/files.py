@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -66,6 +67,8 @@ class _Pulls:
         self._neighbours = neighbours
         self._clients = clients
         self._done: set[str] = set()
+        self._givers: dict[str, None] = {}
+        """Nodes that were woken because they have the files."""
         self._following = {client.name: self._follow(client) for client in clients}
 
     def cancel(self) -> None:
@@ -76,7 +79,7 @@ class _Pulls:
         """The stage of the slowest download, and the bytes of all."""
         found = [each.status.progress for each in self._following.values() if each.status and each.status.progress]
         if not found:
-            return self._api.dispatcher.waking_stage(list(self._following)), None
+            return self._api.dispatcher.waking_stage([*self._following, *self._givers]), None
         last = max(found, key=lambda progress: progress.eta_s or 0.0)
         done_bytes = sum(progress.done_bytes or 0 for progress in found)
         total_bytes = sum(progress.total_bytes or 0 for progress in found)
@@ -121,8 +124,16 @@ class _Pulls:
             lambda: client.cancel_pull(self._files.model_id),
             described=f"the download on {client.name}",
             after_restart=f"{client.name} has restarted; pull again to continue the download.",
-            prepare=lambda: self._api.awaken(client.name),
+            prepare=lambda: self._prepare(client.name),
         )
+
+    async def _prepare(self, node: str) -> None:
+        """Wake the node, and for a copy also one that has the files, if all those sleep."""
+        givers: list[str] = []
+        if not self._files.uses_hub and not self._done and not self._has_holder(node):
+            givers = self._neighbours.holders(node, self._files.model_id, self._files.source, asleep=True)[:1]
+            self._givers |= dict.fromkeys(givers)
+        await self._api.awaken(node, *givers)
 
 
 class FileRoutes:
@@ -235,7 +246,8 @@ class FileRoutes:
         if not self._neighbours.is_on:
             raise InvalidValue("Nodes do not share files: set `share_files` of [gateway] to true.", param="copy")
         for client in clients:
-            if not self._neighbours.holders(client.name, files.model_id, files.source):
+            has_files = partial(self._neighbours.holders, client.name, files.model_id, files.source)
+            if not has_files() and not has_files(asleep=True):
                 what = f"No other node that {client.name} can reach has files of {shorten(files.model_id)}"
                 raise ModelNotFound(f"{what}; pull it instead.", param="model")
 

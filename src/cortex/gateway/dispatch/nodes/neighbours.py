@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from cortex.fleet.topology import Fleet
+from cortex.fleet.topology import RESERVES, Fleet
 from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.wire.node.load_options import is_path
 from cortex.wire.node.neighbours import MAX_NEIGHBOURS, Neighbour, is_of_path, repository_of
@@ -36,8 +36,10 @@ class Neighbours:
         named = self._named(node, request.model_id, request.source, also)
         return msgspec.structs.replace(request, source=self._source(node, request), neighbours=named)
 
-    def holders(self, node: str, model: str, source: str | None, also: Collection[str] = ()) -> list[str]:
-        """The other nodes that are up, have files of the model and can be reached from `node`."""
+    def holders(
+        self, node: str, model: str, source: str | None, also: Collection[str] = (), *, asleep: bool = False
+    ) -> list[str]:
+        """The other nodes that are up, or those that sleep, have files of the model and can be reached from `node`."""
         fleet = self._read_fleet()
         repository = self._repository(fleet, model, source)
         target = self._nodes.get(node)
@@ -46,7 +48,8 @@ class Neighbours:
         return [
             other.name
             for other in fleet.nodes
-            if other.name != node and other.healthy and other.takes_orders and other.name in self._nodes
+            if other.name != node and other.takes_orders and other.name in self._nodes
+            if (other.sleep in RESERVES if asleep else other.healthy)
             if reaches(target.section.endpoint, self._nodes[other.name].section.endpoint)
             if other.name in also
             or any(

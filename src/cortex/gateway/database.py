@@ -63,7 +63,9 @@ class RejectedValue(StoreError):
 def client_error(error: StoreError) -> CortexError:
     """What a client is told; the gateway's log has the reason."""
     if isinstance(error, RejectedValue):
-        return InvalidValue("The database cannot store a text of the request, such as one with a NUL character.")
+        return InvalidValue(
+            "The database cannot store a value of the request: a text with a NUL character, or too large a number."
+        )
     return DatabaseUnavailable("The request needs the gateway's database, which is unavailable now; try again later.")
 
 

@@ -6,7 +6,8 @@
 A time is that of one call in a captured chain of calls, in the fastest of its replays. The chain uses enough distinct
 buffers that none is still in the L2 cache when it is read again. The floor is the time for the bytes that must be read,
 or the operations that must be computed, at the limits measured in the same run. Sizes are those of Qwen3-8B, of
-Qwen3-30B-A3B for mixtures, of Qwen3-Next for gated delta nets, and of GLM-4.7-Flash for latent attention.
+Qwen3-30B-A3B for mixtures, of Qwen3-Next for gated delta nets, of GLM-4.7-Flash for latent attention, and of
+Nemotron-H-8B for Mamba-2.
 """
 
 from __future__ import annotations

@@ -54,8 +54,9 @@ hypothesis.settings.register_profile("suite", _PROPERTIES, derandomize=True, max
 hypothesis.settings.register_profile("fuzz", _PROPERTIES, derandomize=False, max_examples=1000, print_blob=True)
 hypothesis.settings.load_profile("suite")
 
-# torch reads them when it is imported, by a conftest of a folder that was named even before the options are parsed. The
-# tests' processes would wait for each other's threads, and for ever for those of the process that they are forked from.
+# torch reads them when it is imported: the conftest of a folder that is named on the command line imports it before the
+# options are parsed. With more threads, the tests' processes would wait for each other, and for ever for the threads of
+# the process that they are forked from.
 for name, value in (("GOMP_SPINCOUNT", "1000"), ("ONEDNN_JIT_PROFILE", "0"), ("OMP_NUM_THREADS", "1")):
     os.environ.setdefault(name, value)
 # To ask whether there is a device must not make a context, which does not survive that the processes are forked.

@@ -63,9 +63,7 @@ class RejectedValue(StoreError):
 def client_error(error: StoreError) -> CortexError:
     """What a client is told; the gateway's log has the reason."""
     if isinstance(error, RejectedValue):
-        return InvalidValue(
-            "The database cannot store a value of the request: a text with a NUL character, or too large a number."
-        )
+        return InvalidValue("The database cannot store a text with a NUL character or a number that is too large.")
     return DatabaseUnavailable("The request needs the gateway's database, which is unavailable now; try again later.")
 
 

@@ -367,6 +367,13 @@ def test_fits_lists_the_quantisations_of_a_repository_that_is_no_model_yet(
         ["Q4_K_M", "9.0", "GiB", "beast", "(after", "eviction)"],
         ["safetensors", "90.0", "GiB", "no", "node"],
     ]
+    for name, rows in (("q4", ["Q4_K_M"]), ("bf16", ["safetensors"]), ("Q5_K_M", [])):
+        path = f"org%2Fnew%3A{name}"
+        gateway.responses["GET", f"/fleet/explain/{path}"] = gateway.responses["GET", "/fleet/explain/org%2Fnew"]
+        gateway.responses["GET", f"/fleet/hub/{path}"] = offer
+        found = invoke("fits", f"org/new:{name}")
+        assert [line.split()[0] for line in found.stdout.splitlines()][1:] == rows
+    assert (found.code, "name one that it has: Q4_K_M, safetensors" in found.error) == (5, True)
     gateway.responses["GET", "/fleet/hub/org%2Fnew"] = {"repository": "org/new", "variants": [whole]}
     assert invoke("fits", "org/new").code == 7
     gateway.responses["GET", "/fleet/hub/org%2Fnew"] = 403, {"error": {"message": "operators only", "code": "y"}}

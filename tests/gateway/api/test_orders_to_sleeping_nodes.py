@@ -181,6 +181,18 @@ async def test_copy_wakes_the_only_node_that_has_the_files(
     assert (await ended(box, reply["job"]["id"]))["state"] == "done"
 
 
+async def test_copy_fails_with_the_reason_where_no_node_with_the_files_can_be_woken(
+    neurons: StartNeuron, start_gateway: StartGateway, tmp_path: Path
+) -> None:
+    box = await asleep(neurons, start_gateway, tmp_path, command="false", on_disk="org/m")
+    _, reply = await box.client.post("/fleet/pull", {"model": "org/m", "node": "small", "copy": True})
+    job = await ended(box, reply["job"]["id"])
+    assert job["state"] == "failed"
+    assert "beast" in job["error"]["message"]
+    assert "`false` failed with status 1" in job["error"]["message"]
+    assert not box.awake.pull_requests
+
+
 @pytest.mark.parametrize(
     ("method", "path"),
     [

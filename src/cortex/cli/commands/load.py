@@ -22,6 +22,8 @@ from cortex.cli.output import answer, console, json_option, print_json, rate, sa
 from cortex.cli.views.bench import parse_bench, show_bench, when_measured
 from cortex.cli.views.jobs import follow, parse
 from cortex.cli.views.load import context_of
+from cortex.formats.quant_names import is_same_quant
+from cortex.wire.model_names import split_quant
 from cortex.wire.node.protocol import ModelState
 from cortex.wire.words import about, plural
 
@@ -335,7 +337,7 @@ def fits(model: str, gateway: GatewayClient, as_json: bool) -> None:
 
 _FITS = {"resident": "is ready", "starting": "is starting", "asleep": "asleep", "fits_soon": "after an unload"}
 _FITS |= {"fits": "yes", "fits_after_eviction": "after eviction", "blocked": "later", "crowded": "later"}
-_FITS |= {"standby": "node asleep"}
+_FITS["standby"] = "node asleep"
 
 
 def _offer(model: str, gateway: GatewayClient, unknown: GatewayRejected) -> dict[str, Any]:
@@ -344,9 +346,18 @@ def _offer(model: str, gateway: GatewayClient, unknown: GatewayRejected) -> dict
         offer: dict[str, Any] = gateway.get(f"/fleet/hub/{quote(model, safe='')}")
     except GatewayRejected as rejected:
         raise (unknown if rejected.status == HTTPStatus.FORBIDDEN else rejected) from None
-    quant = model.rpartition("/")[2].partition(":")[2].lower()
-    offer["variants"] = [each for each in offer["variants"] if not quant or (each["quant"] or "").lower() == quant]
-    return offer
+    repository, quant = split_quant(model)
+    if quant is None:
+        return offer
+    found = [each for each in offer["variants"] if is_same_quant(quant, None, each["quant"])]
+    if not found:
+        names = ", ".join(_quant_name(each) for each in offer["variants"]) or "nothing"
+        raise CommandError(f"{repository} has no {quant}", f"name one that it has: {names}", ExitCode.NOT_FOUND)
+    return {**offer, "variants": found}
+
+
+def _quant_name(variant: dict[str, Any]) -> str:
+    return variant["quant"] or "safetensors"
 
 
 def _show_offer(offer: dict[str, Any], model: str, *, as_json: bool) -> None:
@@ -356,7 +367,7 @@ def _show_offer(offer: dict[str, Any], model: str, *, as_json: bool) -> None:
         held = [(node["node"], _FITS.get(node["verdict"])) for node in variant["nodes"]]
         named = [name if fit == "yes" else f"{name} ({fit})" for name, fit in held if fit is not None]
         places += named
-        rows.add_row(variant["quant"] or "safetensors", _bytes(variant["bytes"]), ", ".join(named) or "no node")
+        rows.add_row(_quant_name(variant), _bytes(variant["bytes"]), ", ".join(named) or "no node")
     if as_json:
         print_json(offer)
     else:

@@ -67,7 +67,7 @@ class _Pulls:
         self._neighbours = neighbours
         self._clients = clients
         self._done: set[str] = set()
-        self._givers: dict[str, None] = {}
+        self._woken: set[str] = set()
         """Nodes that were woken because they have the files."""
         self._following = {client.name: self._follow(client) for client in clients}
 
@@ -79,7 +79,9 @@ class _Pulls:
         """The stage of the slowest download, and the bytes of all."""
         found = [each.status.progress for each in self._following.values() if each.status and each.status.progress]
         if not found:
-            return self._api.dispatcher.waking_stage([*self._following, *self._givers]), None
+            return self._api.dispatcher.waking_stage(
+                [*self._following, *sorted(self._woken - self._following.keys())]
+            ), None
         last = max(found, key=lambda progress: progress.eta_s or 0.0)
         done_bytes = sum(progress.done_bytes or 0 for progress in found)
         total_bytes = sum(progress.total_bytes or 0 for progress in found)
@@ -129,11 +131,11 @@ class _Pulls:
 
     async def _prepare(self, node: str) -> None:
         """Wake the node, and for a copy also one that has the files, if all those sleep."""
-        givers: list[str] = []
+        sleeping: list[str] = []
         if not self._files.uses_hub and not self._done and not self._has_holder(node):
-            givers = self._neighbours.holders(node, self._files.model_id, self._files.source, asleep=True)[:1]
-            self._givers |= dict.fromkeys(givers)
-        await self._api.awaken(node, *givers)
+            sleeping = self._neighbours.holders(node, self._files.model_id, self._files.source, asleep=True)[:1]
+            self._woken.update(sleeping)
+        await self._api.awaken(node, *sleeping)
 
 
 class FileRoutes:

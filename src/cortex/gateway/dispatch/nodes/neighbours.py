@@ -39,7 +39,8 @@ class Neighbours:
     def holders(
         self, node: str, model: str, source: str | None, also: Collection[str] = (), *, asleep: bool = False
     ) -> list[str]:
-        """The other nodes that are up, or those that sleep, have files of the model and can be reached from `node`."""
+        """The other nodes that have files of the model, can be reached from `node`, and are up, or with `asleep` those
+        that sleep."""
         fleet = self._read_fleet()
         repository = self._repository(fleet, model, source)
         target = self._nodes.get(node)

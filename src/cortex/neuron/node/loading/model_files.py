@@ -96,7 +96,7 @@ class ModelFiles:
         self._local: dict[str, LocalRepository] = {}
         """Models at paths of which other nodes have wanted files."""
         self._listings: dict[str, asyncio.Future[Listing | None]] = {}
-        """Of these, while their files are read."""
+        """By repository: the listings of these models that are being made."""
         self._deleting: set[str] = set()
         """Repositories."""
         self.disk: DiskUse | None = None

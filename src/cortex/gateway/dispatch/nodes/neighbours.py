@@ -11,6 +11,7 @@ import msgspec
 
 from cortex.fleet.topology import RESERVES, Fleet
 from cortex.gateway.dispatch.nodes.client import NodeClient
+from cortex.wire.errors import FilesDamaged, SourceNotFound
 from cortex.wire.node.load_options import is_path
 from cortex.wire.node.neighbours import MAX_NEIGHBOURS, Neighbour, is_of_path, repository_of
 from cortex.wire.node.orders import FilesRequest, LoadRequest
@@ -41,31 +42,49 @@ class Neighbours:
     ) -> list[str]:
         """The other nodes that have files of the model, can be reached from `node`, and are up, or with `asleep` those
         that sleep."""
+        return [name for name, is_known in self._candidates(node, model, source, also, asleep=asleep) if is_known]
+
+    def _candidates(
+        self, node: str, model: str, source: str | None, also: Collection[str] = (), *, asleep: bool = False
+    ) -> list[tuple[str, bool]]:
+        """The nodes to ask for files of the model, and whether each is known to have them. Those that have it at a path
+        come first, because others have copies of it. They may have files again that they have reported as missing."""
         fleet = self._read_fleet()
         repository = self._repository(fleet, model, source)
         target = self._nodes.get(node)
         if repository is None or target is None:
             return []
-        return [
-            other.name
-            for other in fleet.nodes
-            if other.name != node and other.takes_orders and other.name in self._nodes
-            if (other.sleep in RESERVES if asleep else other.healthy)
-            if reaches(target.section.endpoint, self._nodes[other.name].section.endpoint)
-            if other.name in also
-            or any(
-                (held.status.disk_bytes or (is_path(held.status.source or "") and not held.is_absent))
-                and repository_of(held.status.source or held.model_id) == repository
+        originals, copies = list[tuple[str, bool]](), list[tuple[str, bool]]()
+        for other in fleet.nodes:
+            client = self._nodes.get(other.name)
+            if other.name == node or client is None or not other.takes_orders:
+                continue
+            is_there = other.sleep in RESERVES if asleep else other.healthy
+            if not is_there or not reaches(target.section.endpoint, client.section.endpoint):
+                continue
+            named = [
+                held
                 for held in other.residencies.values()
-            )
-        ]
+                if repository_of(held.status.source or held.model_id) == repository
+            ]
+            at_paths = [held.status.reason_code for held in named if is_path(held.status.source or "")]
+            intact = [reason for reason in at_paths if reason != FilesDamaged.code]
+            has_copy = other.name in also or any(held.status.disk_bytes for held in named)
+            if intact:
+                originals.append((other.name, has_copy or any(reason != SourceNotFound.code for reason in intact)))
+            elif has_copy:
+                copies.append((other.name, True))
+        return originals + copies
 
     def _named(self, node: str, model: str, source: str | None, also: Collection[str] = ()) -> tuple[Neighbour, ...]:
         repository = self._repository(self._read_fleet(), model, source)
         if not self.is_on or repository is None:
             return ()
+        candidates = self._candidates(node, model, source, also)
+        if not any(is_known for _, is_known in candidates):
+            return ()
         found = []
-        for name in self.holders(node, model, source, also)[:MAX_NEIGHBOURS]:
+        for name, _ in candidates[:MAX_NEIGHBOURS]:
             try:
                 found.append(self._nodes[name].as_neighbour(repository))
             except OSError as error:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from cortex.wire.node.protocol import Capabilities, ModelState, Progress
 
 from ..picture_files import base64_of, data_url, picture
+from ..waiting import WAIT_S
 from .chromium import wait_until
 from .small_fleet import EVIL, card
 from .stage import REPLY, DirectedNode, Stage
@@ -77,16 +80,25 @@ def test_reply_that_ends_while_another_conversation_is_open_is_kept(
         response = route.fetch()
         route.fulfill(response=response, json={**response.json(), "conversations": True})
 
+    def keep(route: Route) -> None:
+        kept.append(json.loads(route.request.post_data or "")["turns"][0]["replies"])
+        route.fulfill(json={})
+
+    kept: list[list[dict[str, Any]]] = []
     page.route("**/session", with_kept_conversations)
     page.route("**/session/conversations", lambda route: route.fulfill(json={"conversations": []}))
-    page.route("**/session/conversations/*", lambda route: route.fulfill(json={}))
+    page.route("**/session/conversations/*", keep)
     node.script, gate = unfinished(stage)
     page.goto("#/playground")
     say(page, "first question")
     page.get_by_text("word3").wait_for()
     page.get_by_role("button", name="New chat").click()
-    with page.expect_request(lambda sent: sent.method == "PUT" and '"status":"done"' in (sent.post_data or "")):
-        stage.open(gate)
+    stage.open(gate)
+    deadline_s = time.monotonic() + WAIT_S
+    while len(kept) < 2 and time.monotonic() < deadline_s:
+        page.wait_for_timeout(20)
+    (asked, [reply]) = kept
+    assert (asked, reply["status"]) == ([], "done"), reply
 
 
 def test_two_models_respond_side_by_side_with_settings_and_tool_calls(page: Page, node: DirectedNode) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 import pytest_asyncio
 from PIL import Image as Files
 
+from cortex.ipc.pool import HelperPool
 from cortex.neuron.picture_process.client import Pictures, PictureWork
 from cortex.neuron.picture_process.limits import PictureLimits
 from cortex.neuron.pictures.picture import Picture, PictureGrid, PicturePlace
@@ -23,7 +25,7 @@ from cortex.wire.packed_request import PackedRequest, pack
 from cortex.wire.requests import GenerateRequest, Message, PicturePart
 
 from ...picture_files import picture, png_of_size, saved, with_scans
-from ...waiting import WAIT_S
+from ...waiting import WAIT_S, until
 
 SPEC = PictureSpec("area", patch=16, merge=2, most=1 << 20, least=1 << 10)
 LIMITS = PictureLimits(memory_mb=60, timeout_s=WAIT_S, workers=2)
@@ -130,15 +132,23 @@ async def test_pixels_of_a_request_fit_one_message(pictures: Pictures) -> None:
     assert pictures.process_id is None
 
 
-async def test_client_with_many_pictures_delays_no_other(pictures: Pictures) -> None:
-    flood = [
-        asyncio.create_task(prepared(pictures, picture(400 + at, 400, kind="JPEG", progressive=True)))
-        for at in range(24)
-    ]
-    await asyncio.sleep(0)  # they are all in the queue
-    (found,) = await prepared(pictures, picture(), work=PictureWork("bob"))
+async def test_client_with_many_pictures_delays_no_other(pictures: Pictures, monkeypatch: pytest.MonkeyPatch) -> None:
+    others, slow, begun = picture(), asyncio.Event(), list[bytes]()
+    call = HelperPool.call
+
+    async def after_others(self: HelperPool, *values: Any, body: bytes, timeout_s: float) -> Any:
+        begun.append(body)
+        if body != others:
+            await slow.wait()
+        return await call(self, *values, body=body, timeout_s=timeout_s)
+
+    monkeypatch.setattr(HelperPool, "call", after_others)
+    flood = [asyncio.create_task(prepared(pictures, picture(400 + at, 400, kind="JPEG"))) for at in range(24)]
+    await until(lambda: begun)
+    (found,) = await prepared(pictures, others, work=PictureWork("bob"))
     assert found.pixels
-    assert sum(each.done() for each in flood) < 12, "bob did not wait for all of anna's"
+    assert begun.index(others) == len(begun) - 1 == 1, "anna has one of the two places"
+    slow.set()
     await asyncio.gather(*flood)
 
 

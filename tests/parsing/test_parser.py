@@ -33,7 +33,7 @@ from cortex.wire.errors import (
 from cortex.wire.fields.body import replace_fields
 from cortex.wire.packed_request import PackedRequest, unpack
 
-from ..waiting import until
+from ..waiting import WAIT_S, until
 
 LONG = "x" * LARGE_BYTES
 CLIENT = "alice"
@@ -172,9 +172,10 @@ async def test_flood_of_one_client_does_not_delay_another(parser: BodyParser, mo
 
     monkeypatch.setattr(HelperPool, "call", endless_floods)
     calls = [asyncio.create_task(parser.parse("openai_chat", floods, CLIENT)) for _ in range(12)]
-    await until(lambda: begun)
-    assert (await parser.parse("openai_chat", others, "bob")).head.model == "m"
-    assert begun == [*[floods] * (len(begun) - 1), others], "places are left for others"
+    await until(lambda: begun == [floods, floods])
+    async with asyncio.timeout(WAIT_S):
+        assert (await parser.parse("openai_chat", others, "bob")).head.model == "m"
+    assert begun == [floods, floods, others], "alice has two of the three places"
     for each in calls:
         each.cancel()
     await asyncio.wait(calls)

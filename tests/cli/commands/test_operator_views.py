@@ -213,10 +213,10 @@ def test_load_of_a_profile_goes_on_after_a_failure_and_names_each(gateway: Canne
         for model, state, reason in (("a", "failed", "is damaged"), ("b", "done", ""), ("c", "failed", "is new"))
     }
     orders = [{"model": model, "nodes": ["n"], "job": job} for model, job in jobs.items()]
-    gateway.responses["POST", "/fleet/profiles/work/load"] = {"profile": "work", "models": orders}
+    gateway.responses["POST", "/fleet/profiles/coding/load"] = {"profile": "coding", "models": orders}
     for job in jobs.values():
         gateway.responses["GET", f"/fleet/jobs/{job['id']}"] = job
-    outcome = invoke("load", "work", "--profile")
+    outcome = invoke("load", "coding", "--profile")
     assert outcome.stdout.splitlines() == ["b is ready on n"]
     assert "a: is damaged; c: is new" in outcome.error
     assert outcome.code is ExitCode.FAILED

@@ -142,20 +142,20 @@ async def test_unload_by_get_spares_pinned_models_and_needs_no_browser(
 
 async def test_models_of_a_profile_are_loaded_together(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     beast = await neurons("beast", sizes={"a": GB, "b": GB, "c": GB})
-    client = await start_gateway(beast, catalogue=Catalogue(profiles={"work": ("a", "b")}))
-    status, body = await client.post("/fleet/profiles/work/load", {})
+    client = await start_gateway(beast, catalogue=Catalogue(profiles={"coding": ("a", "b")}))
+    status, body = await client.post("/fleet/profiles/coding/load", {})
     assert (status, [each["model"] for each in body["models"]]) == (202, ["a", "b"])
     await until(lambda: {each for each, state in beast.states.items() if state is ModelState.READY} == {"a", "b"})
     status, body = await client.post("/fleet/profiles/play/load", {})
-    assert (status, "there are work" in body["error"]["message"]) == (404, True)
+    assert (status, "there are coding" in body["error"]["message"]) == (404, True)
 
 
 async def test_models_of_a_profile_that_cannot_be_loaded_do_not_keep_the_others_from_it(
     neurons: StartNeuron, start_gateway: StartGateway
 ) -> None:
     beast = await neurons("beast", sizes={"huge": 900 * GB, "a": GB})
-    client = await start_gateway(beast, catalogue=Catalogue(profiles={"work": ("huge", "a")}))
-    status, body = await client.post("/fleet/profiles/work/load", {})
+    client = await start_gateway(beast, catalogue=Catalogue(profiles={"coding": ("huge", "a")}))
+    status, body = await client.post("/fleet/profiles/coding/load", {})
     jobs = {each["model"]: each["job"] for each in body["models"]}
     assert (status, jobs["huge"]["state"], jobs["huge"]["error"]["code"]) == (202, "failed", "insufficient_capacity")
     assert "huge" in jobs["huge"]["error"]["message"]

@@ -251,11 +251,11 @@ def rooted(tmp_path: Path) -> Library:
     return Library(config, {})
 
 
-@pytest.mark.parametrize("path", ["./model", "../root/model", "model"])
+@pytest.mark.parametrize("path", ["./model", "../own/model", "model"])
 def test_relative_paths_are_models_if_they_begin_as_one(
     rooted: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    monkeypatch.chdir(tmp_path / "root")
+    monkeypatch.chdir(tmp_path / "own")
     if path.startswith("."):
         assert rooted.adopt(LoadRequest(model_id=path)).source == path
     else:

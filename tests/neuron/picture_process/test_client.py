@@ -145,7 +145,8 @@ async def test_client_with_many_pictures_delays_no_other(pictures: Pictures, mon
     monkeypatch.setattr(HelperPool, "call", after_others)
     flood = [asyncio.create_task(prepared(pictures, picture(400 + at, 400, kind="JPEG"))) for at in range(24)]
     await until(lambda: begun)
-    (found,) = await prepared(pictures, others, work=PictureWork("bob"))
+    async with asyncio.timeout(WAIT_S):
+        (found,) = await prepared(pictures, others, work=PictureWork("bob"))
     assert found.pixels
     assert begun.index(others) == len(begun) - 1 == 1, "anna has one of the two places"
     slow.set()

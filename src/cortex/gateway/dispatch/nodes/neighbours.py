@@ -42,20 +42,19 @@ class Neighbours:
     ) -> list[str]:
         """The other nodes that have files of the model, can be reached from `node`, and are up, or with `asleep` those
         that sleep."""
-        return [name for name, is_known in self._candidates(node, model, source, also, asleep=asleep) if is_known]
+        repository = self._repository(model, source)
+        return [name for name, is_known in self._candidates(node, repository, also, asleep=asleep) if is_known]
 
     def _candidates(
-        self, node: str, model: str, source: str | None, also: Collection[str] = (), *, asleep: bool = False
+        self, node: str, repository: str | None, also: Collection[str], *, asleep: bool = False
     ) -> list[tuple[str, bool]]:
-        """The nodes to ask for files of the model, and whether each is known to have them. Those that have it at a path
+        """The nodes to ask for files of a model, and whether each is known to have them. Those that have it at a path
         come first, because others have copies of it. They may have files again that they have reported as missing."""
-        fleet = self._read_fleet()
-        repository = self._repository(fleet, model, source)
         target = self._nodes.get(node)
         if repository is None or target is None:
             return []
         originals, copies = list[tuple[str, bool]](), list[tuple[str, bool]]()
-        for other in fleet.nodes:
+        for other in self._read_fleet().nodes:
             client = self._nodes.get(other.name)
             if other.name == node or client is None or not other.takes_orders:
                 continue
@@ -77,10 +76,10 @@ class Neighbours:
         return originals + copies
 
     def _named(self, node: str, model: str, source: str | None, also: Collection[str] = ()) -> tuple[Neighbour, ...]:
-        repository = self._repository(self._read_fleet(), model, source)
+        repository = self._repository(model, source)
         if not self.is_on or repository is None:
             return ()
-        candidates = self._candidates(node, model, source, also)
+        candidates = self._candidates(node, repository, also)
         if not any(is_known for _, is_known in candidates):
             return ()
         found = []
@@ -91,9 +90,9 @@ class Neighbours:
                 log.warning("%s is left out as a source of files: %s", name, error)
         return tuple(found)
 
-    def _repository(self, fleet: Fleet, model: str, source: str | None) -> str | None:
+    def _repository(self, model: str, source: str | None) -> str | None:
         """The model's repository: from the order, from a node that knows it, or from its name."""
-        return repository_of(source or _known_source(fleet, model) or model)
+        return repository_of(source or _known_source(self._read_fleet(), model) or model)
 
     def _source(self, node: str, request: LoadRequest | FilesRequest) -> str | None:
         """That of the order, or the path, or copy of one, of another node's model that `node` does not know."""

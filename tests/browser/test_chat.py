@@ -97,6 +97,7 @@ def test_reply_that_ends_while_another_conversation_is_open_is_kept(
     deadline_s = time.monotonic() + WAIT_S
     while len(kept) < 2 and time.monotonic() < deadline_s:
         page.wait_for_timeout(20)
+    assert len(kept) == 2, "as asked, and with the reply"
     (asked, [reply]) = kept
     assert (asked, reply["status"]) == ([], "done"), reply
 

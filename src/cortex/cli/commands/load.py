@@ -335,9 +335,17 @@ def fits(model: str, gateway: GatewayClient, as_json: bool) -> None:
         console().print(Text(decision["outcome"]), soft_wrap=True)
 
 
-_FITS = {"resident": "is ready", "starting": "is starting", "asleep": "asleep", "fits_soon": "after an unload"}
-_FITS |= {"fits": "yes", "fits_after_eviction": "after eviction", "blocked": "later", "crowded": "later"}
-_FITS["standby"] = "node asleep"
+_FITS = {
+    "resident": "is ready",
+    "starting": "is starting",
+    "asleep": "asleep",
+    "standby": "node asleep",
+    "fits": "yes",
+    "fits_soon": "after an unload",
+    "fits_after_eviction": "after eviction",
+    "blocked": "later",
+    "crowded": "later",
+}
 
 
 def _offer(model: str, gateway: GatewayClient, unknown: GatewayRejected) -> dict[str, Any]:
@@ -351,7 +359,7 @@ def _offer(model: str, gateway: GatewayClient, unknown: GatewayRejected) -> dict
         return offer
     found = [each for each in offer["variants"] if is_same_quant(quant, None, each["quant"])]
     if not found:
-        names = ", ".join(_quant_name(each) for each in offer["variants"]) or "nothing"
+        names = ", ".join(_quant_name(each) for each in offer["variants"])
         raise CommandError(f"{repository} has no {quant}", f"name one that it has: {names}", ExitCode.NOT_FOUND)
     return {**offer, "variants": found}
 

@@ -79,9 +79,8 @@ class _Pulls:
         """The stage of the slowest download, and the bytes of all."""
         found = [each.status.progress for each in self._following.values() if each.status and each.status.progress]
         if not found:
-            return self._api.dispatcher.waking_stage(
-                [*self._following, *sorted(self._woken - self._following.keys())]
-            ), None
+            nodes = [*self._following, *sorted(self._woken - self._following.keys())]
+            return self._api.dispatcher.waking_stage(nodes), None
         last = max(found, key=lambda progress: progress.eta_s or 0.0)
         done_bytes = sum(progress.done_bytes or 0 for progress in found)
         total_bytes = sum(progress.total_bytes or 0 for progress in found)

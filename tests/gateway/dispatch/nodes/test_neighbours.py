@@ -10,7 +10,7 @@ import pytest
 from cortex.fleet.topology import Abilities, Fleet, Node, Residency
 from cortex.gateway.dispatch.nodes.neighbours import Neighbours
 from cortex.wire.errors import FilesDamaged, ModelUnsupported, SourceNotFound
-from cortex.wire.node.neighbours import Neighbour, repository_of
+from cortex.wire.node.neighbours import MAX_NEIGHBOURS, Neighbour, repository_of
 from cortex.wire.node.orders import FilesRequest
 from cortex.wire.node.protocol import ModelState, ModelStatus
 
@@ -84,3 +84,9 @@ def test_node_with_the_path_is_asked_before_those_with_a_copy_which_may_be_older
     assert asked(other=COPY, third=MISSING) == [THIRD, OTHER], "its files may be there again"
     assert asked(third=MISSING) == []
     assert asked(other=COPY, third={"source": "/models/m", "reason_code": FilesDamaged.code}) == [OTHER]
+
+
+def test_nodes_whose_files_are_missing_do_not_take_the_place_of_one_with_a_copy() -> None:
+    missing = {f"missing{at}": MISSING for at in range(MAX_NEIGHBOURS)}
+    found = asked(**missing, other=COPY)
+    assert found == [*list(missing)[:-1], OTHER]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
@@ -17,6 +18,22 @@ from cortex.wire.node.neighbours import MAX_NEIGHBOURS, Neighbour, is_of_path, r
 from cortex.wire.node.orders import FilesRequest, LoadRequest
 
 log = logging.getLogger(__name__)
+
+
+class _Found(NamedTuple):
+    """The nodes with files of a model."""
+
+    at_paths: list[str]
+    missing: list[str]
+    """They have reported that the files at their path are missing, which may be there again."""
+    copies: list[str]
+    """Of what was at another node's path, maybe some time ago; or of a repository of the hub."""
+
+    def in_turn(self) -> list[str]:
+        """As they are asked. None, if all have only reported missing files."""
+        num_sure = len(self.at_paths) + len(self.copies)
+        tried = self.missing[: max(0, MAX_NEIGHBOURS - num_sure)] if num_sure else []
+        return (self.at_paths + tried + self.copies)[:MAX_NEIGHBOURS]
 
 
 class Neighbours:
@@ -37,23 +54,16 @@ class Neighbours:
         named = self._named(node, request.model_id, request.source, also)
         return msgspec.structs.replace(request, source=self._source(node, request), neighbours=named)
 
-    def holders(
-        self, node: str, model: str, source: str | None, also: Collection[str] = (), *, asleep: bool = False
-    ) -> list[str]:
+    def holders(self, node: str, model: str, source: str | None, *, asleep: bool = False) -> list[str]:
         """The other nodes that have files of the model, can be reached from `node`, and are up, or with `asleep` those
         that sleep."""
-        repository = self._repository(model, source)
-        return [name for name, is_known in self._candidates(node, repository, also, asleep=asleep) if is_known]
+        found = self._found(node, self._repository(model, source), asleep=asleep)
+        return found.at_paths + found.copies
 
-    def _candidates(
-        self, node: str, repository: str | None, also: Collection[str], *, asleep: bool = False
-    ) -> list[tuple[str, bool]]:
-        """The nodes to ask for files of a model, and whether each is known to have them. Those that have it at a path
-        come first, because others have copies of it. They may have files again that they have reported as missing."""
-        target = self._nodes.get(node)
+    def _found(self, node: str, repository: str | None, also: Collection[str] = (), *, asleep: bool = False) -> _Found:
+        found, target = _Found([], [], []), self._nodes.get(node)
         if repository is None or target is None:
-            return []
-        originals, copies = list[tuple[str, bool]](), list[tuple[str, bool]]()
+            return found
         for other in self._read_fleet().nodes:
             client = self._nodes.get(other.name)
             if other.name == node or client is None or not other.takes_orders:
@@ -66,24 +76,23 @@ class Neighbours:
                 for held in other.residencies.values()
                 if repository_of(held.status.source or held.model_id) == repository
             ]
-            at_paths = [held.status.reason_code for held in named if is_path(held.status.source or "")]
-            intact = [reason for reason in at_paths if reason != FilesDamaged.code]
+            reasons = {held.status.reason_code for held in named if is_path(held.status.source or "")}
+            reasons.discard(FilesDamaged.code)
             has_copy = other.name in also or any(held.status.disk_bytes for held in named)
-            if intact:
-                originals.append((other.name, has_copy or any(reason != SourceNotFound.code for reason in intact)))
+            if reasons and (has_copy or reasons != {SourceNotFound.code}):
+                found.at_paths.append(other.name)
+            elif reasons:
+                found.missing.append(other.name)
             elif has_copy:
-                copies.append((other.name, True))
-        return originals + copies
+                found.copies.append(other.name)
+        return found
 
     def _named(self, node: str, model: str, source: str | None, also: Collection[str] = ()) -> tuple[Neighbour, ...]:
         repository = self._repository(model, source)
         if not self.is_on or repository is None:
             return ()
-        candidates = self._candidates(node, repository, also)
-        if not any(is_known for _, is_known in candidates):
-            return ()
         found = []
-        for name, _ in candidates[:MAX_NEIGHBOURS]:
+        for name in self._found(node, repository, also).in_turn():
             try:
                 found.append(self._nodes[name].as_neighbour(repository))
             except OSError as error:

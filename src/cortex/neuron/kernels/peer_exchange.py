@@ -106,8 +106,8 @@ def _exchange_kernel(
     lane = tl.arange(0, LANES)
     sender = tl.where(lane < RANKS, lane, rank)  # spare lanes repeat what this rank sends to itself
     flags = 4 * _FLAGS_PER_PROGRAM * program
-    _raise_flag(tl.load(buffers + sender) + flags + 4 * rank, turn + 0 * lane)
-    _await_flag(own + flags + 4 * sender, turn + 0 * lane, wait_limit_s + 0 * lane)
+    raise_flag(tl.load(buffers + sender) + flags + 4 * rank, turn + 0 * lane)
+    await_flag(own + flags + 4 * sender, turn + 0 * lane, wait_limit_s + 0 * lane)
     tl.debug_barrier()
     tl.store(turn_at, turn)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -128,7 +128,7 @@ def _aligned(address, number):
 
 
 @jit
-def _raise_flag(address, turn):
+def raise_flag(address, turn):
     """Everything that this program wrote before is visible to a rank that sees the flag. One warp has all lanes."""
     if _INTERPRETED:
         tl.atomic_xchg(address.to(tl.pointer_type(tl.int32)), turn, sem="release", scope="sys")
@@ -204,4 +204,4 @@ def _await_interpreted(address, turn, limit_s):
             raise TimeoutError("another rank did not send its part in time")
 
 
-_await_flag = _await_interpreted if INTERPRETED else _await_on_device
+await_flag = _await_interpreted if INTERPRETED else _await_on_device

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,8 +21,9 @@ from cortex.neuron.kernels.moe.host_exchange import ExchangeRule, exchange_of
 from cortex.neuron.kernels.moe.host_layers import MAX_ROWS, HostBlock, HostExperts
 from cortex.neuron.kernels.moe.host_memory import HostMatrix, processors_of_one_node
 from cortex.neuron.kernels.moe.host_team import HostRates, HostTeam
-from cortex.neuron.kernels.moe.hosted import hosted_block, hosted_mixture
+from cortex.neuron.kernels.moe.hosted import hand_over, hosted_block, hosted_mixture
 from cortex.neuron.kernels.moe.mixture import mixture_reference
+from cortex.neuron.kernels.moe.routing import choose_rows_reference
 from cortex.neuron.kernels.quantised.layout import FP4, INT4, INT8, IQ4, Q2, Q3, Q4, Q5, Q6, Q8, Layout
 from cortex.neuron.kernels.storages import empty_device_matrix
 
@@ -220,11 +223,39 @@ def test_experts_that_changed_places_give_the_same_results(streams: bool) -> Non
         layer.host.counts[hot] = 1000
         before = layer.team.num_exchanges
         for _ in range(6):
-            layer.team.exchange()
+            layer.team.between_steps()
         assert int(layer.host.slot_of[hot]) >= 0
         assert layer.team.num_exchanges >= before
         layer.check(4, 256)
     assert layer.team.num_exchanges > 1
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="flags are raised by kernels")
+def test_rows_that_nobody_takes_back_do_not_disturb_the_next_ones() -> None:
+    layer = _Layer(Q4, 256, 128, gated=True, biased=False)
+    layer.team.rates = HostRates(1e9, 1.0)
+    layer.check(1, 256)
+    for rows in (7, 1, 3):  # steps that failed after they gave their rows
+        joint = layer.team.joint(layer.host, rows)
+        choice = choose_rows_reference(torch.randn(rows, 256), layer.norm, 1e-6, layer.divided)
+        hand_over(torch.randn(rows, 256), layer.norm, 1e-6, choice, layer.host, joint, None)
+    layer.check(4, 256)
+    assert joint.flags is not None
+    assert int(joint.flags.given) == int(joint.flags.done) == 5
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="flags are raised by kernels")
+def test_rows_are_seen_after_a_pause_and_the_thread_that_looks_for_them_ends_with_its_team() -> None:
+    layer = _Layer(Q4, 256, 128, gated=True, biased=False)
+    layer.team.rates = HostRates(1e9, 1.0)
+    time.sleep(0.5)  # it looks every ten milliseconds by then
+    layer.check(1, 256)
+    layer.team.between_steps()
+    layer.check(2, 256)
+    num_threads = len(os.listdir("/proc/self/task"))
+    layer.team.close()
+    while len(os.listdir("/proc/self/task")) >= num_threads:
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("name", ["FP4", "float32"])

@@ -203,7 +203,7 @@ class Runner:
         """Starts a step whose requests have their rows."""
         with torch.inference_mode():
             if self.model.parameters.host is not None:
-                self.model.parameters.host.exchange()
+                self.model.parameters.host.between_steps()
             self._tables.extend(plan.new_pages)
             self._memory.copy_pages(plan.page_copies)
             if self._states is not None:

@@ -57,6 +57,19 @@ class Call(ctypes.Structure):
     )
 
 
+class Signals(ctypes.Structure):
+    """How a device hands over the rows of a call, and how it gets them back."""
+
+    _fields_ = (
+        ("call", ctypes.c_uint64),
+        ("_after_call", ctypes.c_uint64 * 7),
+        ("given", ctypes.c_uint32),
+        ("_after_given", ctypes.c_uint32 * 15),
+        ("done", ctypes.c_uint32),
+        ("_after_done", ctypes.c_uint32 * 15),
+    )
+
+
 class Swap(ctypes.Structure):
     """Two experts that change places."""
 

@@ -15,12 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cortex.neuron.kernels.jit import has_kernels
 from cortex.neuron.kernels.matrix import ExpertMatrix
 from cortex.neuron.kernels.moe.host_exchange import EXCHANGE_BUFFER, Exchanges
 from cortex.neuron.kernels.moe.host_layers import MAX_ROWS, HostExperts, HostLayer
 from cortex.neuron.kernels.moe.host_memory import (
     Allocate,
     Call,
+    Signals,
     launch_host_function,
     mapped_on,
 )
@@ -42,10 +44,39 @@ class HostRates:
     """At which it computes them once more for a further row."""
 
 
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """How rows are handed over without the driver, on the device. See `Signals`."""
+
+    call: Tensor
+    """[1] int64"""
+    given: Tensor
+    """[1] int32"""
+    done: Tensor
+    """[1] int32"""
+    progress: Tensor
+    """[2] int32: how many rows of a call are written, and the turn of the last call"""
+
+
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """Where some rows of a layer are handed over, on the device, and where their results will be."""
+
+    x: Tensor
+    chosen: Tensor
+    weights: Tensor
+    result: Tensor
+    call: Call
+    flags: Flags | None
+    """None: functions of the host are part of the stream, or it has none."""
+
+
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     """The library with the types of what `native/experts.c` offers."""
     library.host_pool_start.restype = ctypes.c_void_p
     library.host_pool_start.argtypes = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
+    library.host_pool_listen.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    library.host_pool_stir.argtypes = [ctypes.c_void_p]
     library.host_pool_stop.argtypes = [ctypes.c_void_p]
     library.experts_room.restype = ctypes.c_int64
     library.experts_room.argtypes = [ctypes.c_void_p, ctypes.c_int64]
@@ -54,7 +85,7 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
 
 class HostTeam:
     """The threads, and the memory through which they talk to the device: one for all layers of a model. Belongs to the
-    engine thread; the driver calls the functions of the host one after the other."""
+    engine thread. Rows are computed one call after the other, in the order of the steps."""
 
     def __init__(
         self,
@@ -83,13 +114,14 @@ class HostTeam:
         self._close: Callable[[], object] | None = None
         self._library = _declared(native_library().library)
         threads = max(1, len(processors) - (device.type == "cuda"))  # the engine thread has a core of its own
-        bound = (ctypes.c_int32 * len(processors))(*processors)
         num_bound = len(processors) if len(processors) < len(os.sched_getaffinity(0)) else 0
-        self._pool = self._library.host_pool_start(threads, bound, num_bound)
+        self._bound = (ctypes.c_int32 * len(processors))(*processors), num_bound
+        self._pool = self._library.host_pool_start(threads, *self._bound)
         if not self._pool:
             raise MemoryError("no memory for the threads that compute experts")
         self._close = weakref.finalize(self, self._library.host_pool_stop, self._pool)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._flags: Flags | None = None
         self.exchanges = Exchanges(device, self._buffer)
 
     def _room_bytes(self, layer: HostLayer) -> int:
@@ -115,17 +147,28 @@ class HostTeam:
         width, slots = max(layer.width for layer in self.layers), max(layer.slots for layer in self.layers)
         in_bytes = MAX_ROWS * (width * self.dtype.itemsize + slots * 8)
         out_bytes = MAX_ROWS * width * self.dtype.itemsize
-        self._host_in, self._host_out = self.allocate(in_bytes), self.allocate(out_bytes)
-        self._device_in, self._device_out = self._host_in, self._host_out
-        self._is_mapped = True
-        if self.device.type == "cuda":
-            mapped = [mapped_on(self.device, part) for part in (self._host_in, self._host_out)]
-            self._is_mapped = all(part is not None for part in mapped)
-            self._device_in, self._device_out = (
-                torch.empty_like(own, device=self.device) if part is None else part
-                for own, part in zip((self._host_in, self._host_out), mapped, strict=True)
-            )
+        buffers = [self._host_in, self._host_out, signals] = [
+            self.allocate(size) for size in (in_bytes, out_bytes, ctypes.sizeof(Signals))
+        ]
+        mapped = buffers if self._stream is None else [mapped_on(self.device, part) for part in buffers]
+        self._is_mapped = all(part is not None for part in mapped)
+        self._device_in, self._device_out, seen = (
+            torch.empty_like(own, device=self.device) if part is None else part
+            for own, part in zip(buffers, mapped, strict=True)
+        )
+        signals.zero_()
+        if self._is_mapped and has_kernels(seen):
+            self._listen(signals, seen)
         self.rates = self.rates or self._measured()
+
+    def _listen(self, signals: Tensor, seen: Tensor) -> None:
+        """`seen`: the signals as the device has them."""
+        if self._library.host_pool_listen(self._pool, signals.data_ptr(), *self._bound):
+            call, given, done = (
+                seen[place.offset : place.offset + place.size] for place in (Signals.call, Signals.given, Signals.done)
+            )
+            progress = torch.zeros(2, dtype=torch.int32, device=self.device)
+            self._flags = Flags(call.view(torch.int64), given.view(torch.int32), done.view(torch.int32), progress)
 
     def release(self) -> None:
         """Frees the buffers on the device, while the model sleeps. Ends the copies of an exchange, which is dropped."""
@@ -133,8 +176,10 @@ class HostTeam:
         self._buffers.clear()
         self._free = [None, None]
 
-    def exchange(self) -> None:
-        """Called between two steps: has hot experts change places with cold ones."""
+    def between_steps(self) -> None:
+        """Called before each step: the listener looks out for its rows, and hot experts go to the device."""
+        if self._flags is not None:
+            self._library.host_pool_stir(self._pool)
         if not self.holds_places:
             self.exchanges.advance(self._library)
 
@@ -159,14 +204,19 @@ class HostTeam:
         cpu_s = (chosen / rates.host + max(0.0, pairs - chosen) / rates.rows) * layer.expert_bytes
         return cpu_s <= layer.num_places * layer.expert_bytes / rates.bus
 
-    def inputs_of(self, rows: int, width: int, slots: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Where the inputs, the experts and the weights of some rows are handed over, on the device."""
-        x, chosen, weights = (self._device_in[span] for span in self._spans(rows, width, slots))
-        shape = (rows, slots)
-        return (
-            x.view(self.dtype).view(rows, width),
+    def joint(self, layer: HostLayer, rows: int) -> Joint:
+        """The way of so many rows to the CPU and back."""
+        self._begin_step(layer)
+        spans = self._spans(rows, layer.width, layer.slots)
+        x, chosen, weights = (self._device_in[span] for span in spans)
+        call, shape = layer.call(rows, lambda: self._call(layer, rows, spans)), (rows, layer.slots)
+        return Joint(
+            x.view(self.dtype).view(rows, layer.width),
             chosen.view(torch.int32).view(shape),
             weights.view(torch.float32).view(shape),
+            self._device_out[: spans[0].stop].view(self.dtype).view(rows, layer.width),
+            call,
+            self._flags,
         )
 
     def _spans(self, rows: int, width: int, slots: int) -> tuple[slice, slice, slice]:
@@ -178,26 +228,26 @@ class HostTeam:
         if layer is self.layers[0]:
             self._free, self._is_behind = [None, None], True
 
-    def begin(self, layer: HostLayer, rows: int) -> Tensor:
-        """Starts the rows that were handed over, and returns where their results will be: after `end`."""
-        self._begin_step(layer)
-        spans = self._spans(rows, layer.width, layer.slots)
-        out_bytes, in_bytes = spans[0].stop, spans[-1].stop if layer.fixed_choice is None else spans[0].stop
-        call = layer.call(rows, lambda: self._call(layer, rows, spans))
+    def begin(self, joint: Joint) -> None:
+        """Has the rows computed that were handed over without flags."""
+        if joint.flags is not None:
+            return
         if self._stream is None:
-            self._library.host_experts(ctypes.byref(call))
-        else:
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(self._stream):
-                if not self._is_mapped:
-                    self._host_in[:in_bytes].copy_(self._device_in[:in_bytes], non_blocking=True)
-                launch_host_function(self._stream, self._library.host_experts, call)
-                if not self._is_mapped:
-                    self._device_out[:out_bytes].copy_(self._host_out[:out_bytes], non_blocking=True)
-        return self._device_out[:out_bytes].view(self.dtype).view(rows, layer.width)
+            self._library.host_experts(ctypes.byref(joint.call))
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            if not self._is_mapped:
+                in_bytes = sum(part.nbytes for part in (joint.x, joint.chosen, joint.weights))
+                self._host_in[:in_bytes].copy_(self._device_in[:in_bytes], non_blocking=True)
+            launch_host_function(self._stream, self._library.host_experts, joint.call)
+            if not self._is_mapped:
+                out_bytes = joint.result.nbytes
+                self._device_out[:out_bytes].copy_(self._host_out[:out_bytes], non_blocking=True)
 
-    def end(self) -> None:
-        if self._stream is not None:
+    def end(self, joint: Joint) -> None:
+        """Has the device wait for results without flags."""
+        if joint.flags is None and self._stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
     def _call(self, layer: HostLayer, rows: int, spans: Sequence[slice]) -> Call:

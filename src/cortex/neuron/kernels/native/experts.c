@@ -2,7 +2,8 @@
 //
 // A chunk of a packed row is 128 columns in sixteen units of eight. Each unit is one lane of 32 bits: inputs are arranged as the
 // codes lie, so that codes are multiplied as they are loaded. The four groups of 32 columns of a chunk are the lanes modulo 4.
-// Threads are our own: the CUDA driver calls `host_experts` from one of its threads.
+// Threads are our own. A device hands its rows to one of them by flags in memory that both see, or has the CUDA driver call
+// `host_experts`.
 
 #define _GNU_SOURCE
 #include "operations.h"
@@ -17,6 +18,7 @@ enum { CHUNK = 128, UNITS = 16, VECTOR = 64, PARTS = VECTOR / WIDTH, MOST_ROWS =
 enum { PACKED, BFLOAT16, FLOAT32, FLOAT8 };
 enum { OWN_ZERO = -2 };
 enum { POOL_SPINS = 20000 };  // some hundred microseconds to a millisecond: a decode step has pauses of that length
+enum { SHORT_PAUSE_NS = 20000, SHORT_PAUSES = 5000, LONG_PAUSE_NS = 10000000 };  // between looks at a device that gives no rows
 
 typedef uint8_t Bytes __attribute__((vector_size(WIDTH)));
 typedef uint16_t Shorts __attribute__((vector_size(WIDTH / 2)));
@@ -76,13 +78,22 @@ typedef struct {
     uint8_t *x, *mid;  // arranged inputs of rows, and of pairs
 } Work;
 
+// How a device hands over the rows of a call, and how it gets them back. Turns count up, from one.
+typedef struct {
+    uint64_t call;                // where it is
+    _Alignas(64) uint32_t given;  // the turn, once call and rows are written
+    _Alignas(64) uint32_t done;   // the turn, once the results are
+} Signals;
+
 struct Pool {
     Team team;
     Work work;
+    Signals *signals;
     int64_t threads;
     _Alignas(64) uint32_t generation;  // it wraps after some days
     int32_t sleepers, stops;
-    pthread_t *workers;
+    _Alignas(64) uint32_t stirs;  // steps that began: the listener looks out for their rows
+    pthread_t listener, *workers;
     Member *members;
 };
 
@@ -611,13 +622,30 @@ static void wake(Pool *pool) {
         syscall(SYS_futex, &pool->generation, FUTEX_WAKE_PRIVATE, INT32_MAX);
 }
 
+// A step begins: its rows will soon be there.
+void host_pool_stir(Pool *pool) {
+    __atomic_add_fetch(&pool->stirs, 1, __ATOMIC_SEQ_CST);
+    syscall(SYS_futex, &pool->stirs, FUTEX_WAKE_PRIVATE, 1);
+}
+
 void host_pool_stop(Pool *pool) {
     __atomic_store_n(&pool->stops, 1, __ATOMIC_RELEASE);
+    if (pool->signals) {
+        host_pool_stir(pool);
+        pthread_join(pool->listener, 0);
+    }
     wake(pool);
     for (int64_t i = 1; i < pool->threads; i++) pthread_join(pool->workers[i], 0);
     free(pool->workers);
     free(pool->members);
     free(pool);
+}
+
+static void bind(pthread_t thread, const int32_t *processors, int64_t count) {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    for (int64_t i = 0; i < count; i++) CPU_SET(processors[i], &set);
+    if (count) pthread_setaffinity_np(thread, sizeof set, &set);
 }
 
 // Threads for experts, the calling one included; on these processors, if there are some. 0: there is no memory for them.
@@ -641,12 +669,7 @@ Pool *host_pool_start(int64_t threads, const int32_t *processors, int64_t num_pr
             return 0;
         }
         pool->threads = i + 1;
-        if (num_processors) {
-            cpu_set_t set;
-            CPU_ZERO(&set);
-            for (int64_t k = 0; k < num_processors; k++) CPU_SET(processors[k], &set);
-            pthread_setaffinity_np(pool->workers[i], sizeof set, &set);
-        }
+        bind(pool->workers[i], processors, num_processors);
     }
     return pool;
 }
@@ -670,6 +693,42 @@ void host_experts(void *data) {
     work->mid = room + aligned(call->rows * input_bytes(&layer->gate_up));
     wake(pool);
     compute_experts(work, pool->members);
+}
+
+// Returns 1 when the device has given the rows of a turn, or 0 when the pool stops.
+static int await_rows(Pool *pool, uint32_t turn) {
+    uint32_t seen = __atomic_load_n(&pool->stirs, __ATOMIC_ACQUIRE);
+    for (int64_t looks = 0; (int32_t)(__atomic_load_n(&pool->signals->given, __ATOMIC_ACQUIRE) - turn) < 0; looks++) {
+        if (__atomic_load_n(&pool->stops, __ATOMIC_ACQUIRE)) return 0;
+        if (looks < POOL_SPINS) {
+            relax();
+            continue;
+        }
+        const struct timespec pause = {0, looks < POOL_SPINS + SHORT_PAUSES ? SHORT_PAUSE_NS : LONG_PAUSE_NS};
+        syscall(SYS_futex, &pool->stirs, FUTEX_WAIT_PRIVATE, seen, &pause);
+        const uint32_t stirs = __atomic_load_n(&pool->stirs, __ATOMIC_ACQUIRE);
+        if (stirs != seen) looks = -1;
+        seen = stirs;
+    }
+    return 1;
+}
+
+static void *listen(void *data) {
+    Pool *pool = data;
+    Signals *signals = pool->signals;
+    for (uint32_t turn = 1; await_rows(pool, turn); turn++) {
+        host_experts((Call *)(uintptr_t)signals->call);
+        __atomic_store_n(&signals->done, turn, __ATOMIC_RELEASE);
+    }
+    return 0;
+}
+
+// Has a thread of its own compute the rows that a device gives; it is the first of the pool. Returns whether there is one.
+int32_t host_pool_listen(Pool *pool, Signals *signals, const int32_t *processors, int64_t num_processors) {
+    pool->signals = signals;
+    if (pthread_create(&pool->listener, 0, listen, pool)) pool->signals = 0;
+    if (pool->signals) bind(pool->listener, processors, num_processors);
+    return pool->signals != 0;
 }
 
 // Two experts that have changed places, in the order of a stream: {table, on the device, in host memory, its place}.

@@ -37,7 +37,7 @@ from cortex.neuron.api.routes.transfers import KvBlocks
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.host_pages import block_files, tier
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
-from cortex.neuron.engine.host_pages.disk import READ_BYTES, READERS
+from cortex.neuron.engine.host_pages.disk_reads import READ_BYTES, READERS
 from cortex.neuron.engine.host_pages.rates import end_of_front, saves_time
 from cortex.neuron.engine.host_pages.store import BlockKind
 from cortex.neuron.engine.kv.pages import ROOT, page_digests

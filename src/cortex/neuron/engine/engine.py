@@ -217,7 +217,7 @@ class Engine:
             min_pages=FETCHED_PAGES[self._device.type],
             others=self._other_ranks(),
             compute_s=partial(prompt_s, scheduler.costs, scheduler.limits.step_tokens),
-            from_disk=None if host.disk is None or not self._is_whole else copies.with_memory(host.disk.buffers),
+            from_disk=None if host.disk is None or not self._is_whole else copies.incoming(host.disk.reader.buffers),
         )
 
     def _other_ranks(self) -> OtherRanks | None:

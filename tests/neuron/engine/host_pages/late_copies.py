@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,7 +10,7 @@ from random import Random
 
 import torch
 
-from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors, RunningCopy
+from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors, IncomingCopies, RunningCopy
 from cortex.neuron.engine.host_pages.memory import HostSlabs
 from cortex.neuron.engine.host_pages.store import BlockPlace
 
@@ -64,9 +65,33 @@ class LateCopies(BlockCopies):
         self._running.append(LateCopy(None, stream=self._running, run=run, looks=looks))
         return self._running[-1]
 
+    def precede(self, stream: object) -> None:
+        if self._running:
+            self._running[-1].wait()
+
+    def incoming(self, slabs: HostSlabs) -> LateIncoming:
+        return LateIncoming(slabs, self._device, self)
+
     def num_looks(self, *, is_outward: bool) -> int:
         """How many times a copy is found incomplete."""
         return self.random.randint(0, MOST_LOOKS)
+
+
+class LateIncoming(IncomingCopies):
+    """On a thread of their own. Some of them fail, as those of `others` do."""
+
+    def __init__(self, slabs: HostSlabs, device: torch.device, others: LateCopies) -> None:
+        super().__init__(slabs, device, others)
+        self._failing_share = others.failing_share
+        self._random = Random(0)
+
+    def _run(
+        self, blocks: BlockTensors, ids: Sequence[int], places: Sequence[BlockPlace], *, is_outward: bool
+    ) -> RunningCopy:
+        if self._random.random() < self._failing_share:
+            raise torch.OutOfMemoryError
+        time.sleep(self._random.choice((0.0, 0.0, 0.002)))
+        return super()._run(blocks, ids, places, is_outward=is_outward)
 
 
 class LateOutward(LateCopies):

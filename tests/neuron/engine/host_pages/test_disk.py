@@ -20,7 +20,8 @@ from tests.waiting import WAIT_S
 from cortex.neuron.engine import engine as engines
 from cortex.neuron.engine.host_pages import block_files
 from cortex.neuron.engine.host_pages.block_files import BlockFile, DamagedFile
-from cortex.neuron.engine.host_pages.disk import BUFFERS, DiskPages
+from cortex.neuron.engine.host_pages.disk import DiskPages
+from cortex.neuron.engine.host_pages.disk_reads import BUFFERS, DiskReader
 from cortex.neuron.engine.host_pages.rates import WORTH, CopyRate, end_of_front, saves_time
 from cortex.neuron.engine.host_pages.store import BlockKind, ChosenBlocks
 from cortex.neuron.engine.kv.pages import ROOT, page_digests
@@ -359,16 +360,16 @@ def test_announced_file_is_found_without_a_look_at_the_others(tmp_path: Path, mo
     pages.close()
 
 
-def test_large_blocks_have_few_buffers(tmp_path: Path) -> None:
-    pages = DiskPages(tmp_path, 64 << 20, CPU, read_bytes=1 << 10, max_buffer_bytes=1 << 16)
+def test_large_blocks_have_few_buffers() -> None:
+    reader = DiskReader(CPU, read_bytes=1 << 10, max_buffer_bytes=1 << 16)
     allocated = list[int]()
     for block_bytes in (100, 1 << 13, 1 << 20):
-        assert pages.buffers_of(block_bytes)
-        allocated.append(len(pages.free_buffers))
+        assert reader.allocate(block_bytes)
+        allocated.append(len(reader.free))
     assert allocated == [BUFFERS, 8, 2]
-    pages.free_buffers.pop()
-    assert not pages.buffers_of(1 << 21), "one of them is in use"
-    pages.close()
+    reader.free.pop()
+    assert not reader.allocate(1 << 21), "one of them is in use"
+    reader.close()
 
 
 def test_pages_that_arrive_while_a_prompt_is_computed_are_not_computed(

@@ -6,11 +6,9 @@ scattered over the layers: they are gathered in a small buffer on the device, wh
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -81,12 +79,14 @@ class BlockCopies:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def with_memory(self, slabs: HostSlabs) -> Self:
-        """Copies to and from other host memory, in one order with these: a block is overwritten on the device only
-        after a copy of what it held has ended."""
-        others = copy.copy(self)
-        others._slabs = slabs  # noqa: SLF001 - of the same class
-        return others
+    def incoming(self, slabs: HostSlabs) -> IncomingCopies:
+        """Copies from other host memory."""
+        return IncomingCopies(slabs, self._device, self)
+
+    def precede(self, stream: torch.cuda.Stream | None) -> None:
+        """Copies started on `stream` from now on run after these."""
+        if stream is not None and self._stream is not None:
+            stream.wait_stream(self._stream)
 
     @property
     def are_concurrent(self) -> bool:
@@ -113,9 +113,9 @@ class BlockCopies:
                 for chosen, rows in runs:
                     (blocks.gather if is_outward else blocks.scatter)(torch.tensor(chosen), rows)
                 return RunningCopy(None)
-            index = torch.tensor(ids).pin_memory()  # else the upload would wait for the steps before it
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            self._follow_steps()
             with torch.cuda.stream(self._stream):
+                index = torch.tensor(ids).pin_memory()  # else the upload would wait for the steps before it
                 try:
                     self._through_buffer(blocks, index, [rows for _, rows in runs], is_outward=is_outward)
                 except torch.OutOfMemoryError:
@@ -124,6 +124,11 @@ class BlockCopies:
                 event = torch.cuda.Event()
                 event.record(self._stream)
                 return RunningCopy(event)
+
+    def _follow_steps(self) -> None:
+        """Copies started from now on run after the steps that were launched before."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def _through_buffer(self, blocks: BlockTensors, index: Tensor, runs: Sequence[Tensor], *, is_outward: bool) -> None:
         most = max(1, BUFFER_BYTES // blocks.num_bytes)
@@ -141,6 +146,24 @@ class BlockCopies:
                 else:
                     staged.copy_(host, non_blocking=True)
                     blocks.scatter(chosen, staged)
+
+
+class IncomingCopies(BlockCopies):
+    """Copies to the device, on a stream and from a thread of their own. They run after the steps and copies that
+    `follow` has seen, and beside later ones, which use the blocks only when they have arrived."""
+
+    def __init__(self, slabs: HostSlabs, device: torch.device, others: BlockCopies) -> None:
+        super().__init__(slabs, device)
+        self._others = others
+
+    def follow(self) -> None:
+        """Call on the engine thread: a block is overwritten only after all that used it, and the copy of what it
+        held."""
+        super()._follow_steps()
+        self._others.precede(self._stream)
+
+    def _follow_steps(self) -> None:
+        pass
 
 
 def consecutive(places: Sequence[BlockPlace]) -> list[tuple[int, int]]:

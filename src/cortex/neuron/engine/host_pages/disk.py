@@ -1,10 +1,8 @@
-"""Blocks on disk, the tier below host memory: their index, when they are written, and how they return to the
-device.
+"""Blocks on disk, the tier below host memory: their index, when they are written, and how fast they return.
 
 Blocks are written in the background when they are the next to leave host memory, and all of them when their model
-sleeps or ends. They are read by several threads into a few page-locked buffers, and copied to the device from there
-while the next ones are read. Workers share the folder: each knows the files that it found at a load or a rescan, those
-that it has written since, and those that the daemon has received.
+sleeps or ends. Workers share the folder: each knows the files that it found at a load or a rescan, those that it has
+written since, and those that the daemon has received.
 """
 
 from __future__ import annotations
@@ -12,17 +10,17 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from cortex.neuron.engine.host_pages import block_files
 from cortex.neuron.engine.host_pages.block_files import BlockFile
-from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors, RunningCopy, consecutive
+from cortex.neuron.engine.host_pages.copies import consecutive
+from cortex.neuron.engine.host_pages.disk_reads import MAX_BUFFER_BYTES, READ_BYTES, DiskFetch, DiskReader
 from cortex.neuron.engine.host_pages.memory import HostSlabs
 from cortex.neuron.engine.host_pages.rates import DISK_BYTES_PER_S, PAGE_CACHE_BYTES_PER_S, WORTH, CopyRate
 from cortex.neuron.engine.host_pages.store import SLAB_BYTES, BlockKind, BlockPlace, ChosenBlocks, HostPages
@@ -30,14 +28,6 @@ from cortex.neuron.engine.kv.pages import Digest
 
 log = logging.getLogger(__name__)
 
-READ_BYTES = 8 << 20
-"""Bytes of one read; each reader runs one at a time."""
-READERS = 16
-BUFFERS = 2 * READERS
-"""Half of them are read into while the rest is copied to the device."""
-MAX_BUFFER_BYTES = 512 << 20
-"""Bytes of all buffers together. There are at least two, because the state of a hybrid model may take hundreds of
-MB."""
 LEAVING_SHARE = 0.125
 """Share of the host's budget: the least recently used blocks in it are written ahead."""
 PURE_SHARE = 0.1
@@ -72,9 +62,7 @@ class DiskPages:
     ) -> None:
         """`read_bytes`: size of one read. `max_buffer_bytes`: of all buffers together. `worth`: reading must take less
         than this share of the computing time."""
-        self.read_bytes = read_bytes
         self.worth = worth
-        self._max_buffer_bytes = max_buffer_bytes
         self.folder = folder
         self.budget_bytes = budget_bytes
         self.rate = CopyRate(assumed=DISK_BYTES_PER_S)
@@ -82,11 +70,7 @@ class DiskPages:
         """Rate of reads from the page cache."""
         self.num_cached_bytes = 0
         """Facts of the blocks requested last."""
-        self.buffers = HostSlabs(device)
-        """Read buffers, until their contents are on the device: a slab per read."""
-        self.buffers.may_wait = True
-        self.free_buffers: list[int] = []
-        self._buffer_bytes = self._num_buffers = 0
+        self.reader = DiskReader(device, read_bytes=read_bytes, max_buffer_bytes=max_buffer_bytes)
         self._models: dict[bytes, str] = {}
         self._files: dict[bytes, dict[Path, BlockFile]] = {}
         """By model, as of the last scan."""
@@ -96,7 +80,6 @@ class DiskPages:
         """Files found or written so far."""
         self._writes: list[_Write] = []
         self._writer = ThreadPoolExecutor(1, "kv-writer")
-        self.readers = ThreadPoolExecutor(READERS, "kv-reader")
         self._retry_at_s = 0.0
         self._used_bytes, self._counted_at_s = 0, float("-inf")
         """The writer's state."""
@@ -274,116 +257,14 @@ class DiskPages:
         rest = sum(sizes.values()) - self.num_cached_bytes
         return [(self.num_cached_bytes, self.cached_rate.expected), (rest, self.rate.expected)]
 
-    def buffers_of(self, num_bytes: int) -> bool:
-        """Allocates buffers that hold a block of `num_bytes`. False: the host has no memory for them now."""
-        wanted = max(self.read_bytes, num_bytes)
-        if self._buffer_bytes < wanted:
-            if len(self.free_buffers) < self._num_buffers:
-                return False  # smaller ones are in use
-            for buffer in self.free_buffers:
-                self.buffers.free(buffer)
-            most = min(BUFFERS, max(2, self._max_buffer_bytes // wanted))
-            self.free_buffers = [buffer for buffer in range(most) if self.buffers.allocate(buffer, wanted)]
-            self._num_buffers = len(self.free_buffers)
-            self._buffer_bytes = wanted if self.free_buffers else 0
-        return self._buffer_bytes >= wanted
+    def measure(self, fetch: DiskFetch, started_s: float) -> None:
+        """Records the rate of a complete fetch, for the disk or for the page cache if it came from only one."""
+        if fetch.cached_share > 1 - PURE_SHARE:
+            self.cached_rate.measured(fetch.num_bytes, started_s)
+        elif fetch.cached_share < PURE_SHARE:
+            self.rate.measured(fetch.num_bytes, started_s)
 
     def close(self) -> None:
         """Ends the threads. A worker keeps them until it exits."""
         self._writer.shutdown(cancel_futures=True)
-        self.readers.shutdown(cancel_futures=True)
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Consecutive blocks of one file, and where they go on the device."""
-
-    tensors: BlockTensors
-    file: BlockFile
-    first: int
-    ids: list[int] = field(default_factory=list)
-
-
-class DiskFetch:
-    """A fetch of blocks from files to the device. Belongs to the engine thread."""
-
-    def __init__(
-        self, disk: DiskPages, copies: BlockCopies, wanted: Sequence[tuple[BlockTensors, BlockKind, int, Digest]]
-    ) -> None:
-        """`copies`: from the disk's buffers. `wanted`: available blocks, and their ids on the device."""
-        self._disk = disk
-        self._copies = copies
-        self._runs: deque[_Run] = deque()
-        self._reads: dict[Future[bool], tuple[_Run, int]] = {}
-        self._running: list[tuple[RunningCopy, int]] = []
-        self.has_failed = False
-        """A file is damaged or gone, the device has no memory for a copy, or the fetch was cancelled."""
-        self.num_bytes = sum(kind.num_bytes for _, kind, _, _ in wanted)
-        self._cached_share = min(1.0, disk.num_cached_bytes / max(1, self.num_bytes))
-        found = [(*disk.find(kind, digest), tensors, id) for tensors, kind, id, digest in wanted]
-        for file, number, tensors, id in sorted(found, key=lambda each: (each[0].path, each[1])):
-            run = self._runs[-1] if self._runs else None
-            most = max(1, disk.read_bytes // file.kind.num_bytes)
-            if run is None or run.file is not file or run.first + len(run.ids) != number or len(run.ids) == most:
-                run = _Run(tensors, file, number)
-                self._runs.append(run)
-            run.ids.append(id)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether nothing is in progress any more."""
-        return not (self._runs or self._reads or self._running)
-
-    def measure(self, started_s: float) -> None:
-        """Record the rate of a complete fetch, for the disk or for the page cache if it came from only one."""
-        if self._cached_share > 1 - PURE_SHARE:
-            self._disk.cached_rate.measured(self.num_bytes, started_s)
-        elif self._cached_share < PURE_SHARE:
-            self._disk.rate.measured(self.num_bytes, started_s)
-
-    def cancel(self) -> None:
-        """Start no further reads. Running ones must end before the device's blocks are reused."""
-        self.has_failed = True
-        self._runs.clear()
-
-    def advance(self, wait_s: float | None = 0.0) -> None:
-        """Starts what can be started. `wait_s`: wait for the first read to end; None: wait for all."""
-        while True:
-            self._end_copies(wait_for_one=wait_s is None and not self._reads)
-            for read in [each for each in self._reads if each.done()]:
-                self._copy(*self._reads.pop(read), is_read=read.result())
-            self._end_copies()
-            while self._runs and self._disk.free_buffers:
-                run, buffer = self._runs.popleft(), self._disk.free_buffers.pop()
-                rows = self._disk.buffers.rows(buffer, 0, len(run.ids), run.file.kind.num_bytes)
-                view = rows.view(-1).numpy().data
-                read = self._disk.readers.submit(block_files.read_blocks, run.file, run.first, view)
-                self._reads[read] = run, buffer
-            if self.is_complete or (wait_s is not None and wait_s <= 0):
-                return
-            if self._reads:
-                wait(self._reads, timeout=wait_s, return_when=FIRST_COMPLETED)
-            elif not self._running:
-                return  # other fetches have all buffers
-            if wait_s is not None:
-                wait_s = 0.0
-
-    def _copy(self, run: _Run, buffer: int, *, is_read: bool) -> None:
-        if not is_read:
-            self._disk.drop(run.file)
-        if is_read and not self.has_failed:
-            places = [BlockPlace(buffer, slot) for slot in range(len(run.ids))]
-            try:
-                self._running.append((self._copies.to_device(run.tensors, run.ids, places), buffer))
-                return
-            except torch.OutOfMemoryError:
-                pass
-        self.cancel()
-        self._disk.free_buffers.append(buffer)
-
-    def _end_copies(self, *, wait_for_one: bool = False) -> None:
-        if wait_for_one and self._running:
-            self._running[0][0].wait()
-        for each in [each for each in self._running if each[0].is_complete]:
-            self._running.remove(each)
-            self._disk.free_buffers.append(each[1])
+        self.reader.close()

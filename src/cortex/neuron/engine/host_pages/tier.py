@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from typing import Protocol
 
 import torch
 
-from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors, RunningCopy
+from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors, IncomingCopies, RunningCopy
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
-from cortex.neuron.engine.host_pages.disk import DiskFetch, DiskPages
+from cortex.neuron.engine.host_pages.disk import DiskPages
+from cortex.neuron.engine.host_pages.disk_reads import DiskFetch, StoredBlock
+from cortex.neuron.engine.host_pages.fetch import Fetch
 from cortex.neuron.engine.host_pages.outgoing import OutgoingBlocks
 from cortex.neuron.engine.host_pages.rates import WORTH, end_of_front, fetch_s, saves_time
 from cortex.neuron.engine.host_pages.store import BlockKind, BlockPlace
@@ -43,31 +44,6 @@ TURN_S = 0.005
 EndOfFront = Callable[[int, int, float, Callable[[int], float]], int]
 """See `rates.end_of_front`."""
 STEPS_BETWEEN_SCANS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class _Fetch:
-    copies: tuple[RunningCopy, ...]
-    pages: Sequence[IncomingPages]
-    state: tuple[int, Digest] | None
-    places: tuple[BlockPlace, ...]
-    num_tokens: int
-    num_bytes: int
-    started_s: float
-    from_disk: DiskFetch | None = None
-
-    @property
-    def is_complete(self) -> bool:
-        is_read = self.from_disk is None or self.from_disk.is_complete
-        return is_read and all(copy.is_complete for copy in self.copies)
-
-    def advance(self, wait_s: float | None) -> None:
-        """`wait_s`: wait for a part of it; None: wait for all."""
-        if self.from_disk is not None:
-            self.from_disk.advance(wait_s)
-        if wait_s is None or (wait_s > 0 and self.from_disk is None):
-            for copy in self.copies:
-                copy.wait()
 
 
 class OtherRanks(Protocol):
@@ -97,7 +73,7 @@ class HostTier:
         min_pages: int,
         others: OtherRanks | None = None,
         compute_s: Callable[[int, int], float] = lambda start, end: 0.0,  # noqa: ARG005 - nothing is faster
-        from_disk: BlockCopies | None = None,
+        from_disk: IncomingCopies | None = None,
         end_of_front: EndOfFront = end_of_front,
         steps_between_scans: int = STEPS_BETWEEN_SCANS,
     ) -> None:
@@ -127,7 +103,7 @@ class HostTier:
         self._agreed: set[tuple[int, Digest]] | None = None
         """The blocks that all ranks have of the prefix requested last; None without such a request."""
         self._outgoing: OutgoingBlocks | None = None
-        self._fetches: dict[str, _Fetch] = {}
+        self._fetches: dict[str, Fetch] = {}
         """By the id of the waiting request."""
         self._fetched: set[str] = set()
         """Requests whose prefix was fetched or not worth fetching, until they end."""
@@ -146,7 +122,7 @@ class HostTier:
         """Names the blocks, finds those on disk and allocates read buffers ahead of the first request."""
         largest = max(kind.num_bytes for kind in self._kinds)
         if self._has_disk and self._disk is not None:
-            self._disk.buffers_of(largest)
+            self._disk.reader.allocate(largest)
 
     # -- to the device ---------------------------------------------------------------------------------------------
 
@@ -296,7 +272,7 @@ class HostTier:
         if front == first and not saves_time(parts, READ_DELAY_S, rest_s, worth=disk.worth):
             disk.rate.was_too_slow()
             return None
-        return front if disk.buffers_of(max(kind.num_bytes for kind in self._kinds)) else None
+        return front if disk.reader.allocate(max(kind.num_bytes for kind in self._kinds)) else None
 
     def shortened_front(self, request_id: str, digests: Sequence[Digest], num_computed: int, front: int) -> int:
         disk = self._disk
@@ -359,7 +335,7 @@ class HostTier:
             wanted.append((len(self._blocks) - 1, [slot], [digests[count - 1]]))
         copies: list[RunningCopy] = []
         places: list[BlockPlace] = []
-        on_disk: list[tuple[BlockTensors, BlockKind, int, Digest]] = []
+        on_disk: list[StoredBlock] = []
         num_bytes, started_s = 0, self._host.rate.clock()
         for part, ids, names in wanted:
             if ids and self._blocks[part].num_bytes:
@@ -367,8 +343,9 @@ class HostTier:
                 if self._disk is not None:
                     here = [(id, name) for id, name in here if self._store.has(kind, name)]
                     held = {name for _, name in here}
-                    lacking = [(id, name) for id, name in zip(ids, names, strict=True) if name not in held]
-                    on_disk += [(self._blocks[part], kind, id, name) for id, name in lacking]
+                    for id, name in zip(ids, names, strict=True):
+                        if name not in held:
+                            on_disk.append(StoredBlock(*self._disk.find(kind, name), self._blocks[part], id))
                 if not here:
                     continue
                 found = self._store.borrow(kind, [name for _, name in here])
@@ -387,9 +364,8 @@ class HostTier:
         num_tokens = num_new * self._pages.page_tokens
         from_disk = None
         if on_disk and self._disk is not None and self._from_disk is not None:
-            from_disk = DiskFetch(self._disk, self._from_disk, on_disk)
-            from_disk.advance()
-        fetch = _Fetch(tuple(copies), incoming, state, tuple(places), num_tokens, num_bytes, started_s, from_disk)
+            from_disk = DiskFetch(self._disk.reader, self._from_disk, on_disk, self._disk.num_cached_bytes)
+        fetch = Fetch(tuple(copies), incoming, state, tuple(places), num_tokens, num_bytes, started_s, from_disk)
         self._fetches[request_id] = fetch
         if not self._copies.are_concurrent:
             self._host.rate.measured(num_bytes, started_s)  # now: the next look at it follows a step
@@ -414,22 +390,27 @@ class HostTier:
         """Offers the blocks whose copies are complete. `wait`: wait for all copies. `wait_s`: wait for some from
         disk."""
         for request_id, fetch in list(self._fetches.items()):
-            fetch.advance(None if wait else wait_s)
-            if fetch.from_disk is not None and fetch.from_disk.has_failed and fetch.is_complete:
-                del self._fetches[request_id]
-                self._give_up(fetch.copies, fetch.places, fetch.pages, None if fetch.state is None else fetch.state[0])
-                self._fetched.discard(request_id)  # it may use what is left
-            elif fetch.is_complete:
-                del self._fetches[request_id]
-                self._store.end(fetch.places)
-                self._pages.arrived(fetch.pages)
-                if fetch.state is not None and self._checkpoints is not None:
-                    self._checkpoints.take_back(*fetch.state)
-                self.num_fetched_tokens += fetch.num_tokens
-                if fetch.from_disk is not None and self._disk is not None:
-                    fetch.from_disk.measure(fetch.started_s)
-                elif self._copies.are_concurrent:
-                    self._host.rate.measured(fetch.num_bytes, fetch.started_s)
+            if wait or wait_s:
+                fetch.wait(None if wait else wait_s)
+            if not fetch.is_complete:
+                continue
+            del self._fetches[request_id]
+            if fetch.from_disk is not None and self._disk is not None:
+                for file in fetch.from_disk.unreadable:
+                    self._disk.drop(file)
+                if fetch.from_disk.has_failed:
+                    slot = None if fetch.state is None else fetch.state[0]
+                    self._give_up(fetch.copies, fetch.places, fetch.pages, slot)
+                    self._fetched.discard(request_id)  # it may use what is left
+                    continue
+                self._disk.measure(fetch.from_disk, fetch.started_s)
+            elif self._copies.are_concurrent:
+                self._host.rate.measured(fetch.num_bytes, fetch.started_s)
+            self._store.end(fetch.places)
+            self._pages.arrived(fetch.pages)
+            if fetch.state is not None and self._checkpoints is not None:
+                self._checkpoints.take_back(*fetch.state)
+            self.num_fetched_tokens += fetch.num_tokens
         self._end_outgoing(wait=wait)
         self._host.save()
 

@@ -254,7 +254,7 @@ class Task:
 
 
 def arrival_tasks(per_s: float, seconds: float, json_share: float, seed: int) -> list[Task]:
-    draw = random.Random(seed)
+    draw = random.Random(f"arrivals {per_s} {seed}")
     return [
         Task(at_s, "json" if draw.random() < json_share else "text", draw.getrandbits(40), *lengths)
         for at_s, *lengths in arriving_requests(per_s, seconds, seed)
@@ -263,13 +263,13 @@ def arrival_tasks(per_s: float, seconds: float, json_share: float, seed: int) ->
 
 def long_tasks(concurrency: int, requests: int, seed: int) -> list[Task]:
     """`requests` of each client, one after the other."""
-    draw = random.Random(seed)
+    draw = random.Random(f"long {concurrency} {seed}")
     return [Task(0.0, "text", draw.getrandbits(40), LONG_TOKENS, LONG_RESPONSE, requests) for _ in range(concurrency)]
 
 
 def agent_tasks(count: int, turns: int, seconds: float, seed: int) -> list[Task]:
     """Conversations of `turns` requests that begin within the first half of `seconds`."""
-    draw, at_s, tasks = random.Random(seed), 0.0, []
+    draw, at_s, tasks = random.Random(f"agents {count} {seed}"), 0.0, []
     for _ in range(count):
         tasks.append(Task(at_s, "agent", draw.getrandbits(40), AGENT_START, AGENT_RESPONSE, turns))
         at_s += draw.expovariate(2 * count / seconds)

@@ -190,3 +190,14 @@ def test_several_processes_share_the_tasks(
     assert len(ran.records) == 6
     assert len(ran.cpu_shares) == 2
     assert not any(record.error for record in ran.records)
+
+
+def test_no_two_workloads_have_a_prompt_in_common(traffic: Any) -> None:
+    tasks = [
+        *traffic.arrival_tasks(4, 5, 0.25, seed=5),
+        *traffic.arrival_tasks(8, 5, 0.25, seed=5),
+        *traffic.long_tasks(1, 1, seed=5),
+        *traffic.long_tasks(8, 1, seed=5),
+        *traffic.agent_tasks(8, 2, 5, seed=5),
+    ]
+    assert len({task.seed for task in tasks}) == len(tasks)

@@ -299,9 +299,10 @@ INLINE Bytes high_codes(const uint8_t *plane, int bits, int low_bits, int vector
     return (Bytes)((Bytes)(words & masks[low_bits == 4][vector]) != 0) & (uint8_t)(1 << low_bits);
 }
 
-// One packed row times `count` inputs. The last five are constants wherever it is called.
-INLINE void packed_row(const Store *s, int64_t row, const uint8_t *const *inputs, float *sums, int count, int low_bits,
-                       int high_bits, int group, int has_minimums, int is_book) {
+// One packed row times `count` inputs. The row that comes `ahead` rows later is fetched meanwhile. The last six are constants
+// wherever it is called.
+INLINE void packed_row(const Store *s, int64_t row, int64_t ahead, const uint8_t *const *inputs, float *sums, int count,
+                       int low_bits, int high_bits, int group, int has_minimums, int is_book) {
     const int64_t chunks = chunks_of(s);
     const int halves = group == 16 ? 2 : 1, scale_words = group == 16 && has_minimums ? 2 : 1;
     const int64_t low_bytes = low_bits == 8 ? 64 : 16 * low_bits, high_bytes = low_bits == 8 ? 64 : 16 * high_bits;
@@ -312,7 +313,9 @@ INLINE void packed_row(const Store *s, int64_t row, const uint8_t *const *inputs
     const int wide = low_bits == 8 || is_book;
     Floats totals[MOST_ROWS][PARTS] = {0};
     for (int64_t c = 0; c < chunks; c++, low += low_bytes, high += high_bytes, scales += scale_bytes) {
-        __builtin_prefetch(low + 4096);
+        __builtin_prefetch(low + ahead * chunks * low_bytes);
+        __builtin_prefetch(scales + ahead * chunks * scale_bytes);
+        if (high_bytes) __builtin_prefetch(high + ahead * chunks * high_bytes);
         Floats scale[2], minimum[2];
         scales_of_chunk(scales, group, has_minimums, is_book, s->zero == OWN_ZERO, scale, minimum);
         Bytes codes[2][PARTS];
@@ -377,7 +380,8 @@ INLINE Floats float8_at(const uint8_t *from) {
 }
 
 // One dense row, or one in eight-bit floats. inputs: float32, 0 after the last column up to a whole chunk
-INLINE void float_row(const Store *s, int64_t row, const uint8_t *const *inputs, float *sums, int count, int form) {
+INLINE void float_row(const Store *s, int64_t row, int64_t ahead, const uint8_t *const *inputs, float *sums, int count,
+                      int form) {
     const int64_t columns = s->columns, item = form == FLOAT8 ? 1 : form == BFLOAT16 ? 2 : 4;
     const uint8_t *from = s->low + row * columns * item;
     Floats totals[MOST_ROWS] = {0};
@@ -389,7 +393,7 @@ INLINE void float_row(const Store *s, int64_t row, const uint8_t *const *inputs,
         Floats parts[MOST_ROWS] = {0};
         int64_t i = first;
         for (; i + LANES <= stop; i += LANES) {
-            if (i * item % 64 == 0) __builtin_prefetch(from + i * item + 4096);
+            if (i * item % 64 == 0) __builtin_prefetch(from + (ahead * columns + i) * item);
             const Floats weights = form == FLOAT8     ? float8_at(from + i)
                                    : form == BFLOAT16 ? widened_at(from, i, 1)
                                                       : floats_at((const float *)from + i);
@@ -406,14 +410,16 @@ INLINE void float_row(const Store *s, int64_t row, const uint8_t *const *inputs,
     for (int k = 0; k < count; k++) sums[k] = sum_of_lanes(totals[k]) + tails[k];
 }
 
-typedef void (*RowProduct)(const Store *, int64_t, const uint8_t *const *, float *);
+typedef void (*RowProduct)(const Store *, int64_t, int64_t, const uint8_t *const *, float *);
 #define PACKED_ROW(COUNT, NAME, ...)                                                                                       \
-    static void row_of_##NAME##_##COUNT(const Store *s, int64_t row, const uint8_t *const *inputs, float *sums) {          \
-        packed_row(s, row, inputs, sums, COUNT, __VA_ARGS__);                                                              \
+    static void row_of_##NAME##_##COUNT(const Store *s, int64_t row, int64_t ahead, const uint8_t *const *inputs,          \
+                                        float *sums) {                                                                     \
+        packed_row(s, row, ahead, inputs, sums, COUNT, __VA_ARGS__);                                                       \
     }
 #define FLOAT_ROW(COUNT, NAME, FORM)                                                                                       \
-    static void row_of_##NAME##_##COUNT(const Store *s, int64_t row, const uint8_t *const *inputs, float *sums) {          \
-        float_row(s, row, inputs, sums, COUNT, FORM);                                                                      \
+    static void row_of_##NAME##_##COUNT(const Store *s, int64_t row, int64_t ahead, const uint8_t *const *inputs,          \
+                                        float *sums) {                                                                     \
+        float_row(s, row, ahead, inputs, sums, COUNT, FORM);                                                               \
     }
 #define EACH_ROW(KIND, NAME, ...) KIND(1, NAME, __VA_ARGS__) KIND(2, NAME, __VA_ARGS__) KIND(4, NAME, __VA_ARGS__)
 EACH_ROW(PACKED_ROW, q2, 2, 0, 16, 1, 0)
@@ -438,19 +444,22 @@ static const RowProduct *products_of(const Store *s) {
     return all[s->low_bits == 2 ? s->high_bits : 2 + s->high_bits];
 }
 
-// `rows` rows of a store from `first` on, times the inputs of up to MOST_ROWS vectors. sums: [rows, MOST_ROWS]
-static void block_products(const Store *s, int64_t first, int rows, const uint8_t *const *inputs, int count, float *sums) {
+// `rows` rows of a store from `first` on, times the inputs of up to MOST_ROWS vectors. Those from `next` on are fetched, which
+// are computed next. sums: [rows, MOST_ROWS]
+static void block_products(const Store *s, int64_t first, int64_t next, int rows, const uint8_t *const *inputs, int count,
+                           float *sums) {
     const RowProduct *products = products_of(s);
+    const int64_t ahead = next - first;
     for (int row = 0; row < rows; row++) {
         float *to = sums + row * MOST_ROWS;
         switch (count) {
-            case 1: products[0](s, first + row, inputs, to); break;
-            case 2: products[1](s, first + row, inputs, to); break;
+            case 1: products[0](s, first + row, ahead, inputs, to); break;
+            case 2: products[1](s, first + row, ahead, inputs, to); break;
             case 3:
-                products[1](s, first + row, inputs, to);
-                products[0](s, first + row, inputs + 2, to + 2);
+                products[1](s, first + row, ahead, inputs, to);
+                products[0](s, first + row, 0, inputs + 2, to + 2);
                 break;
-            default: products[2](s, first + row, inputs, to);
+            default: products[2](s, first + row, ahead, inputs, to);
         }
     }
 }
@@ -488,19 +497,26 @@ static void list_pairs(Work *work) {
     work->num_used = used;
 }
 
-static void expand(const Work *work, const Used *used, int64_t block) {
+INLINE int64_t blocks_of(int64_t rows) { return (rows + BLOCK - 1) / BLOCK; }
+
+// One block of rows of an expert. `next`: that which comes then.
+static void expand(const Work *work, int64_t at, int64_t next) {
     const Layer *layer = work->call->layer;
     const Store *s = &layer->gate_up;
-    const int64_t inner = layer->inner, first = block * BLOCK, left = inner - first, size = input_bytes(s);
+    const int64_t inner = layer->inner, blocks = blocks_of(inner), first = at % blocks * BLOCK;
+    const int64_t left = inner - first, size = input_bytes(s);
     const int rows = left < BLOCK ? left : BLOCK;
+    const Used *used = work->used + at / blocks;
     const int64_t base = used->place * s->rows, of_bias = used->expert * s->rows;
+    const int64_t then = work->used[next / blocks].place * s->rows + next % blocks * BLOCK;
     for (int64_t start = 0; start < used->count; start += MOST_ROWS) {
         const int count = used->count - start < MOST_ROWS ? used->count - start : MOST_ROWS;
         const uint8_t *inputs[MOST_ROWS];
         float gates[BLOCK * MOST_ROWS], ups[BLOCK * MOST_ROWS];
         for (int i = 0; i < count; i++) inputs[i] = work->x + work->pairs[used->first + start + i].row * size;
-        block_products(s, base + first, rows, inputs, count, gates);
-        if (layer->is_gated) block_products(s, base + inner + first, rows, inputs, count, ups);
+        const int64_t gate = base + first, up = gate + inner;
+        block_products(s, gate, layer->is_gated ? up : then, rows, inputs, count, gates);
+        if (layer->is_gated) block_products(s, up, then, rows, inputs, count, ups);
         for (int i = 0; i < count; i++) {
             float *to = work->inner + (used->first + start + i) * inner + first;
             for (int row = 0; row < rows; row++) {
@@ -518,7 +534,8 @@ static void expand(const Work *work, const Used *used, int64_t block) {
     }
 }
 
-static void contract(const Work *work, int64_t block) {
+// One block of rows of all experts. `next`: that which comes then.
+static void contract(const Work *work, int64_t block, int64_t next) {
     const Call *call = work->call;
     const Layer *layer = call->layer;
     const Store *s = &layer->down;
@@ -528,12 +545,13 @@ static void contract(const Work *work, int64_t block) {
     memset(sums, 0, call->rows * BLOCK * sizeof(float));
     for (int64_t e = 0; e < work->num_used; e++) {
         const Used *used = work->used + e;
+        const int64_t then = e + 1 < work->num_used ? used[1].place * s->rows + first : work->used->place * s->rows + next * BLOCK;
         for (int64_t start = 0; start < used->count; start += MOST_ROWS) {
             const int count = used->count - start < MOST_ROWS ? used->count - start : MOST_ROWS;
             const uint8_t *inputs[MOST_ROWS];
             float values[BLOCK * MOST_ROWS];
             for (int i = 0; i < count; i++) inputs[i] = work->mid + (used->first + start + i) * size;
-            block_products(s, used->place * s->rows + first, rows, inputs, count, values);
+            block_products(s, used->place * s->rows + first, then, rows, inputs, count, values);
             for (int i = 0; i < count; i++) {
                 const Pair *pair = work->pairs + used->first + start + i;
                 for (int row = 0; row < rows; row++) {
@@ -557,6 +575,17 @@ int64_t experts_room(const Layer *layer, int64_t rows) {
            aligned(pairs * input_bytes(&layer->down));
 }
 
+// Calls `compute` with blocks of this thread. It takes the next one before, so that it can be fetched, but not the last ones:
+// others may be faster.
+INLINE void each_block(const Work *work, const Member *member, int64_t count, void (*compute)(const Work *, int64_t, int64_t)) {
+    const int64_t early = count - 2 * member->threads;
+    for (int64_t at = take(member->team, 1); at < count;) {
+        const int64_t next = at < early ? take(member->team, 1) : at;
+        compute(work, at, next < count ? next : at);
+        at = next == at ? take(member->team, 1) : next;
+    }
+}
+
 static void compute_experts(Work *work, const Member *member) {
     const Call *call = work->call;
     const Layer *layer = call->layer;
@@ -572,8 +601,7 @@ static void compute_experts(Work *work, const Member *member) {
         put_input(&layer->gate_up, values, work->x + row * input_bytes(&layer->gate_up), at % x_chunks);
     }
     await_barrier(member);
-    const int64_t blocks = (inner + BLOCK - 1) / BLOCK;
-    for (int64_t at; (at = take(member->team, 1)) < work->num_used * blocks;) expand(work, work->used + at / blocks, at % blocks);
+    each_block(work, member, work->num_used * blocks_of(inner), expand);
     await_barrier(member);
     for (int64_t at; (at = take(member->team, 1)) < work->num_pairs * mid_chunks;) {
         const int64_t pair = at / mid_chunks, first = at % mid_chunks * CHUNK;
@@ -583,7 +611,7 @@ static void compute_experts(Work *work, const Member *member) {
         put_input(&layer->down, values, work->mid + pair * input_bytes(&layer->down), at % mid_chunks);
     }
     await_barrier(member);
-    for (int64_t at; (at = take(member->team, 1)) < (width + BLOCK - 1) / BLOCK;) contract(work, at);
+    each_block(work, member, blocks_of(width), contract);
     await_barrier(member);
 }
 

@@ -6,7 +6,7 @@ Opening a checkpoint needs no torch and reads no weights, so that a node can siz
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -23,6 +23,10 @@ __all__ = ["Checkpoint", "StoredTensor", "TensorInfo", "content_sample", "open_c
 
 _SAMPLED_TENSORS: Final = 256
 _SAMPLED_BYTES: Final = 64
+_TEXT_FILES: Final = ("tokenizer", "tekken", "vocab", "merges", "added_tokens", "special_tokens_map", "chat_template")
+_PIECES: Final = 64
+_PIECE_BYTES: Final = 4096
+"""Of each text: a tokenizer has megabytes, a template some thousand bytes."""
 
 
 class Checkpoint(Protocol):
@@ -62,8 +66,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def content_sample(checkpoint: Checkpoint) -> str:
-    """A digest of bytes from matrices and vectors all over the weights: checkpoints that share a config differ in it.
-    Reads little, because a node does so with every model that it lists. Raises CheckpointError."""
+    """A digest of bytes from matrices and vectors all over the weights, and of the tokenizer and the template:
+    checkpoints that share a config differ in it. Reads little, because a node does so with every model that it lists.
+    Raises CheckpointError."""
     matrices, vectors = list[str](), list[str]()
     for name, info in sorted(checkpoint.tensors.items(), key=itemgetter(0)):
         (matrices if len(info.shape) > 1 else vectors).append(name)
@@ -75,7 +80,28 @@ def content_sample(checkpoint: Checkpoint) -> str:
             # From the middle: embeddings begin with rows of tokens that are never trained.
             stored.file.read_into(memoryview(piece), stored.offset + (stored.num_bytes - len(piece)) // 2)
             sampled.update(name.encode() + b"\0" + piece)
+    for piece in _text_pieces(checkpoint):
+        sampled.update(piece)
     return sampled.hexdigest()
+
+
+def _text_pieces(checkpoint: Checkpoint) -> Iterator[bytes]:
+    """Of what comes before the first weight of a GGUF file, and of the text files of a directory."""
+    if checkpoint.path.is_dir():
+        found = [
+            path for path in sorted(checkpoint.path.iterdir()) if path.name.startswith(_TEXT_FILES) and path.is_file()
+        ]
+        places = [(path.name, path, path.stat().st_size) for path in found]
+    else:
+        places = [
+            ("", checkpoint.path, min((checkpoint.stored(name).offset for name in checkpoint.tensors), default=0))
+        ]
+    for name, path, size in places:
+        yield f"{name} {size}\0".encode()
+        with path.open("rb") as file:
+            for start in range(0, size, max(_PIECE_BYTES, size // _PIECES)):
+                file.seek(start)
+                yield file.read(min(_PIECE_BYTES, size - start))
 
 
 def _only_gguf(directory: Path) -> Path:

@@ -79,7 +79,8 @@ SCHEMAS = f"""\
 ## Schemas
 
 An object has only the properties that its schema lists, as with Ollama, llama.cpp and vLLM, unless the schema says
-otherwise (`additionalProperties`, `patternProperties`), lists none, or describes the object in several parts (`allOf`).
+otherwise (`additionalProperties`, `patternProperties`), lists none, or describes the object in several parts that are
+more than lists of properties. Properties without a `type` make an object.
 
 Output that must follow a schema follows all of it, except parts that no grammar can express: a `pattern` with
 lookahead, lookbehind, a backreference or a word boundary, formats such as `path`, `uniqueItems`, `not`, `if`,

@@ -157,6 +157,16 @@ def test_digest_is_that_of_the_content(tmp_path: Path) -> None:
     assert base != inspect(tmp_path / "copy").digest
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_digest_tells_tokenizers_and_templates_apart(tmp_path: Path, name: str) -> None:
+    write_model(tmp_path / "m")
+    digests = set()
+    for text in ("", "a" * 300_000, "a" * 200_000 + "b" * 100_000):
+        (tmp_path / "m" / name).write_text(text)
+        digests.add(inspect(tmp_path / "m").digest)
+    assert len(digests) == 3
+
+
 def test_recurrent_layers_need_states_and_no_pages(tmp_path: Path) -> None:
     delta = {
         "model_type": "qwen3_next",

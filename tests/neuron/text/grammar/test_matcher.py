@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from cortex.neuron.text.errors import GrammarRejected, GrammarUnspellable
 from cortex.neuron.text.grammar.matcher import Matcher
+from cortex.neuron.text.grammar.trial import GrammarTrial
 from cortex.neuron.text.tokenizer.library import LibraryTokenizer
 from cortex.wire.requests import OutputFormat
 
@@ -179,11 +180,24 @@ def test_format_that_begins_with_what_no_token_spells_is_unspellable(
 
 def test_token_that_is_too_long_for_the_grammar_library_is_not_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    ids = {token: number for number, token in enumerate([*letters, "x" * 1024, "x" * 1025, "</s>"])}
+    ids = {token: number for number, token in enumerate([*letters, "x" * 1023, "x" * 1024, "</s>"])}
     backend = Tokenizer(models.BPE(vocab=ids, merges=[]))
     backend.decoder = decoders.ByteLevel()
     matcher = _matcher(LibraryTokenizer(backend, {}, (ids["</s>"],)), monkeypatch)
-    assert set(_allowed(matcher, "start: /x*/")) == {ids["x"], ids["x" * 1024], ids["</s>"]}
+    assert set(_allowed(matcher, "start: /x*/")) == {ids["x"], ids["x" * 1023], ids["</s>"]}
+
+
+@pytest.mark.parametrize("num_bytes", [1023, 1024, 2000])
+@pytest.mark.parametrize("special", [False, True])
+def test_grammars_are_judged_and_followed_with_an_added_token_of_any_length(
+    monkeypatch: pytest.MonkeyPatch, num_bytes: int, special: bool
+) -> None:
+    backend = llama()
+    backend.add_tokens([AddedToken("z" * num_bytes, normalized=False, special=special)])
+    tokenizer = LibraryTokenizer(backend, {}, (2,))
+    grammar = json.dumps({"grammars": [{"json_schema": SCHEMA}]})
+    assert GrammarTrial(tokenizer).verdict(grammar).problem is None
+    assert _matcher(tokenizer, monkeypatch).compile(grammar)
 
 
 def test_id_outside_the_text_ends_an_output_where_the_model_names_no_end_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
+from cortex.neuron.text.grammar.closed_objects import closed
 from cortex.neuron.text.tokenizer.tokenizer import Tokenizer
 from cortex.wire.fields.relaxed_schema import relaxed
 
@@ -63,7 +64,7 @@ class LarkGrammar:
     def json(self, schema: Mapping[str, Any], *, lenient: bool = False) -> str:
         """JSON of this schema without the parts that no grammar can express; `lenient` also ignores invalid ones. An
         object has no properties beyond those that its schema lists, unless the schema allows others."""
-        schema = _closed(relaxed(schema).schema)
+        schema = closed(relaxed(schema).schema)
         options = {"whitespace_pattern": _WHITE_SPACE, "lenient": lenient, "coerce_one_of": True}
         stated = schema.get("x-guidance")
         return self.other(
@@ -83,57 +84,6 @@ class LarkGrammar:
 
     def _need_text(self) -> None:
         self._has_text = True
-
-
-_OPEN: Final = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties", "minProperties"})
-"""Keywords about further properties of an object."""
-_JOINT: Final = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
-"""Keywords whose subschemas apply to the same value as the schema that contains them."""
-_NAMED: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
-"""Keywords whose values are schemas by name."""
-_DATA: Final = frozenset({"const", "default", "enum", "examples", "required", "x-guidance"})
-"""Keywords whose values are not schemas."""
-
-
-def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`schema` with `additionalProperties: false` for objects that list their properties and do not mention others.
-    Otherwise models write further ones until they run out of tokens; other servers close objects, too."""
-    try:
-        # Closed, each of the parts that describe one object would forbid the properties of the others.
-        return schema if _has_joint_parts(schema) else _with_closed_objects(schema)
-    except RecursionError:
-        return schema  # it is rejected when the grammar is built
-
-
-def _has_joint_parts(value: Any) -> bool:
-    if isinstance(value, list):
-        return any(map(_has_joint_parts, value))
-    if not isinstance(value, Mapping):
-        return False
-    parts = value.get("allOf")
-    is_joint = isinstance(parts, list) and len(parts) > 1
-    is_joint |= isinstance(value.get("properties"), Mapping) and not _JOINT.isdisjoint(value)
-    return is_joint or any(map(_has_joint_parts, value.values()))
-
-
-def _with_closed_objects(value: Any, *, is_named: bool = False) -> Any:
-    """`is_named`: `value` has schemas by name."""
-    if isinstance(value, list):
-        return list(map(_with_closed_objects, value))
-    if not isinstance(value, Mapping):
-        return value
-    made = {
-        key: each
-        if key in _DATA and not is_named
-        else _with_closed_objects(each, is_named=key in _NAMED and not is_named)
-        for key, each in value.items()
-    }
-    listed, required = value.get("properties"), value.get("required")
-    if not is_named and isinstance(listed, Mapping) and _OPEN.isdisjoint(value):
-        names = required if isinstance(required, list) else []
-        if all(name in listed for name in names if isinstance(name, str)):
-            made["additionalProperties"] = False
-    return made
 
 
 def literal(text: str) -> str:

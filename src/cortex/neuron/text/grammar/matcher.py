@@ -45,8 +45,8 @@ _UNSPELLABLE: Final = (
     "no token of this model's vocabulary spells what the format of the output needs next; ask for another format, or "
     "use another model"
 )
-_MAX_TOKEN_BYTES: Final = 1024
-"""The longest token that the grammar library accepts. A grammar never allows a longer one."""
+MAX_TOKEN_BYTES: Final = 1023
+"""The longest token that the grammar library accepts: it puts a byte before special ones. A grammar allows no longer one."""
 
 
 class Matcher:
@@ -234,7 +234,7 @@ class _Tokens:
         self.eos_token_id = next(chain(_ends(tokenizer), padding, self.special_token_ids, (num_ids - 1,)))
         # An id without bytes is never allowed.
         each_spelling = map(vocabulary.token_bytes, range(num_ids))
-        self.tokens = [spelled if len(spelled) <= _MAX_TOKEN_BYTES else b"" for spelled in each_spelling]
+        self.tokens = [spelled if len(spelled) <= MAX_TOKEN_BYTES else b"" for spelled in each_spelling]
 
     def __call__(self, text: str) -> list[int]:
         """The tokens that continue an output with `text`: only the first of them is allowed where no other text is."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
+from cortex.neuron.text.grammar.matcher import MAX_TOKEN_BYTES
 from cortex.neuron.text.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -74,7 +75,8 @@ class _TrialVocabulary:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         size = tokenizer.vocab_size
-        whole = {token.id: token.text.encode() for token in tokenizer.vocabulary.whole_tokens}
+        spelled = {token.id: token.text.encode() for token in tokenizer.vocabulary.whole_tokens}
+        whole = {number: text for number, text in spelled.items() if len(text) <= MAX_TOKEN_BYTES}
         self._first_byte = size
         self.eos_token_id = next(iter(tokenizer.eos_ids), size + 256)
         self.special_token_ids: Sequence[int] = [*whole, size + 256]

@@ -80,8 +80,8 @@ def content_sample(checkpoint: Checkpoint) -> str:
             # From the middle: embeddings begin with rows of tokens that are never trained.
             stored.file.read_into(memoryview(piece), stored.offset + (stored.num_bytes - len(piece)) // 2)
             sampled.update(name.encode() + b"\0" + piece)
-    for piece in _text_pieces(checkpoint):
-        sampled.update(piece)
+    for text in _text_pieces(checkpoint):
+        sampled.update(text)
     return sampled.hexdigest()
 
 

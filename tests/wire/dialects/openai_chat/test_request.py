@@ -231,6 +231,20 @@ def test_parses_thinking_switches(body: dict[str, Any], thinking: Thinking) -> N
     assert read(**body).thinking == thinking
 
 
+@pytest.mark.parametrize(
+    ("body", "is_inline"),
+    [
+        ({"reasoning_format": "none"}, True),
+        ({"reasoning_format": "deepseek"}, False),
+        ({"reasoning_format": "deepseek-legacy"}, False),
+        ({"reasoning_format": "deepseek-legacy", "stream": True}, True),
+        ({"separate_reasoning": False}, True),
+    ],
+)
+def test_reasoning_stays_in_the_content_where_the_format_says_so(body: dict[str, Any], is_inline: bool) -> None:
+    assert read(**body).thinking.inline is is_inline
+
+
 def test_parses_tool_choices() -> None:
     assert read(tools=[WEATHER], tool_choice="required").tool_choice == ToolChoice(mode="required")
     named = {"type": "function", "function": {"name": "weather"}}

@@ -46,7 +46,8 @@ _UNSPELLABLE: Final = (
     "use another model"
 )
 MAX_TOKEN_BYTES: Final = 1023
-"""The longest token that the grammar library accepts: it puts a byte before special ones. A grammar allows no longer one."""
+"""The longest token that the grammar library accepts, which puts a byte before special ones. A grammar never allows a
+longer one."""
 
 
 class Matcher:

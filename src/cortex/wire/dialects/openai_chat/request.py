@@ -143,9 +143,10 @@ def _read_thinking(fields: Fields, template_args: dict[str, Any]) -> Thinking:
 def _is_inline(fields: Fields) -> bool:
     """Whether reasoning is to stay in the content."""
     form = fields.text("reasoning_format") or "auto"
-    if form not in ("auto", "deepseek", "none"):
+    if form not in ("auto", "deepseek", "deepseek-legacy", "none"):
         raise fields.invalid("reasoning_format", f"'{shorten(form)}' is not known; use auto, deepseek or none")
-    return form == "none" or fields.flag("separate_reasoning") is False
+    is_legacy = form == "deepseek-legacy" and fields.flag("stream") is True
+    return form == "none" or is_legacy or fields.flag("separate_reasoning") is False
 
 
 def _read_template_args(fields: Fields) -> dict[str, Any]:

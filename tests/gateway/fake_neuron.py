@@ -16,6 +16,7 @@ from cortex.wire.events import Usage
 from cortex.wire.model_names import is_uploaded
 from cortex.wire.node import usage_report
 from cortex.wire.node.bench import BenchRequest, BenchStatus
+from cortex.wire.node.contexts import ContextSizes
 from cortex.wire.node.headers import PRINCIPAL
 from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.node.orders import (
@@ -106,6 +107,7 @@ class FakeNeuron:
     sampling: dict[str, SamplingDefaults] = field(default_factory=dict)
     capabilities: dict[str, Capabilities] = field(default_factory=dict)
     """What models can do whose files it has read; the others are chat models once they are loaded."""
+    contexts: dict[str, ContextSizes] = field(default_factory=dict)
     templates: dict[str, str] = field(default_factory=dict)
     """The chat templates of models whose files it has."""
     first_token_s: float | None = None
@@ -168,6 +170,8 @@ class FakeNeuron:
             kv_host=self.kv_host if state is ModelState.READY else None,
             host_bytes=self.sizes[model] // 2 if state is ModelState.ASLEEP else 0,
             disk_bytes=self.sizes[model] if model in self.quants_on_disk else None,
+            contexts=self.contexts.get(model),
+            least_bytes=self.contexts[model].sizes[0].num_bytes if model in self.contexts else None,
             context_tokens=32768,
             max_input_tokens=30000,
             max_output_tokens=8192,

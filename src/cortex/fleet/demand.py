@@ -118,6 +118,8 @@ class Demand:
     def load_began(self, target: Target, *, for_requests: bool) -> None:
         """This gateway has ordered a load, for waiting requests or for an operator."""
         self._uses[target] = _Use(set() if for_requests else {SOMEBODY})
+        if not for_requests:
+            self._reloads.pop(target[1], None)  # what limited the context then may be gone
 
     def load_ended(self, target: Target, now: float) -> None:
         if (use := self._uses.get(target)) is not None:

@@ -95,3 +95,26 @@ def test_model_gets_its_full_context_of_an_idle_model_and_less_is_said_everywher
     assert [(each["kind"], each["why"]) for each in events] == [("model_loaded", limited)]
     for log in (node.log, gateway.log):
         assert limited in log.read_text()
+
+
+def test_rejected_prompt_has_its_model_loaded_again_once_the_other_is_no_longer_pinned(
+    node: Daemon, gateway: Daemon
+) -> None:
+    for model in ("long", "other"):
+        order(gateway, model, "load")
+        order(gateway, model, "unload", unpin=True)
+    order(gateway, "other", "pin")
+    order(gateway, "long")
+    assert node.model("long")["context_tokens"] < 32_768
+    body = {"model": "long", "prompt": [5] * 30_000, "max_tokens": 1}
+
+    def is_rejected() -> bool:
+        status, response = gateway.call("/v1/completions", body)
+        assert status == 200 or response["error"]["code"] == "context_length_exceeded", response
+        return status != 200
+
+    assert is_rejected()
+    assert node.model("other")["state"] == "ready"
+    order(gateway, "other", "unpin")
+    wait_until(lambda: not is_rejected(), "the model kept its short context")
+    assert node.model("long")["context_tokens"] == FULL

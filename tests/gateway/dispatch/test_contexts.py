@@ -71,42 +71,95 @@ def test_load_that_finds_less_room_than_decided_evicts_for_its_context() -> None
     assert node_of(got) == "n"
 
 
-def test_request_for_a_longer_context_has_an_idle_model_loaded_again_with_it() -> None:
-    fake = FakeFleet({"n": {"m": 6 * GB, "other": 16 * GB}})
+def both_ready(context_tokens: int) -> FakeFleet:
+    """The model with less than its full context next to an idle one, which leaves it 16,384 tokens."""
+    fake = FakeFleet({"n": {"m": 4 * GB, "other": 20 * GB}})
     fake.contexts["m"] = CONTEXTS
-    fake.context_tokens["m"] = 32_768
+    fake.context_tokens["m"] = context_tokens
     fake.ready["n"] |= {"m": 900.0, "other": 900.0}
     fake.poll()
+    return fake
+
+
+def finish_unload_of(fake: FakeFleet, model: str) -> None:
+    del fake.ready["n"][model]
+    fake.poll()
+    fake.dispatcher.unload_ended(ModelOnNode("n", model), None)
+
+
+def test_request_for_a_longer_context_has_an_idle_model_loaded_again_with_it() -> None:
+    fake = both_ready(32_768)
     ask = fake.dispatcher.ask_for_context
-    assert ask("m", 32_768) is None
+    ask("m", 32_768)
     lease = lease_of(fake.ask("m"))
-    assert ask("m", 100_000) is None, "a request runs"
+    ask("m", 100_000)
+    assert fake.unloads == [], "it has that context, or a request runs"
     fake.dispatcher.release(lease)
-    place = ask("m", 100_000)
-    assert place == ModelOnNode("n", "m")
-    assert ask("m", 100_000) is None, "once is enough"
-    fake.operator.unload("m", "n")
+    ask("m", 100_000)
+    assert fake.unloads == [("n", "other", "evicted"), ("n", "m", "evicted")]
+    assert not fake.sleeps[1], "it would wake with the context that it has"
     got = fake.ask("m")
-    fake.finish_unload()
-    assert fake.unloads == [("n", "m", "operator"), ("n", "other", "evicted")]
-    fake.finish_unload()
+    finish_unload_of(fake, "m")
+    assert (fake.loads, got) == ([], [])
+    finish_unload_of(fake, "other")
     (request,) = fake.load_requests
     assert request.min_context_tokens is not None
     assert 90_000 < request.min_context_tokens <= 100_000
     fake.context_tokens["m"] = 100_000
     fake.finish_load()
-    assert node_of(got) == "n"
+    fake.dispatcher.release(lease_of(got))
+    ask("m", FULL)
+    assert len(fake.unloads) == 2, "once is enough"
 
 
 def test_context_that_memory_does_not_allow_unloads_nothing() -> None:
-    fake = FakeFleet({"n": {"m": 6 * GB, "other": 16 * GB}})
-    fake.contexts["m"] = CONTEXTS
-    fake.context_tokens["m"] = 32_768
-    fake.ready["n"] |= {"m": 900.0, "other": 900.0}
-    fake.poll()
+    fake = both_ready(32_768)
     fake.operator.pin("other")
-    assert fake.dispatcher.ask_for_context("m", 100_000) is None
+    fake.dispatcher.ask_for_context("m", 100_000)
     fake.dispatcher.change_pins(removed=[ModelOnNode("n", "other")])
     fake.context_tokens["m"] = FULL
     fake.poll()
-    assert fake.dispatcher.ask_for_context("m", 2 * FULL) is None, "it has what it was made for"
+    fake.dispatcher.ask_for_context("m", 2 * FULL)
+    assert fake.unloads == [], "it has what it was made for"
+
+
+def test_prompt_over_a_cut_context_has_the_model_loaded_again_once_evictions_make_room() -> None:
+    fake = both_ready(16_384)
+    exceeded = fake.dispatcher.prompt_exceeded
+    fake.operator.pin("other")
+    exceeded("m", 30_000, "request")
+    assert fake.unloads == [], "the other is pinned"
+    fake.operator.unpin("other")
+    exceeded("m", 2 * FULL, "request")
+    exceeded("m", 30_000, "background")
+    assert fake.unloads == [], "no context suffices, and background requests evict nothing"
+    exceeded("m", 30_000, "request")
+    assert fake.unloads == [("n", "other", "evicted"), ("n", "m", "evicted")]
+    for model in ("other", "m"):
+        finish_unload_of(fake, model)
+    (request,) = fake.load_requests
+    assert request.min_context_tokens == 30_720
+
+
+def test_pinned_model_is_loaded_again_for_a_longer_context_and_stays_pinned() -> None:
+    fake = both_ready(16_384)
+    fake.operator.pin("m")
+    fake.dispatcher.prompt_exceeded("m", 30_000, "request")
+    assert fake.unloads == [("n", "other", "evicted"), ("n", "m", "evicted")]
+    assert fake.dispatcher.pins == {ModelOnNode("n", "m")}
+
+
+def test_load_of_an_operator_permits_another_reload() -> None:
+    fake = both_ready(16_384)
+    fake.dispatcher.prompt_exceeded("m", 30_000, "request")
+    for model in ("other", "m"):
+        finish_unload_of(fake, model)
+    fake.finish_load()
+    fake.dispatcher.prompt_exceeded("m", 30_000, "request")
+    assert len(fake.unloads) == 2, "the load gave it no more"
+    fake.operator.unload("m")
+    finish_unload_of(fake, "m")
+    fake.operator.load("m")
+    fake.finish_load()
+    fake.dispatcher.prompt_exceeded("m", 30_000, "request")
+    assert fake.unloads[3:] == [("n", "m", "evicted")]

@@ -12,6 +12,9 @@ from aiohttp import web
 from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.fleet.rules import EvictionRules
 from cortex.gateway.ledger.keys import generate
+from cortex.wire.errors import prompt_too_long
+from cortex.wire.node.contexts import ContextSize, ContextSizes
+from cortex.wire.node.headers import PROMPT_TOKENS
 from cortex.wire.node.protocol import ModelState
 
 from ...ports import free_port
@@ -277,3 +280,35 @@ async def test_shutdown_rejects_new_and_waiting_requests(neurons: StartNeuron, s
     status, body = await waiting
     assert (status, body["error"]["code"]) == (503, "shutting_down")
     await closing
+
+
+async def test_model_that_rejects_a_prompt_is_loaded_again_in_the_place_of_idle_ones(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    """Its context of 32,768 tokens is less than memory allows without them."""
+
+    async def respond(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if node.load_requests:
+            return await plain_response(node, request, body)
+        error = prompt_too_long(60_000, 32_768)
+        headers = {PROMPT_TOKENS: "60000"}
+        return web.json_response({"error": {"message": error.message, "code": error.code}}, status=400, headers=headers)
+
+    contexts = ContextSizes(
+        limit_tokens=131_072,
+        full_tokens=131_072,
+        wanted_tokens=32_768,
+        empty_tokens=131_072,
+        full_bytes=18 * GB,
+        sizes=(ContextSize(tokens=1, num_bytes=2 * GB), ContextSize(tokens=131_072, num_bytes=18 * GB)),
+    )
+    sizes, states = {"long": 6 * GB, "other": 16 * GB}, {"long": READY, "other": READY}
+    beast = await neurons("beast", sizes=sizes, states=states, contexts={"long": contexts}, respond=respond)
+    client = await start_gateway(beast)
+    status, body = await client.chat("long")
+    assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+    await until(lambda: beast.load_requests)
+    assert {request.model_id for request in beast.unload_requests} == {"long", "other"}
+    status, body = await client.chat("long")
+    assert status == 200
+    assert (beast.load_requests[0].min_context_tokens or 0) > 56_000

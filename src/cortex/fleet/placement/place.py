@@ -318,9 +318,11 @@ def preference(assessment: Assessment, rules: PlacementRules) -> tuple[float | s
     )
 
 
-def to_load_again(model_id: str, tokens: int, fleet: Fleet, now: float) -> ModelOnNode | None:
-    """The idle replica that would get a context of `tokens` by a reload that evicts only idle models. None if a replica
-    has it already, requests would be lost, or memory is lacking. Models of several nodes are not reloaded."""
+def to_load_again(
+    model_id: str, tokens: int, fleet: Fleet, now: float, *, origin: Origin = "request"
+) -> Decision | None:
+    """The reload that gives an idle replica a context of `tokens` and evicts only idle models. None if a replica has
+    it already, requests would be lost, or memory is lacking. Models of several nodes are not reloaded."""
     spec = fleet.catalogue.spec(model_id)
     for node in fleet.listing(model_id):
         held = node.residencies[model_id]
@@ -328,18 +330,17 @@ def to_load_again(model_id: str, tokens: int, fleet: Fleet, now: float) -> Model
             return None
     for node in fleet.listing(model_id):
         held = node.residencies[model_id]
-        is_protected = held.pinned or spec.is_pinned_on(node.name) or held.is_busy or held.closed
-        is_movable = held.state is ModelState.READY and not is_protected
+        is_movable = held.state is ModelState.READY and not (held.is_busy or held.closed)
         if not (is_movable and node.healthy and node.takes_orders and not node.draining) or held.status.nodes:
             continue
         emptied = _without(node, held)
         need = need_of(spec, emptied, fleet)
         if need is None or need.contexts is None or need.contexts.full_tokens <= (held.status.context_tokens or 0):
             continue
-        found = assess(spec, emptied, fleet.with_node(emptied), now, origin="request")
+        found = assess(spec, emptied, fleet.with_node(emptied), now, origin=origin)
         is_start = found.verdict in (Verdict.FITS, Verdict.FITS_AFTER_EVICTION)
         if is_start and (found.context_tokens or 0) >= tolerated(min(tokens, need.contexts.full_tokens)):
-            return ModelOnNode(node.name, model_id)
+            return decided(spec, fleet, now, origin, [found])
     return None
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from cortex.fleet.demand import SOMEBODY
 from cortex.fleet.memory import ledger
 from cortex.fleet.placement import explain
-from cortex.fleet.placement.decision import Decision, Verdict
+from cortex.fleet.placement.decision import Decision, Origin, Verdict
 from cortex.fleet.placement.eviction import due_for_recycling, expired, over_ceilings
 from cortex.fleet.placement.place import UnmetPin, place, to_load_again, unmet_pins
 from cortex.fleet.placement.search import search
@@ -137,15 +137,24 @@ class Dispatcher(DispatchView, StateMachine):
         for other in [each for each, until in kept.items() if until <= now]:
             del kept[other]
 
-    def ask_for_context(self, model: str, tokens: int) -> ModelOnNode | None:
-        """A request asks for a context of `tokens`, which later loads get. Returns the replica to reload for it, if
-        any."""
-        now, fleet = self._clock(), self.fleet
+    @event
+    def ask_for_context(self, model: str, tokens: int, origin: Origin = "request") -> None:
+        """A request needs a context of `tokens`, which later loads get. An idle replica is reloaded for it, if idle
+        models can be evicted."""
+        now = self._clock()
         self._demand.asks(model, tokens, now)
-        if self._is_applying or self._queues.depths.get(model):
-            return None
-        place = to_load_again(model, tokens, fleet, now)
-        return place if place is not None and self._demand.may_reload(model, now) else None
+        if self._queues.depths.get(model):
+            return
+        decision = to_load_again(model, tokens, self.fleet, now, origin=origin)
+        if decision is not None and self._demand.may_reload(model, now):
+            self._event_log.decided(decision)
+            self._jobs.start(decision, again=True)
+
+    def prompt_exceeded(self, model: str, tokens: int, origin: Origin) -> None:
+        """A node rejected a prompt of `tokens` tokens, which is too long for the context that the model has there."""
+        full_tokens = [held.status.full_context_tokens or 0 for _, held in self.fleet.replicas(model)]
+        if tokens < max(full_tokens, default=0):
+            self.ask_for_context(model, tokens + 1, origin)
 
     def _check_limit(self, model: str) -> None:
         """Raises RateLimitExceeded for a request beyond the `max_requests` of its model."""

@@ -109,14 +109,16 @@ class ModelJobs:
         self._recycled: dict[str, set[int]] = {}
         """Devices with a new worker, on nodes where others still have the old one."""
 
-    def start(self, decision: Decision) -> None:
-        """Carry out a decision to load or wake, victims first. Does nothing when the load is under way already."""
+    def start(self, decision: Decision, *, again: bool = False) -> None:
+        """Carry out a decision to load or wake, victims first. Does nothing when the load is under way already.
+        `again`: the model is loaded there, and is unloaded first."""
         if decision.chosen is None:
             return
         target = ModelOnNode(decision.chosen.node, decision.model_id)
         if target in self._fleet_state.loads:
             return
         self._fleet_state.failures.pop(target, None)
+        victims = (*decision.evictions, *([target] if again else ()))
         job = LoadJob(
             target,
             decision.chosen.reservation(target.model),
@@ -125,17 +127,17 @@ class ModelJobs:
             decision.origin,
             min_context_tokens=decision.chosen.min_context_tokens,
             max_bytes=decision.max_bytes,
-            victims=frozenset(decision.evictions),
+            victims=frozenset(victims),
             wakes=decision.action == "wake",
             parts=tuple((part.node, part.reservation(target.model)) for part in decision.parts),
         )
         self._fleet_state.loads[target] = job
         self._demand.load_began(target, for_requests=decision.origin in ("request", "background"))
-        for victim in decision.evictions:
+        for victim in victims:
             holder = self._fleet_state.fleet.node(victim.node)
             # A model that puts weights into host memory needs the room that a sleeping one would take there.
             frees = holder is not None and is_freed_by_sleep(holder) and decision.chosen.split is None
-            self.unload(victim, cause="evicted", for_model=target.model, sleep=frees)
+            self.unload(victim, cause="evicted", for_model=target.model, sleep=frees and victim != target)
         if not job.victims:
             self._load(job)
 

@@ -130,7 +130,7 @@ _DIMENSIONS_HEADER = DIMENSIONS.encode()
 _PROMPT_TOKENS_HEADER = PROMPT_TOKENS.encode()
 _RECOVERS_HEADER = RECOVERS.encode()
 _RELAYED_HEADER = RELAYED.encode()
-_REPORTS = frozenset((_USAGE_HEADER, _DIMENSIONS_HEADER, _RELAYED_HEADER))
+_REPORTS = frozenset((_USAGE_HEADER, _DIMENSIONS_HEADER, _RELAYED_HEADER, _PROMPT_TOKENS_HEADER))
 """Headers in which nodes report about a response."""
 _OVERLOADED = (503, 529)
 
@@ -149,6 +149,7 @@ class ProxyRequest:
         "_is_unread",
         "_lease",
         "_pending",
+        "_prompt_tokens",
         "_relay",
         "_rewriting",
         "_translation",
@@ -184,6 +185,8 @@ class ProxyRequest:
         self._rewriting: asyncio.Task[None] | None = None
         """Work on a large body in another process, before it is sent."""
         self._usage_header: bytes | None = None
+        self._prompt_tokens = 0
+        """The length of a prompt that the node rejected, over the context or the token limit."""
         self._is_unread = False
         """Whether the node has not parsed the response either."""
         is_stream = route.generates and summary.stream
@@ -348,6 +351,7 @@ class ProxyRequest:
         """Try another node if this one cannot serve the request now and another might."""
         self._accounting.status = status
         self._usage_header = None
+        self._prompt_tokens = 0
         self._is_unread = False
         for name, value in headers:
             if name in _REPORTS:
@@ -380,7 +384,7 @@ class ProxyRequest:
             self._excluded = NO_NODES
         elif status in _OVERLOADED and lease.has_alternatives:
             self._excluded |= {lease.node}
-        elif status == errors.InsufficientQuota.status and is_ours and self._has_more_tokens(headers):
+        elif status == errors.InsufficientQuota.status and is_ours and self._has_more_tokens():
             self._release(f"status {status}")
             self.go()
             return False
@@ -403,13 +407,14 @@ class ProxyRequest:
             self._accounting.reported_first_token_s = usage_report.first_token_s(value)
         elif name == _RELAYED_HEADER:
             self._is_unread = True
+        elif name == _PROMPT_TOKENS_HEADER:
+            self._prompt_tokens = int(value[:9]) if value.isdigit() else 0
         elif value.isdigit():
             self._accounting.dimensions = int(value[:9])
 
-    def _has_more_tokens(self, headers: Headers) -> bool:
+    def _has_more_tokens(self) -> bool:
         """Whether the budget has enough for the prompt, which has more tokens than the node's limit."""
-        counted = next((int(value) for name, value in headers if name == _PROMPT_TOKENS_HEADER and value.isdigit()), 0)
-        before = self.admitted.reservation.token_limit
+        counted, before = self._prompt_tokens, self.admitted.reservation.token_limit
         if before is None or not counted:
             return False
         try:
@@ -485,6 +490,8 @@ class ProxyRequest:
         self._release(accounting.error_code)
         if accounting.status >= 400:
             accounting.relayed_code = failure_report.from_body(end_of_body)
+        if accounting.status == errors.ContextLengthExceeded.status and self._prompt_tokens and lease is not None:
+            self.services.dispatcher.prompt_exceeded(lease.model, self._prompt_tokens, self.admitted.origin)
         if self._translation is not None:
             usage = self._translation.usage
         else:

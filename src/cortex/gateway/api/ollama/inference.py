@@ -57,15 +57,14 @@ class OllamaInference:
         self._inference.serve(received, keeper)
 
     def _ask_for_context(self, key: KeySection | None, name: str, tokens: int) -> None:
-        """Unload the model where the next load, for which the request then waits, gets that context."""
+        """Reload the model with that context if possible; the request then waits for it."""
         dispatcher = self._inference.services.dispatcher
         try:
             model = dispatcher.resolve(name).model_id
         except ModelNotFound:
             return  # its own error follows
-        place = dispatcher.ask_for_context(model, tokens) if may_use(key, model) else None
-        if place is not None:
-            self._operator.unload(place.model, place.node)
+        if may_use(key, model):
+            dispatcher.ask_for_context(model, tokens)
 
     def _keep(self, name: str, keep_alive_s: float) -> None:
         """Keep the model after a response, within the operator's limit."""

@@ -55,6 +55,8 @@ class ModelController:
         self.model_id = model.id
         self.model = model
         """The options of the latest or the next load."""
+        self.num_orders = 0
+        """How often somebody has set the options of a load; a reload has those of the one before."""
         self.life = Lifecycle(since_s=time.monotonic())
         self.instance: Instance | None = None
         """The loaded or sleeping model; None while nothing of it is in memory."""
@@ -93,6 +95,7 @@ class ModelController:
             self.unload_sleeping()
         if self.life.state in (ModelState.COLD, ModelState.FAILED) or self._is_leaving:
             self.model = model
+            self.num_orders += 1
 
     def want_ready(self, model: KnownModel) -> None:
         """Starts to load `model`. Joins a load in progress or done, whatever its options, because the node has already

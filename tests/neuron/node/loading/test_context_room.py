@@ -183,3 +183,15 @@ async def test_model_does_not_grow_while_the_room_is_taken(tmp_path: Path, worke
         (idle,) = [each for each in node._models.idle() if each.holding.model_id == "long"]  # noqa: SLF001
         assert await room._target(idle, context(before)) is None  # noqa: SLF001
         assert context(node.model("long")) == context(before)
+
+
+async def test_ordered_load_starts_afresh_after_a_reload(tmp_path: Path, workers: WorkerFactory) -> None:
+    """A shorter context after it is no failure of that reload, for which growth would pause."""
+    async with running(tmp_path, workers) as node:
+        ordered = LoadRequest(model_id="long", min_context_tokens=1)
+        for _ in range(2):
+            await node.load(LoadRequest(model_id="other", min_context_tokens=1), wait=True)
+            assert context(await node.load(ordered, wait=True)) < 32_768
+            await node.unload(UnloadRequest(model_id="other"))
+            await until(lambda: context(node.model("long")) == FULL and node.model("long").state is ModelState.READY)
+            await node.unload(UnloadRequest(model_id="long"))

@@ -2,7 +2,7 @@
 context fits.
 
 A load ordered by a gateway evicts nothing here, because the gateway decides which models stay. Such a model grows as
-soon as memory is free.
+soon as memory is free; the gateway orders the rest.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from cortex.neuron.node.controller import ModelController
 from cortex.neuron.node.harness.estimates import FileMetadata
 from cortex.neuron.node.library import KnownModel
 from cortex.neuron.node.loading.device_allocator import DeviceAllocator
@@ -76,10 +77,8 @@ class _Reload:
     target: int
     num_failures: int
     """Consecutive reloads that gave less context than expected."""
-
-    def has_failed(self, tokens: int) -> bool:
-        """Whether a model with a context of `tokens` got less than expected."""
-        return tokens < tolerated(self.target)
+    num_orders: int
+    """Loads that were ordered before it."""
 
 
 class ContextAllocator:
@@ -103,7 +102,7 @@ class ContextAllocator:
         self._seen: dict[str, int] = {}
         """Model id → consecutive checks that found room for a longer context."""
         self._reloads: dict[str, _Reload] = {}
-        """The latest one of each model."""
+        """The latest one of each model since its load was ordered."""
 
     async def make_room(self, model: KnownModel, metadata: FileMetadata) -> bool:
         """Unloads idle models for the context that the load of `model` asks for. False, with nothing unloaded, if that
@@ -161,9 +160,10 @@ class ContextAllocator:
         if not any(each.instance is idle.instance for each in self._models.idle()):  # a request came meanwhile
             return False
         log.info("%s: loaded again for a context of %d tokens instead of %d", model.id, target, tokens)
-        before = self._reloads.get(model.id)
-        num_failures = 0 if before is None or not before.has_failed(tokens) else before.num_failures + 1
-        self._reloads[model.id] = _Reload(asyncio.get_running_loop().time(), target, num_failures)
+        failed = self._failed_reload(idle.controller, tokens)
+        num_failures = 0 if failed is None else failed.num_failures + 1
+        now_s, num_orders = asyncio.get_running_loop().time(), idle.controller.num_orders
+        self._reloads[model.id] = _Reload(now_s, target, num_failures, num_orders)
         idle.controller.reload()
         return True
 
@@ -171,7 +171,7 @@ class ContextAllocator:
         """The longest context that the model can have and is worth another load."""
         model = idle.controller.model
         contexts, inspection = self._loader.contexts(model), self._loader.inspections.get(model.id)
-        if contexts is None or inspection is None or not self._may_retry(model.id, tokens):
+        if contexts is None or inspection is None or not self._may_retry(idle.controller, tokens):
             return None
         evictable = self._evictable(model.id, idle.idle_s) if model.min_context_tokens is None else []
         for target in growth(contexts, tokens):
@@ -183,8 +183,15 @@ class ContextAllocator:
                 return target
         return None
 
-    def _may_retry(self, model_id: str, tokens: int) -> bool:
-        before = self._reloads.get(model_id)
-        if before is None or not before.has_failed(tokens):
+    def _failed_reload(self, controller: ModelController, tokens: int) -> _Reload | None:
+        """The latest reload, if it gave less context than expected: only `tokens`."""
+        latest = self._reloads.get(controller.model_id)
+        if latest is None or latest.num_orders != controller.num_orders:
+            return None
+        return latest if tokens < tolerated(latest.target) else None
+
+    def _may_retry(self, controller: ModelController, tokens: int) -> bool:
+        failed = self._failed_reload(controller, tokens)
+        if failed is None:
             return True
-        return asyncio.get_running_loop().time() - before.at_s >= self._rules.retry_s * (1 << before.num_failures)
+        return asyncio.get_running_loop().time() - failed.at_s >= self._rules.retry_s * (1 << failed.num_failures)

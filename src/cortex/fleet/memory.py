@@ -221,7 +221,7 @@ def need_of(spec: ModelSpec, node: Node, fleet: Fleet) -> MemoryNeed | None:
     """
     held = node.residencies.get(spec.id)
     status = None if held is None else sized_for(spec, held.status)
-    contexts = None if status is None else _contexts(spec, status)
+    contexts = None if status is None else contexts_of(spec, status)
     if contexts is not None and fleet.demand is not None and (tokens := fleet.demand.wanted_context(spec.id)):
         contexts = contexts.wanting(tokens)
     takes_bytes = None if status is None else whole_measured_bytes(status)
@@ -267,7 +267,7 @@ def host_left_bytes(node: Node) -> int:
     return max(0, min(limits) - node.host.weight_bytes - reserved)
 
 
-def _contexts(spec: ModelSpec, status: ModelStatus) -> ContextSizes | None:
+def contexts_of(spec: ModelSpec, status: ModelStatus) -> ContextSizes | None:
     """The sizes of the whole model's contexts, with the one that the catalogue names."""
     if status.contexts is None:
         return None
@@ -278,7 +278,7 @@ def _contexts(spec: ModelSpec, status: ModelStatus) -> ContextSizes | None:
 def _estimated_bytes(spec: ModelSpec, status: ModelStatus) -> int | None:
     """The node's estimate of the whole model, with the catalogue's context, which may differ from that of the node's
     own entry."""
-    estimate_bytes, contexts = _whole(status, status.estimate_bytes), _contexts(spec, status)
+    estimate_bytes, contexts = _whole(status, status.estimate_bytes), contexts_of(spec, status)
     if estimate_bytes is None or contexts is None or status.contexts is None or spec.context_tokens is None:
         return estimate_bytes
     is_longer = contexts.full_tokens > status.contexts.full_tokens

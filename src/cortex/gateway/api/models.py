@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 
 from cortex.fleet.catalogue import MEBIBYTE, ModelSpec, is_pattern
-from cortex.fleet.memory import sized_for
+from cortex.fleet.memory import contexts_of, sized_for
 from cortex.fleet.topology import Fleet, Node, Residency
 from cortex.wire.model_names import is_uploaded
-from cortex.wire.node.protocol import Capabilities, ModelState
+from cortex.wire.node.protocol import Capabilities, ModelState, ModelStatus
 
 FeasibleOn = Callable[[str], tuple[str, ...]]
 """The nodes that could serve the model with this id, now or after making room."""
@@ -161,13 +161,25 @@ def _limits(spec: ModelSpec, held: list[tuple[Node, Residency]]) -> tuple[int | 
     """The smallest limits of context, prompt and response among the ready replicas. If none is ready, the limits
     expected on the node with the most memory for it, at most those of its entry."""
     ready = [residency.status for _, residency in held if residency.state is ModelState.READY]
-    statuses = ready or sorted((each.status for _, each in held), key=lambda status: -(status.context_tokens or 0))[:1]
+    loaded = [_as_loaded(spec, each.status) for _, each in held]
+    statuses = ready or sorted(loaded, key=lambda status: -(status.context_tokens or 0))[:1]
     contexts = [status.context_tokens for status in statuses if status.context_tokens is not None]
     outputs = [status.max_output_tokens for status in statuses if status.max_output_tokens is not None]
     inputs = [status.max_input_tokens for status in statuses if status.max_input_tokens is not None]
     named = [] if ready or spec.context_tokens is None else [spec.context_tokens]
     context = min((*contexts, *named), default=spec.context_tokens)
     return context, min((*inputs, *named), default=context), min((*outputs, *named), default=context)
+
+
+def _as_loaded(spec: ModelSpec, status: ModelStatus) -> ModelStatus:
+    """The limits after a load with the context of the catalogue, which replaces that of the node's configuration."""
+    contexts = contexts_of(spec, status)
+    if contexts is None or not contexts.empty_tokens or status.state is ModelState.ASLEEP:  # it wakes as it is
+        return status
+    tokens = min(contexts.full_tokens, contexts.empty_tokens)
+    is_prompt_limited = (status.max_input_tokens or 0) < (status.context_tokens or 0)
+    most_input = min(status.max_input_tokens or tokens, tokens) if is_prompt_limited else tokens
+    return msgspec.structs.replace(status, context_tokens=tokens, max_input_tokens=most_input, max_output_tokens=tokens)
 
 
 def _cut_context(spec: ModelSpec, held: list[tuple[Node, Residency]]) -> dict[str, int]:

@@ -55,6 +55,8 @@ async def test_dry_runs_are_no_changes(neurons: StartNeuron, start_gateway: Star
     for model, order in (("a", "unload"), ("b", "load"), ("b", "pin")):
         body = {"dry_run": True}
         assert (await client.post(f"/fleet/models/{model}/{order}", body, **bearer(operator)))[0] == 200
+    for model, order, status in (("nosuch", "load", 404), ("b", "unload", 404), ("b", "unpin", 400)):
+        assert (await client.post(f"/fleet/models/{model}/{order}", body, **bearer(operator)))[0] == status
     assert (await client.post("/fleet/models/b/load", {"dry_run": True}, **bearer(user)))[0] == 403
     entries = (await client.get("/fleet/audit", **bearer(operator)))[1]["entries"]
     assert [(entry["key_name"], entry["status"]) for entry in entries] == [("ben", 403)], "rejected attempts are kept"

@@ -129,6 +129,8 @@ class OrderRoutes:
         request = exchange.request
         by = self._api.authenticate_operator(request)
         details = read_body(request.body, _Order)
+        if details.dry_run:
+            exchange.on_status(None)  # nothing changes, so the audit log does not list it
         model = self._api.dispatcher.resolve(name).model_id
         if order == "unpin" or (order == "pin" and not details.pinned):
             if details.dry_run:
@@ -137,9 +139,7 @@ class OrderRoutes:
             self._respond_stored(exchange, json_response({"model": model, "nodes": nodes}))
             return None
         if details.dry_run:
-            preview = self._preview(model, order, details)
-            exchange.on_status(None)  # nothing changes, so the audit log does not list it
-            return json_response({"dry_run": True} | preview)
+            return json_response({"dry_run": True} | self._preview(model, order, details))
         job, nodes = self._start(model, order, details, by)
         if details.wait:
             job.on_end(lambda: self._respond_stored(exchange, _ended(job)))

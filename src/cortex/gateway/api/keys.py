@@ -126,7 +126,7 @@ class KeyRoutes:
         sees_all = key is None or key.operator
         body: dict[str, Any] = {
             "groups": [
-                self._group_json(group, counters)
+                self._group_json(group, counters, seen_by=None if sees_all else key)
                 for group in in_force.groups
                 if sees_all or (key is not None and key.group == group.name)
             ],
@@ -286,11 +286,15 @@ class KeyRoutes:
             public | left | {"is_expired": time.time() >= key.expires_at, "source": "file" if is_file else "database"}
         )
 
-    def _group_json(self, group: GroupSection, counters: Mapping[str, Counters]) -> dict[str, Any]:
+    def _group_json(
+        self, group: GroupSection, counters: Mapping[str, Counters], *, seen_by: KeySection | None = None
+    ) -> dict[str, Any]:
+        """`seen_by`: the key that sees no name of a member but its own; None for operators."""
         is_file = group.name in self._api.metering.in_force.file_groups
         none = Counters()
         left = budget_left(group, counters.get(group_id(group.name), none), counters.get(cost_id(group), none))
-        members = sorted(key.name for key in self._keys() if key.group == group.name)
+        shown = [key for key in self._keys() if key.group == group.name and (seen_by is None or key.id == seen_by.id)]
+        members = sorted(key.name for key in shown)
         limits: dict[str, Any] = msgspec.to_builtins(group)
         limits["tenant"] = tenant_name(group.name)
         return limits | left | {"keys": members, "source": "file" if is_file else "database"}

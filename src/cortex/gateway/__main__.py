@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="cortex.gateway", description="One endpoint over a fleet of GPU hosts.")
     parser.add_argument("--config", type=Path, help="cortex.toml; defaults and CORTEX_… variables apply without it")
     parser.add_argument(
-        "--take-over", action="store_true", help="share the addresses of a running gateway, which is then stopped"
+        "--take-over", action="store_true", help="share the addresses of a running gateway, which you then stop"
     )
     options = parser.parse_args(arguments)
     path: Path | None = options.config

@@ -441,6 +441,7 @@ class Gateway:
                 await self._refresh_keys()
 
     async def _tick(self) -> None:
+        await self._operator_state.before_tick()
         self.dispatcher.tick()
         self._history.history.sample(self.dispatcher)
         self._control.feed.tick()

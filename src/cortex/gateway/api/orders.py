@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -59,7 +59,7 @@ class OrderRoutes:
         api: ApiServices,
         operator: OperatorCommands,
         board: JobBoard,
-        store: Callable[[], Awaitable[None]],
+        store: Callable[[], Coroutine[Any, Any, None]],
     ) -> None:
         """`store` returns when pins and drained nodes are written."""
         self._api = api
@@ -141,6 +141,8 @@ class OrderRoutes:
         if details.dry_run:
             return json_response({"dry_run": True} | self._preview(model, order, details))
         job, nodes = self._start(model, order, details, by)
+        if details.unpin:  # before other gateways miss the model
+            self._api.tasks.start(self._store(), "store unpinned models")
         if details.wait:
             job.on_end(lambda: self._respond_stored(exchange, _ended(job)))
         else:

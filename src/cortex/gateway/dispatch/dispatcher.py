@@ -228,7 +228,9 @@ class Dispatcher(DispatchView, StateMachine):
 
     @event
     def tick(self) -> None:
-        """About once a second: fail overdue requests, recycle workers, unload expired models, load unmet pins."""
+        """About once a second: fail overdue requests, recycle workers, unload expired models, load unmet pins.
+
+        While it `lacks_pinned`, its owner first reads the pins that gateways share."""
         self._pending.is_all = True
         now, fleet = self._clock(), self.fleet
         self._demand.forget_old(now)

@@ -109,6 +109,11 @@ class DispatchView:
         return frozenset(self._fleet_state.pins)
 
     @property
+    def lacks_pinned(self) -> bool:
+        """Whether a model that the operator pinned is absent, so that the next tick loads it."""
+        return any(map(self._fleet_state.is_absent, self._fleet_state.pins))
+
+    @property
     def drained(self) -> frozenset[str]:
         """Nodes that the operator drained."""
         return self._fleet_state.drained

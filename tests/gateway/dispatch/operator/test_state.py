@@ -59,6 +59,22 @@ async def test_changes_of_two_gateways_are_merged(database: str) -> None:
         await gateway.state.synchronise()
 
 
+async def test_model_that_another_gateway_has_unpinned_is_not_loaded_again(database: str) -> None:
+    first, second = Gateway(database), Gateway(database)
+    first.dispatcher.change_pins(added=[PIN])
+    await first.state.synchronise()
+    await second.synchronise()
+    await second.state.synchronise()  # the next read is due in a while
+    first.dispatcher.change_pins(removed=[PIN])
+    await first.state.synchronise()
+    assert second.dispatcher.lacks_pinned
+    await second.state.before_tick()
+    second.dispatcher.tick()
+    assert (second.dispatcher.pins, second.fleet.loads) == (frozenset(), [])
+    for gateway in (first, second):
+        await gateway.state.synchronise()
+
+
 async def test_no_database_is_created_without_decisions(tmp_path: Path) -> None:
     gateway = Gateway(str(tmp_path / "gateway.db"))
     await gateway.synchronise()

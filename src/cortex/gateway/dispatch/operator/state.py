@@ -23,6 +23,8 @@ SCHEMA = Schema(
 INTERVAL_S = 1.0
 STORE_S = 10.0
 """How long an order waits for the database; after that its change is written later."""
+READ_S = 1.0
+"""How long a tick waits for the database."""
 READ_EVERY = 5
 """A gateway without changes of its own reads those of other gateways once in this many calls."""
 
@@ -64,19 +66,26 @@ class OperatorState:
         async with self._turn:
             await self._synchronise()
 
+    async def before_tick(self) -> None:
+        """Another gateway may just have unpinned a model that the next tick would load. Never raises."""
+        if self._dispatcher.lacks_pinned and not self._database.is_failing:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(READ_S), self._turn:
+                    await self._synchronise(is_due=True)
+
     async def store(self) -> None:
         """Returns when what was decided here is written, or cannot be for now."""
         with suppress(TimeoutError):
             async with asyncio.timeout(STORE_S):
                 await self.synchronise()
 
-    async def _synchronise(self) -> None:
+    async def _synchronise(self, *, is_due: bool = False) -> None:
         local = self._local()
         added, removed = local.since(self._stored)
         has_changed = any(added) or any(removed)
-        is_due = self._num_calls % READ_EVERY == 0 and self._database.exists
+        is_due = is_due or self._num_calls % READ_EVERY == 0
         self._num_calls += 1
-        if not (has_changed or is_due):
+        if not (has_changed or (is_due and self._database.exists)):
             return
         try:
             stored = await self._database.do(lambda execute: _exchange(execute, added, removed))

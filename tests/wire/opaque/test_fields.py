@@ -46,7 +46,7 @@ def edited(body: bytes, values: dict[str, Any], without: tuple[str, ...] = ()) -
 def test_fields_of_a_form_are_replaced_and_everything_else_stays(seed: int) -> None:
     chosen = random.Random(seed)
     names = [f"f{number}" for number in range(chosen.randrange(6))]
-    values = {name: chosen.randbytes(chosen.randrange(300)).replace(b"\r\n--", b"") for name in names}
+    values = {name: b"x" + chosen.randbytes(chosen.randrange(300)).replace(b"\r\n--", b"") for name in names}
     order = [*names, "model"]
     chosen.shuffle(order)
     body = form(*((named(name), values.get(name, b"m")) for name in order))
@@ -134,6 +134,49 @@ def test_model_in_the_query_counts_only_without_a_body(content_type: str) -> Non
     assert fields.read(content_type, b"", b"model=m").model == "m"
     with pytest.raises(InvalidValue, match="in the body only"):
         fields.read(content_type, bodies.get(content_type, b"model=m"), b"model=m")
+
+
+ADDRESS = b"http://169.254.169.254/latest"
+JSON_PART = "Content-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    ("head", "value"),
+    [
+        (named("x"), b'{"image": "%b"}' % ADDRESS),
+        (named("x"), b' \n[{"a": [{"image_url": {"url": "/etc/passwd"}}]}]'),
+        (named("x"), b'{"a": NaN, "image": "%b"}' % ADDRESS),
+        (named("x"), b'{"a": %b, "image": "%b"}' % (b"1" * 5000, ADDRESS)),
+        (named("x"), b'"%b"' % ADDRESS),
+        (named("x"), b'{"a": 1, "a": 2}'),
+        (named("x"), b"[" * 100_000),
+        (named("x"), b'{"x": "%b", "image": "%b"}' % (b"y" * 100_000, ADDRESS)),
+        (JSON_PART + named("x"), b'{"image": "%b"}' % ADDRESS),
+        (JSON_PART + named("prompt"), b'{"image": "%b"}' % ADDRESS),
+        (JSON_PART + f'{named("x")}; filename="x.json"', b'{"image": "%b"}' % ADDRESS),
+        ("Content-Type: image/png\r\n" + named("image"), ADDRESS),
+        ("Content-Type: text/html\r\n" + named("image"), b"/etc/passwd"),
+        (named("image"), b" " * 100_000 + ADDRESS),
+        (named("reference_id"), b"../../etc/passwd"),
+    ],
+)
+def test_no_address_is_hidden_in_a_form(head: str, value: bytes) -> None:
+    with pytest.raises(InvalidValue):
+        fields.read(TYPE, form((named("model"), b"m"), (head, value)), b"")
+
+
+@pytest.mark.parametrize(
+    ("head", "value"),
+    [
+        (named("prompt"), b"[a cat] on /etc/passwd"),
+        (named("x"), b"[a cat]"),
+        (named("x"), b'{"size": "1x1", "prompt": "see %b"}' % b"it"),
+        ("Content-Type: image/png\r\n" + named("image"), b"\x89PNG\r\n\x1a\n" + b"\0" * 30),
+        (f'{named("image")}; filename="a"', ADDRESS),
+    ],
+)
+def test_texts_and_files_of_a_form_pass(head: str, value: bytes) -> None:
+    assert fields.read(TYPE, form((named("model"), b"m"), (head, value)), b"").model == "m"
 
 
 def test_query_is_written_as_it_was_read() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -196,6 +198,130 @@ SCHEMA = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": "htt
 )
 def test_texts_schemas_and_files_pass(path: str, body: dict[str, Any]) -> None:
     check_media(body, path)
+
+
+SLASHES = "/" * 60
+PATHS = [
+    "//proc/self/root/etc/passwd",
+    f"//proc/self/root{SLASHES}home/me/.ssh/id_rsa",
+    f"//proc/self/root{SLASHES}home/me/secret",
+    "//proc/self/root" + "/" * 10_000 + "home",
+    "/" * 10_000 + "etc/passwd",
+    "//proc/self\n/root\n/home",
+    "/+8BAgMEBQYHCAkKCwwNDg8QERI",
+    "iVBORw0KGgo/x",
+    "iVBORw0KGgo/../../etc/passwd",
+    "/9j/../../etc/passwd",
+    "/9j/4AAQ",
+    "UklGRi4uLi5XQVZFZm10IA==/../x.wav",
+    "a/" * 5000 + "=a",
+]
+
+
+@pytest.mark.parametrize("value", PATHS)
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, lambda value: chat([{"type": "image_url", "image_url": {"url": value}}])),
+        (IMAGES, lambda value: {"prompt": "x", "image": value}),
+        (EMBEDDINGS, lambda value: {"input": [{"image": value}]}),
+    ],
+)
+def test_no_path_is_taken_for_base64(path: str, body: Callable[[str], dict[str, Any]], value: str) -> None:
+    with pytest.raises(InvalidValue, match="may not fetch"):
+        check_media(body(value), path)
+
+
+@pytest.mark.parametrize("value", [value for value in PATHS if value.startswith("/") and "9j" not in value])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (SPEECH, lambda value: {"input": "x", "voice": value}),
+        (SPEECH, lambda value: {"input": "x", "voice": {"id": value}}),
+        (SPEECH, lambda value: {"input": "x", "prompt_speech": value}),
+        (SPEECH, lambda value: {"input": "x", "speaker_ref": value}),
+        (SPEECH, lambda value: {"input": "x", "reference_id": value}),
+        (SPEECH, lambda value: {"input": "x", "extra": {"anything": [value]}}),
+        (IMAGES, lambda value: {"prompt": "x", "init_image": value}),
+        (COMPLETIONS, lambda value: {"prompt": "x", "image_data": value}),
+    ],
+)
+def test_no_path_is_taken_for_a_name(path: str, body: Callable[[str], dict[str, Any]], value: str) -> None:
+    with pytest.raises(InvalidValue, match="may not fetch"):
+        check_media(body(value), path)
+
+
+FILES = [
+    FILE,
+    b"\xff\xd8\xff\xe0\x00\x10JFIF\x00\x01" + bytes(200),
+    b"GIF89a\x08\x00\x08\x00\x80\x00\x00" + bytes(30),
+    b"RIFF\x40\x00\x00\x00WEBPVP8 " + bytes(50),
+    b"RIFF\x40\x00\x00\x00WAVEfmt " + bytes(50),
+    b"ID3\x04\x00\x00" + bytes(400),
+    b"OggS" + bytes(60),
+    b"fLaC" + bytes(60),
+    b"\x00\x00\x00\x20ftypisom" + bytes(60),
+    b"\xff\xfb\x90\x64" + random.Random(1).randbytes(4000),
+    b"\xff\xf3\x84\xc4" + random.Random(2).randbytes(4000),
+    b"\xff\xf1\x50\x80" + random.Random(3).randbytes(4000),
+]
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("name", ["image", "voice", "ref_audio", "image_data", "prompt_speech", "anything"])
+def test_files_in_base64_pass(name: str, file: bytes) -> None:
+    plain = base64_of(file)
+    lines = "\r\n".join(plain[start : start + 76] for start in range(0, len(plain), 76))
+    for value in (plain, plain.rstrip("="), plain.replace("+", "-").replace("/", "_"), lines, f" {plain}\n"):
+        check_media({"input": "x", name: value}, SPEECH)
+
+
+@pytest.mark.parametrize("blank", [" ", " " * 70, " " * 9000, "\t" * 70, "\xa0", "\u2003\u3000", "\ufeff", "\x00\x7f"])
+@pytest.mark.parametrize("value", [ADDRESS, "/etc/passwd", "h" + "\n" * 70 + ADDRESS[1:], ADDRESS + "a" * 9000])
+def test_neither_spaces_nor_length_hide_an_address(blank: str, value: str) -> None:
+    with pytest.raises(InvalidValue, match="may not fetch"):
+        check_media(chat([{"type": "image_url", "image_url": {"url": blank + value}}]))
+    with pytest.raises(InvalidValue, match="may not fetch"):
+        check_media({"input": "x", "voice": blank + value}, SPEECH)
+
+
+@pytest.mark.parametrize("value", ["sound.wav", "etc/passwd.txt", "a b.wav!", "sound"])
+def test_what_holds_base64_holds_nothing_else(value: str) -> None:
+    for part in ({"input_audio": {"data": value}}, {"file": {"file_data": value}}, {"image_base64": value}):
+        with pytest.raises(InvalidValue, match="may not fetch"):
+            check_media(chat([part]))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"task": "image"},
+        {"input_modality": "image"},
+        {"inputModality": "audio"},
+        {"modality": "video"},
+        {"input_type": "image_url"},
+        {"input_type": "Audio"},
+        {"input_modalities": ["text", "video"]},
+    ],
+)
+def test_inputs_that_are_no_texts_hold_no_address(kind: dict[str, Any]) -> None:
+    with pytest.raises(InvalidValue, match="may not fetch"):
+        check_media({"input": [ADDRESS], **kind}, EMBEDDINGS)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        (EMBEDDINGS, {"task": "retrieval.query"}),
+        (EMBEDDINGS, {"input_type": "query"}),
+        (EMBEDDINGS, {"modality": "TEXT"}),
+        (EMBEDDINGS, {"input_modalities": ["text"]}),
+        (SPEECH, {"task": "speech", "ref_text": "/ is a slash", "style": "~/calm"}),
+        (IMAGES, {"task": "image", "image_prompt": "a cat", "caption": "../x"}),
+    ],
+)
+def test_inputs_that_are_texts_may_hold_addresses(path: str, kind: dict[str, Any]) -> None:
+    check_media({"input": ADDRESS, **kind}, path)
 
 
 @pytest.mark.parametrize(

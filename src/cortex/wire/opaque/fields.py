@@ -23,7 +23,8 @@ Piece = bytes | tuple[int, int]
 Pairs = tuple[tuple[str, str], ...]
 _URLENCODED = "application/x-www-form-urlencoded"
 _MAX_FIELDS = 1000
-_MAX_TEXT_BYTES = 1 << 16
+_MAX_TEXT_BYTES = 1 << 25
+_UNCHECKED = FIELDS.contents | FIELDS.inert
 
 
 class _Model(msgspec.Struct):
@@ -139,11 +140,18 @@ def _text(value: bytes) -> str:
 
 
 def _texts(parts: Iterable[FormPart], body: BodyBytes) -> Iterator[tuple[str, str]]:
-    """The text fields of a form, cut at the length that an address or a path can have."""
+    """The fields of a form that a server may read as text or as JSON. Raises InvalidValue."""
     for part in parts:
-        if part.filename is None and part.content_type is None:
-            value = body[part.value_start : min(part.value_end, part.value_start + _MAX_TEXT_BYTES)]
-            yield part.name, value.decode("utf-8", "replace")
+        kind = part.content_type or "text/plain"
+        is_text = kind.startswith("text/") or form_of(kind) in ("json", "urlencoded")
+        if form_of(kind) != "json" and (part.filename is not None or part.name in _UNCHECKED):
+            continue
+        if is_text and part.value_end - part.value_start > _MAX_TEXT_BYTES:
+            raise InvalidValue(f"{shorten(part.name)}: the text is too long; send it as a file of the form.")
+        value = body[part.value_start : min(part.value_end, part.value_start + _MAX_TEXT_BYTES)]
+        text = value.decode("utf-8", "replace")
+        if is_text or "\ufffd" not in text:  # a server may read a file without a name as text
+            yield part.name, text
 
 
 def _pairs(text: bytes) -> Pairs:

@@ -20,4 +20,5 @@ FIELDS = FieldTable(
         *("mask", "moderation", "n", "num_inference_steps", "output_compression", "output_format", "partial_images"),
         *("quality", "sampler", "sampling_method", "scheduler", "size", "steps", "strength", "style", "width", "user"),
     ),
+    opens_paths=True,
 )

@@ -62,10 +62,16 @@ class FieldTable:
     """The fields of one dialect by name. Immutable."""
 
     def __init__(
-        self, *groups: Iterable[BodyField], of_gateways: Iterable[str] = (), relayed: Iterable[str] = ()
+        self,
+        *groups: Iterable[BodyField],
+        of_gateways: Iterable[str] = (),
+        relayed: Iterable[str] = (),
+        opens_paths: bool = False,
     ) -> None:
         """`of_gateways`: fields that a gateway honours, independent of nodes. `relayed`: fields that are not read here
-        and choose no model at any known server."""
+        and choose no model at any known server. `opens_paths`: whether servers may read any of the other fields as a
+        path."""
+        self.opens_paths = opens_paths
         self._fields = {one.name: one for group in groups for one in group}
         self._names = frozenset(name.partition(".")[0] for name in self._fields)
         read = [one.name.partition(".")[0] for one in self if one.in_envelope]

@@ -81,6 +81,16 @@ def test_letters_that_go_folds_are_other_spellings() -> None:
             server_body(CHAT, (), "any", msgspec.json.encode({"model": "a", name: 5}))
 
 
+@pytest.mark.parametrize("path", TABLES)
+@pytest.mark.parametrize("name", ["My_Mode", "myMode", "MY-MODE", "my_mode[]", "my_mode.x", "m\u0079_mode "])
+def test_no_spelling_bypasses_what_an_operator_sets_or_removes(path: str, name: str) -> None:
+    sent = {"model": "a", "my_mode": "b"}
+    assert b"my_mode" not in server_body(path, ("my_mode",), "any", msgspec.json.encode(sent)).body
+    with pytest.raises(InvalidValue, match="as 'my_mode'") as caught:
+        server_body(path, ("my_mode",), "any", msgspec.json.encode({**sent, name: "evil"}))
+    assert caught.value.param == name
+
+
 def test_no_table_has_two_spellings_of_one_name() -> None:
     for table in TABLES.values():
         table.check_spelling([one.name.partition(".")[0] for one in table])

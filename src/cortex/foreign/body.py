@@ -48,6 +48,7 @@ def server_body(path: str, without: tuple[str, ...], access: Access, body: bytes
     values = decode_object(body)
     table = TABLES[path]
     table.check_spelling(values)
+    table.check_overrides(values, without)
     if access == "counted":
         _check_parsed(path, body)
     for name in without:

@@ -47,8 +47,11 @@ def written(
     request: Request, fields: OpaqueFields, values: Mapping[str, Any], without: Iterable[str] = ()
 ) -> WrittenRequest:
     """A request whose body is a form, or that has none, with other values for some fields. Its query, headers and body
-    are written here: the server reads what was read here."""
-    target = target_of(request.path, opaque_fields.written_query(fields, values))
+    are written here: the server reads what was read here. Raises InvalidValue for another spelling of a field that is
+    set or removed."""
+    without = tuple(without)
+    fields.check_overrides((*values, *without))
+    target = target_of(request.path, opaque_fields.written_query(fields, values, without))
     headers = [pair for pair in passed_headers(request) if pair[0] != _CONTENT_TYPE]
     if fields.form == "other":
         return WrittenRequest(target, headers, b"")

@@ -42,10 +42,19 @@ class OpaqueFields(NamedTuple):
     """The fields of a urlencoded form."""
     query: Pairs = ()
 
+    @property
+    def names(self) -> dict[str, None]:
+        """The names of all fields, in order."""
+        names = (*(part.name for part in self.parts), *(name for name, _ in (*self.pairs, *self.query)))
+        return dict.fromkeys(names)
+
     def check_known(self) -> None:
         """Raises InvalidValue for a field that could choose another model."""
-        names = (*(part.name for part in self.parts), *(name for name, _ in (*self.pairs, *self.query)))
-        FIELDS.check_known(dict.fromkeys(names))
+        FIELDS.check_known(self.names)
+
+    def check_overrides(self, overridden: Iterable[str]) -> None:
+        """Raises InvalidValue for another spelling of a field that is set or removed."""
+        FIELDS.check_overrides(self.names, overridden)
 
 
 class WrittenForm(NamedTuple):
@@ -110,11 +119,12 @@ def written_form(fields: OpaqueFields, values: Mapping[str, Any], without: Itera
     return WrittenForm(f"multipart/form-data; boundary={boundary.decode()}", pieces)
 
 
-def written_query(fields: OpaqueFields, values: Mapping[str, Any]) -> bytes:
-    """The query with other values for those of its fields that `values` has."""
+def written_query(fields: OpaqueFields, values: Mapping[str, Any], without: Iterable[str] = ()) -> bytes:
+    """The query with other values for those of its fields that `values` has, and without others."""
+    dropped = {*values, *without}
     texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
     once = dict.fromkeys(name for name, _ in fields.query if name in texts)
-    kept = [(name, value) for name, value in fields.query if name not in texts]
+    kept = [(name, value) for name, value in fields.query if name not in dropped]
     return urlencode([*((name, texts[name]) for name in once), *kept]).encode()
 
 

@@ -126,6 +126,18 @@ class FieldTable:
                     param=shorten(name),
                 )
 
+    def check_overrides(self, names: Iterable[str], overridden: Iterable[str]) -> None:
+        """Raises InvalidValue for another spelling of a field that is set or removed for a server, by any name."""
+        own = frozenset(overridden)
+        spelled = {_folded(name): name for name in own}
+        for name in names:
+            meant = None if name in own else spelled.get(_folded(name))
+            if meant is not None:
+                raise InvalidValue(
+                    f"a server may read '{shorten(name)}' as '{meant}', which is set or removed here; leave it out.",
+                    param=shorten(name),
+                )
+
     def check_known(self, values: Mapping[str, Any]) -> None:
         """Raises InvalidValue for a field that is neither honoured nor tolerated and so cannot be checked: it may
         choose another model or use uncounted tokens."""

@@ -84,7 +84,7 @@ class ModelSpec(Section, LoadOptions, frozen=True, kw_only=True):
     cost: Cost = Cost()
     tokens_per_request: Amount = 1000
     """Cost charged to the key's budget per request whose response reports no tokens, such as speech, images and other
-    services of a server (`[[harnesses]]`)."""
+    services of a server (`[[harnesses]]`). A request for `n` images is charged `n` times as much."""
     tokens_per_minute: Amount = 0
     """Additional cost per minute of work on such a request."""
     preset: Preset = Preset()
@@ -141,6 +141,10 @@ class ModelSpec(Section, LoadOptions, frozen=True, kw_only=True):
             raise ValueError(
                 f"`{self.id}` is served by {lead}, the first of its `nodes`: remove `only_on` and other pins"
             )
+
+    def price_of(self, num_choices: int, minutes: float = 0) -> int:
+        """The tokens charged for a request whose response reports none."""
+        return self.tokens_per_request * num_choices + round(self.tokens_per_minute * minutes)
 
     @property
     def num_nodes(self) -> int:

@@ -179,6 +179,27 @@ def test_texts_and_files_of_a_form_pass(head: str, value: bytes) -> None:
     assert fields.read(TYPE, form((named("model"), b"m"), (head, value)), b"").model == "m"
 
 
+def test_pictures_of_a_form_are_counted() -> None:
+    model = (named("model"), b"m")
+    assert fields.read(TYPE, form(model), b"").num_choices == 1
+    assert fields.read(TYPE, form(model, (named("n"), b" 3\n")), b"").num_choices == 3
+    assert fields.read("application/x-www-form-urlencoded", b"model=m&n=4", b"").num_choices == 4
+    assert fields.read("", b"", b"model=m&n=128").num_choices == 128
+
+
+@pytest.mark.parametrize("value", ["", "0", "-1", "1000", "1e1", "0x2", "2.0", "\u0663", "null", "1" * 5000])
+def test_a_number_of_pictures_that_cannot_be_counted_is_rejected(value: str) -> None:
+    with pytest.raises(InvalidValue, match="`n`"):
+        fields.read(TYPE, form((named("model"), b"m"), (named("n"), value.encode())), b"")
+
+
+def test_two_numbers_of_pictures_are_rejected() -> None:
+    urlencoded = "application/x-www-form-urlencoded"
+    for body, query in ((b"model=m&n=1&n=9", b""), (b"model=m&n=1", b"n=9"), (b"model=m&N=9", b"")):
+        with pytest.raises(InvalidValue):
+            fields.read(urlencoded, body, query)
+
+
 def test_query_is_written_as_it_was_read() -> None:
     read = fields.read("", b"", b"x=1;model=n&model=m&model=m&y=%C3%BC+%26")
     assert read.model == "m"

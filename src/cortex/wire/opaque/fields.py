@@ -12,6 +12,7 @@ import msgspec
 
 from cortex.wire.errors import InvalidValue, MissingModel, UnsupportedMediaType, shorten
 from cortex.wire.fields.body import MAX_MODEL_NAME, decode
+from cortex.wire.fields.sampling import MAX_CHOICES
 from cortex.wire.fields.tables.opaque import FIELDS
 from cortex.wire.opaque import multipart
 from cortex.wire.opaque.multipart import BodyBytes, FormPart, parse_media_type
@@ -41,6 +42,8 @@ class OpaqueFields(NamedTuple):
     pairs: Pairs = ()
     """The fields of a urlencoded form."""
     query: Pairs = ()
+    num_choices: int = 1
+    """How many pictures a form or a query asks for. That of JSON is read with its envelope."""
 
     @property
     def names(self) -> dict[str, None]:
@@ -78,8 +81,9 @@ def read(content_type: str, body: BodyBytes, query: bytes) -> OpaqueFields:
     not known. Raises MissingModel, InvalidValue, UnsupportedMediaType or MalformedJSON."""
     asked = _pairs(query)
     check_form(asked, FIELDS)
+    counts = _named("n", asked)
     if not len(body):
-        return OpaqueFields(_model(_named("model", asked)), "other", query=asked)
+        return OpaqueFields(_model(_named("model", asked)), "other", query=asked, num_choices=_count(counts))
     if _named("model", asked):
         raise InvalidValue("`model` is in the query of a request with a body; send it in the body only.", param="model")
     form = form_of(content_type)
@@ -89,13 +93,14 @@ def read(content_type: str, body: BodyBytes, query: bytes) -> OpaqueFields:
         parse_media_type(content_type).check_charset()
         pairs = _pairs(body[:])
         check_form(pairs, FIELDS)
-        return OpaqueFields(_model(_named("model", pairs)), form, pairs=pairs, query=asked)
+        num_choices = _count([*counts, *_named("n", pairs)])
+        return OpaqueFields(_model(_named("model", pairs)), form, pairs=pairs, query=asked, num_choices=num_choices)
     if form == "multipart":
         parts = multipart.parts(body, multipart.boundary_of(content_type))
         _check_names(part.name for part in parts)
         check_form(_texts(parts, body), FIELDS)
-        names = [_text(body[part.value_start : part.value_end]) for part in parts if part.name == "model"]
-        return OpaqueFields(_model(names), form, parts, query=asked)
+        num_choices = _count([*counts, *_values("n", parts, body)])
+        return OpaqueFields(_model(_values("model", parts, body)), form, parts, query=asked, num_choices=num_choices)
     raise UnsupportedMediaType(
         "The model is in the body of a request that has one: send it as JSON, as multipart/form-data or as "
         f"{_URLENCODED}, with its Content-Type."
@@ -143,10 +148,23 @@ def _in_json(body: bytes) -> list[str]:
     return [] if model is None else [model]
 
 
-def _text(value: bytes) -> str:
-    if len(value) > 4 * MAX_MODEL_NAME:
-        raise InvalidValue("`model` is too long for the name of a model.", param="model")
-    return value.decode("utf-8", "replace").strip()
+def _count(texts: list[str]) -> int:
+    """Raises InvalidValue."""
+    if not texts:
+        return 1
+    text = texts[0].strip()
+    number = int(text) if text.isascii() and text.isdecimal() and len(text) <= len(str(MAX_CHOICES)) else 0
+    if len(texts) > 1 or not 1 <= number <= MAX_CHOICES:
+        raise InvalidValue(f"`n` must be one number between 1 and {MAX_CHOICES}.", param="n")
+    return number
+
+
+def _values(name: str, parts: Iterable[FormPart], body: BodyBytes) -> list[str]:
+    """The short texts of the fields of that name. Raises InvalidValue."""
+    found = [part for part in parts if part.name == name]
+    if any(part.value_end - part.value_start > 4 * MAX_MODEL_NAME for part in found):
+        raise InvalidValue(f"`{name}` is too long.", param=name)
+    return [body[part.value_start : part.value_end].decode("utf-8", "replace").strip() for part in found]
 
 
 def _texts(parts: Iterable[FormPart], body: BodyBytes) -> Iterator[tuple[str, str]]:

@@ -170,7 +170,8 @@ class RequestAccounting:
         if self.route.need == "relay":
             spec = self.services.dispatcher.catalogue.spec(self.admitted.model)
             minutes = (self.services.clock() - self.sent_at) / 60
-            return Usage(prompt_tokens=spec.tokens_per_request + round(spec.tokens_per_minute * minutes))
+            num_choices = self.received.envelope.summary.num_choices
+            return Usage(prompt_tokens=spec.price_of(num_choices, minutes))
         bytes_per_token = BYTES_PER_STREAMED_TOKEN if self.stream else BYTES_PER_TOKEN
         prompt = (len(self.received.body) - self.received.envelope.summary.picture_bytes) // BYTES_PER_TOKEN
         completion = num_response_bytes // bytes_per_token if self.route.generates else 0

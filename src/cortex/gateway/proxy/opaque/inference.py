@@ -54,11 +54,12 @@ class OpaqueInference:
         request, route = received.exchange.request, received.route
         try:
             found: OpaqueFields | str
+            num_choices = 1
             if route.is_upstream:
                 name, found = self._split(request)
             else:
                 found = await read_fields(request)
-                name = found.model
+                name, num_choices = found.model, found.num_choices
         except CortexError as error:
             self._inference.reject_unread(received, error)
             return
@@ -70,7 +71,8 @@ class OpaqueInference:
             received.span.end({})
             received.exchange.respond(307, ((b"location", location), *route.id_headers(received.id)), b"")
             return
-        received.envelope = Envelope(RequestSummary(name, stream=False, completion_limit=0, num_choices=1), ())
+        summary = RequestSummary(name, stream=False, completion_limit=0, num_choices=num_choices)
+        received.envelope = Envelope(summary, ())
         is_check = route.is_upstream and request.method == b"GET" and found in HEALTH_CHECKS
 
         def body(admitted: AdmittedRequest) -> OpaqueBody:

@@ -3,7 +3,7 @@
 from cortex.wire.dialects.dialect import Dialect
 from cortex.wire.dialects.openai_chat.fields import FIELDS, PRESET
 from cortex.wire.dialects.openai_chat.request import parse as parse
-from cortex.wire.dialects.openai_chat.request import pictures, read_summary
+from cortex.wire.dialects.openai_chat.request import pictures, read_counted_summary, read_summary
 from cortex.wire.dialects.openai_chat.stream import Encoder as Encoder
 from cortex.wire.dialects.openai_chat.stream import fold as fold
 from cortex.wire.dialects.openai_chat.stream import loading_chunk
@@ -27,5 +27,6 @@ DIALECT = Dialect(
     preset=PRESET,
     picture_marks=(b";base64,", b";BASE64,"),
     pictures=pictures,
+    read_counted_summary=read_counted_summary,
     loading_chunk=loading_chunk,
 )

@@ -15,6 +15,7 @@ from cortex.wire.fields.custom_tools import arguments_of
 from cortex.wire.fields.prediction import read_prediction
 from cortex.wire.fields.request_class import TIER, asked_class
 from cortex.wire.fields.sampling import (
+    MAX_CHOICES,
     MAX_TOP_LOGPROBS,
     read_effort,
     read_limits,
@@ -61,6 +62,11 @@ def read_summary(fields: Fields) -> RequestSummary:
     max_tokens, n = read_limits(fields)
     newer = fields.integer("max_completion_tokens", low=1, high=LARGEST_COUNT)
     return RequestSummary(fields.model(), fields.flag("stream") or False, newer or max_tokens, n)
+
+
+def read_counted_summary(fields: Fields) -> RequestSummary:
+    """As `read_summary`, for requests that generate no text; those for pictures are charged for each."""
+    return RequestSummary(fields.model(), False, 0, fields.integer("n", low=1, high=MAX_CHOICES) or 1)
 
 
 def pictures(fields: Fields) -> Iterator[str]:

@@ -7,6 +7,7 @@ from cortex.wire.fields.tables.table import FieldTable, content, in_envelope
 FIELDS = FieldTable(
     (
         in_envelope("model", "other"),
+        in_envelope("n", 2, "pictures; each is charged"),
         *(content(name, "other") for name in ("input", "prompt", "negative_prompt", "instructions", "text")),
     ),
     relayed=(
@@ -17,7 +18,7 @@ FIELDS = FieldTable(
         *("voice", "volume", "frequency_penalty", "max_completion_tokens", "max_new_tokens", "max_tokens", "min_p"),
         *("presence_penalty", "repetition_penalty", "seed", "top_k", "top_p"),
         *("background", "cfg_scale", "clip_skip", "guidance_scale", "height", "image", "image[]", "input_fidelity"),
-        *("mask", "moderation", "n", "num_inference_steps", "output_compression", "output_format", "partial_images"),
+        *("mask", "moderation", "num_inference_steps", "output_compression", "output_format", "partial_images"),
         *("quality", "sampler", "sampling_method", "scheduler", "size", "steps", "strength", "style", "width", "user"),
     ),
     opens_paths=True,

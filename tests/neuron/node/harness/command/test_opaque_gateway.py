@@ -81,6 +81,21 @@ async def test_budgets_and_usage_count_requests_without_tokens(client: Client) -
     assert "user" in json.dumps(usage)
 
 
+async def test_each_picture_of_a_request_is_charged(client: Client) -> None:
+    status, received = await client("/v1/images/generations", json={"model": "m", "prompt": "x", "n": 2})
+    assert status == 200, received
+    [drawn] = await client.activity(key="user")
+    assert 2400 <= drawn["prompt_tokens"] < 3400, "both pictures, and the time that they took"
+    asked = {"model": "m", "prompt": "x", "n": 3}
+    edited = form(("model", "m"), ("n", "3"))
+    for path, given in (("/v1/images/generations", {"json": asked}), ("/v1/images/edits", {"data": edited})):
+        status, problem = await client(path, **given)
+        assert (status, "this request needs at least 3600" in str(problem)) == (429, True), problem
+    for n in (0, 1000, "2", 1.5):
+        status, problem = await client("/v1/images/generations", json={**asked, "n": n})
+        assert (status, problem["error"]["param"]) == (400, "n"), problem
+
+
 async def test_keys_and_rates_apply(client: Client) -> None:
     async with client.session.post("/v1/audio/speech", json={"model": "m"}) as response:
         assert response.status == 401

@@ -6,6 +6,7 @@ import email
 import email.policy
 import random
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 
@@ -177,6 +178,14 @@ def test_no_address_is_hidden_in_a_form(head: str, value: bytes) -> None:
 )
 def test_texts_and_files_of_a_form_pass(head: str, value: bytes) -> None:
     assert fields.read(TYPE, form((named("model"), b"m"), (head, value)), b"").model == "m"
+
+
+def test_a_prompt_that_looks_like_json_is_text() -> None:
+    prompt = b'{"image": "%b"}' % ADDRESS
+    assert fields.read(TYPE, form((named("model"), b"m"), (named("prompt"), prompt)), b"").model == "m"
+    sent = urlencode({"model": "m", "prompt": prompt.decode()}).encode()
+    assert fields.read("application/x-www-form-urlencoded", sent, b"").model == "m"
+    assert fields.read("", b"", sent).model == "m"
 
 
 def test_pictures_of_a_form_are_counted() -> None:

@@ -80,7 +80,7 @@ def read(content_type: str, body: BodyBytes, query: bytes) -> OpaqueFields:
     """Finds the model in the body, or in the query of a request without one: which of the two a server would take is
     not known. Raises MissingModel, InvalidValue, UnsupportedMediaType or MalformedJSON."""
     asked = _pairs(query)
-    check_form(asked, FIELDS)
+    check_form(_checked(asked), FIELDS)
     counts = _named("n", asked)
     if not len(body):
         return OpaqueFields(_model(_named("model", asked)), "other", query=asked, num_choices=_count(counts))
@@ -92,7 +92,7 @@ def read(content_type: str, body: BodyBytes, query: bytes) -> OpaqueFields:
     if form == "urlencoded":
         parse_media_type(content_type).check_charset()
         pairs = _pairs(body[:])
-        check_form(pairs, FIELDS)
+        check_form(_checked(pairs), FIELDS)
         num_choices = _count([*counts, *_named("n", pairs)])
         return OpaqueFields(_model(_named("model", pairs)), form, pairs=pairs, query=asked, num_choices=num_choices)
     if form == "multipart":
@@ -165,6 +165,11 @@ def _values(name: str, parts: Iterable[FormPart], body: BodyBytes) -> list[str]:
     if any(part.value_end - part.value_start > 4 * MAX_MODEL_NAME for part in found):
         raise InvalidValue(f"`{name}` is too long.", param=name)
     return [body[part.value_start : part.value_end].decode("utf-8", "replace").strip() for part in found]
+
+
+def _checked(pairs: Pairs) -> Iterator[tuple[str, str]]:
+    """Without the fields that are only text, even if it looks like JSON."""
+    return (pair for pair in pairs if pair[0] not in _UNCHECKED)
 
 
 def _texts(parts: Iterable[FormPart], body: BodyBytes) -> Iterator[tuple[str, str]]:

@@ -48,6 +48,20 @@ async def test_model_without_a_tower_names_those_that_the_key_may_use(
     assert status == 200
 
 
+async def test_rejected_picture_is_said_to_be_in_the_field_of_its_dialect(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    client = await start_gateway(await neurons("a", sizes={"m": GB}, capabilities={"m": Capabilities(tools=True)}))
+    image = {"type": "input_image", "image_url": data_url(FILE)}
+    asked = {"model": "m", "input": [{"role": "user", "content": [image]}]}
+    for path, body, param in (
+        ("/v1/responses", asked, "input"),
+        ("/v1/chat/completions", chat("m", FILE), "messages"),
+    ):
+        status, rejected = await client.post(path, body)
+        assert (status, rejected["error"]["param"]) == (400, param)
+
+
 async def test_replica_with_the_tower_is_preferred(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     ready = {"m": ModelState.READY}
     blind = await neurons("a-blind", sizes={"m": GB}, states=ready, capabilities={"m": Capabilities(tools=True)})

@@ -26,6 +26,7 @@ from cortex.parsing.cost import is_edited_elsewhere, is_read_elsewhere
 from cortex.parsing.envelope import RelayedBody
 from cortex.system.tasks import run_once
 from cortex.wire.dialects.anthropic_messages import BILLED
+from cortex.wire.dialects.registry import client_field
 from cortex.wire.errors import CortexError, InvalidAPIKey, ShuttingDown, shorten
 from cortex.wire.fields.body import check_content_type
 from cortex.wire.pooling.parse import names_model, only_model, with_model
@@ -201,6 +202,7 @@ class Inference:
                 idle=received.idle,
             )
         except CortexError as error:
+            error.param = client_field(route.dialect, error.param)
             self.reject(received, error)
             return
         if make_body is None and self.services.pictures.applies(body):
@@ -227,6 +229,7 @@ class Inference:
                 self.services.admission.check_pictures(received.key, admitted.model)
         except CortexError as error:
             admitted.reservation.cancel()
+            error.param = client_field(route.dialect, error.param)
             self.reject(received, error)
         except asyncio.CancelledError:  # the client disconnected
             admitted.reservation.cancel()

@@ -107,6 +107,8 @@ def test_rerank_keeps_the_order_of_equal_scores() -> None:
         (b' { "inputs":"model" }', b'{"model":"m", "inputs":"model" }'),
         (b"{}", b'{"model":"m"}'),
         (b'{"inputs": "a", "model" : "x"}', None),
+        (b'{"inputs": "a", "model" : null}', b'{"inputs": "a", "model":"m"}'),
+        (rb'{"inputs": "\"model\": null"}', rb'{"model":"m","inputs": "\"model\": null"}'),
         (b'["a"]', b'["a"]'),
         (b"", b""),
     ],

@@ -143,7 +143,8 @@ ROUTES: Final[Mapping[str, Callable[[bytes], PoolingRequest]]] = {
 
 MODEL_OPTIONAL: Final = frozenset({"/embed", "/rerank"})
 """Paths of TEI, whose servers have one model: its clients name none."""
-_MODEL: Final = re.compile(rb'"model"\s*:')
+_MODEL: Final = re.compile(rb'"model"\s*:(?!\s*null\b)')
+_NULL_MODEL: Final = re.compile(rb'"model"\s*:\s*null\b')
 
 
 def names_model(body: bytes) -> bool:
@@ -155,8 +156,11 @@ def with_model(body: bytes, model: str) -> bytes:
     start, brace, rest = body.partition(b"{")
     if start.strip() or not brace:
         return body
+    named = b'"model":' + msgspec.json.encode(model)
+    if _NULL_MODEL.search(rest):  # null is the same as nothing
+        return brace + _NULL_MODEL.sub(lambda _: named, rest, count=1)
     comma = b"" if rest.lstrip().startswith(b"}") else b","
-    return b'{"model":' + msgspec.json.encode(model) + comma + rest
+    return brace + named + comma + rest
 
 
 def only_model(models: Iterable[str], task: Task) -> str:

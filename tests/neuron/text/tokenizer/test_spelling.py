@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 
 from cortex.neuron.text.tokenizer.library import LibraryTokenizer, is_utf8
 from cortex.neuron.text.tokenizer.tokenizer import Tokenizer as TextTokenizer
@@ -58,6 +58,24 @@ def test_letters_of_an_added_token_are_not_taken_for_bytes() -> None:
     backend.add_tokens([AddedToken("größe", normalized=False)])
     tokenizer = local(LibraryTokenizer(backend, {}, ()))
     assert tokenizer.decode(tokenizer.encode("hello größe")) == "hello größe"
+
+
+def test_bytes_that_are_listed_as_added_tokens_are_bytes() -> None:
+    backend, text = gemma(), "ü"
+    backend.add_tokens([AddedToken(name, normalized=False) for name in _byte_names(backend, text.encode())])
+    tokenizer = local(LibraryTokenizer(backend, {}, ()))
+    ids = [backend.get_vocab()[name] for name in _byte_names(backend, text.encode())]
+    assert tokenizer.decode(ids) == _decoded(backend, ids) == text
+
+
+def test_tokens_that_are_stripped_from_both_ends_may_consist_of_spaces() -> None:
+    backend = gemma()
+    backend.add_tokens(["  b   "])
+    backend.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.Strip(" ", 1, 2)])
+    tokenizer = local(LibraryTokenizer(backend, {}, ()))
+    ids = [backend.get_vocab()[token] for token in (SPACE, SPACE * 2, SPACE * 5, "hello", f"{SPACE}hello", "  b   ")]
+    assert [tokenizer.decode([each]) for each in ids] == ["", "", "  ", "hello", "hello", " b "]
+    assert _decoded(backend, ids[2:]) == tokenizer.decode(ids[2:])
 
 
 def test_runs_of_spaces_are_spaces_although_they_are_added_tokens(tmp_path: Path) -> None:

@@ -116,8 +116,7 @@ def _step(part: Mapping[str, Any]) -> Step | None:
             pieces = decoders.WordPiece(part["prefix"], part["cleanup"])
             return lambda token: pieces.decode([_BEFORE, token]).removeprefix(_BEFORE)
         case "Strip":
-            strip = decoders.Strip(part["content"], part["start"], part["stop"])
-            return lambda token: strip.decode([token])
+            return partial(_strip, part["content"], part["start"], part["stop"])
         case "CTC":
             frames = decoders.CTC(part["pad_token"], part["word_delimiter_token"], part["cleanup"])
             return lambda token: frames.decode([token])
@@ -126,6 +125,12 @@ def _step(part: Mapping[str, Any]) -> Step | None:
 
 def _replace(old: str, new: str, token: str) -> str:
     return token.replace(old, new) if old else token
+
+
+def _strip(content: str, start: int, stop: int, token: str) -> str:
+    """The library's own panics if nothing but `content` is there."""
+    token = token[min(start, len(token) - len(token.lstrip(content))) :]
+    return token[: len(token) - min(stop, len(token) - len(token.rstrip(content)))]
 
 
 def _byte_fallback(token: str) -> str | bytes:
@@ -365,8 +370,8 @@ class LibraryTokenizer:
         for token_id in range(self.vocab_size):
             token = self.backend.id_to_token(token_id)
             spelled = b"" if token is None else spell(token, steps)
-            if token_id in added and not is_utf8(spelled):
-                # In a byte-level vocabulary the library takes the letter "ö" of an added token for a byte.
+            if self._is_byte_level and token_id in added and not is_utf8(spelled):
+                # The library takes the letter "ö" of an added token for a byte.
                 spelled = added[token_id].content.encode()
             yield spelled
 

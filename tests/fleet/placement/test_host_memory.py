@@ -153,6 +153,30 @@ def test_entry_decides_how_much_may_lie_in_host_memory(setting: Any, is_divided:
     assert (decision.node == "a") is is_divided
 
 
+@pytest.mark.parametrize(
+    ("card", "host", "setting", "why"),
+    [
+        pytest.param(
+            24, 30, None, "divided, it needs 37.0 GiB of host memory, and models may take 30.0 GiB of it", id="host"
+        ),
+        pytest.param(
+            24, 100, 8_000, "divided, it needs 37.0 GiB of host memory, and its entry allows 7.8 GiB", id="entry"
+        ),
+        pytest.param(
+            9,
+            100,
+            None,
+            "with 51.0 GiB in host memory, the most that its layers and its `host_weights` allow, it needs 10.0 GiB",
+            id="card",
+        ),
+    ],
+)
+def test_reason_says_what_keeps_a_model_from_being_divided(card: int, host: int, setting: int | None, why: str) -> None:
+    decision = place("moe", fleet(node("a", card, host, mixture()), host_weights=setting), NOW)
+    assert decision.action == "reject"
+    assert why in text(decision)
+
+
 @pytest.mark.parametrize(("setting", "is_divided"), [(None, False), ("auto", True), ("off", False), (100_000, True)])
 def test_dense_model_is_divided_only_if_its_entry_says_so(setting: Any, is_divided: bool) -> None:
     dense = mixture(msgspec.structs.replace(SPLITS, is_last_resort=True))

@@ -13,7 +13,7 @@ from cortex.fleet.memory import DeviceLedger, MemoryNeed, host_left_bytes, ledge
 from cortex.fleet.topology import Fleet, ModelOnNode, Node
 from cortex.formats.units import gib
 from cortex.wire.node.contexts import AGENT_TOKENS, tolerated
-from cortex.wire.node.host_splits import HostSplit, speed_in_words
+from cortex.wire.node.host_splits import HostSplit, HostSplits, speed_in_words
 from cortex.wire.node.protocol import ModelState, ModelStatus
 from cortex.wire.words import plural
 
@@ -96,9 +96,30 @@ class Fitting:
         if found.verdict in _STARTS and not found.is_short:
             return found
         split = self._load_split(self._need)
-        if split is None or split.rank >= found.rank:
-            return msgspec.structs.replace(found, host_left_bytes=host_left_bytes(self._node))
-        return split
+        if split is not None and split.rank < found.rank:
+            return split
+        left_bytes = host_left_bytes(self._node)
+        reason = found.reason
+        if found.verdict is Verdict.TOO_SMALL:
+            reason += f"; {self._why_not_divided(self._need.least_bytes, self._need.splits)}"
+        return msgspec.structs.replace(found, reason=reason, host_left_bytes=left_bytes)
+
+    def _why_not_divided(self, least_bytes: int, splits: HostSplits) -> str:
+        """Why it does not fit on the empty node with part of its weights in host memory either."""
+        widest = self._together([device.capacity_bytes for device in self._eligible])
+        split = splits.saving(max(1, least_bytes - widest))
+        if split is None:
+            most, share = splits.splits[-1], least_bytes - splits.most_saved_bytes
+            needed = gib(share) if self._by_layers else f"{gib(-(-share // self._spec.tensor_parallel))} per device"
+            host = f"{gib(most.host_bytes)} in host memory, the most that its layers and its `host_weights` allow"
+            return f"with {host}, it needs {needed}"
+        limit_mb = self._spec.host_weights
+        if isinstance(limit_mb, int) and split.host_bytes > limit_mb * MEBIBYTE:
+            have = f"its entry allows {gib(limit_mb * MEBIBYTE)} (`host_weights`)"
+        else:
+            most_bytes = host_left_bytes(self._node) + sum(occupant.host_bytes for occupant in self._occupants)
+            have = f"models may take {gib(most_bytes)} of it"
+        return f"divided, it needs {gib(split.host_bytes)} of host memory, and {have}"
 
     def _load_split(self, need: MemoryNeed) -> Assessment | None:
         """Load with part of the weights in host memory: first with as many on emptied devices as possible, next in free

@@ -202,7 +202,7 @@ class ModelLoader:
         async with self._host.for_weights(model.id, split.host_bytes):
             splits = self.estimate(model, metadata).footprint.splits
             speed = speed_in_words(split.tokens_per_s, is_measured=splits is not None and splits.is_measured)
-            log.info("%s: loaded with up to %s of weights in host memory, %s", model.id, gib(split.host_bytes), speed)
+            log.info("%s: loading with up to %s of weights in host memory, %s", model.id, gib(split.host_bytes), speed)
             return await self._load_on_devices(replace(model, host_split=split), metadata, callbacks)
 
     def with_context(self, model: KnownModel, metadata: FileMetadata, tokens: int | None = None) -> KnownModel | None:

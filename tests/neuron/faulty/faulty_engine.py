@@ -94,7 +94,12 @@ class FaultyEngine:
                 time.sleep(3600)
             case "exit":
                 os._exit(3)
-        return cls(behaviour, spec.host_weight_bytes)
+        staging = [bytes([1]) * 16384 for _ in range(behaviour.get("staging_bytes", 0) // 16384)]
+        kept = staging[-1:]  # an allocator cannot return the memory below it on its own
+        staging.clear()
+        engine = cls(behaviour, spec.host_weight_bytes)
+        del kept
+        return engine
 
     def submit(self, request: EngineRequest) -> None:
         if self._asleep:

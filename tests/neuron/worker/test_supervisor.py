@@ -163,6 +163,13 @@ async def test_worker_that_keeps_memory_of_a_cpu_is_replaced_at_once(tmp_path: P
         assert reclaimed.is_complete, "with the worker all its memory is free"
 
 
+async def test_memory_that_a_load_used_only_for_a_while_is_not_counted_as_the_models(tmp_path: Path) -> None:
+    async with supervised() as supervisor:
+        host = await loaded(supervisor, model(tmp_path, bytes=32 << 20, staging_bytes=256 << 20), RecordingSink())
+        assert host.resident is not None
+        assert host.resident.measured_bytes < 128 << 20
+
+
 async def test_recycles_only_a_worker_without_models(tmp_path: Path) -> None:
     async with supervised() as supervisor:
         spec = model(tmp_path)

@@ -106,6 +106,8 @@ class DeviceModels(dict[int, DeviceModel]):
         else:
             self[handle] = model
             self._keep_pages(model, command.spec.kv_host_bytes)
+            if self._device.kind == "cpu":  # the allocator keeps what reading the files took
+                memory.give_back(self._device)
             self._emit(protocol.Loaded(handle, model.engine.info, before, self.measure()))
         finally:
             self.cancelled_loads.discard(handle)

@@ -16,27 +16,32 @@ from cortex.neuron.kernels.moe.host_team import HostRates, HostTeam
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.host_division import movable_layers
+from cortex.neuron.models.registry import FAMILIES
 from cortex.neuron.models.sizes import WeightStorage
 
 from ..named_weights import fill_by_name
-from ..tiny_models import tiny_delta, tiny_experts, tiny_sizes
+from ..tiny_models import tiny_experts
 from .driver import CPU, Driver
 from .family_models import TABLE
-from .tiny_family import VOCAB
+from .qwen_models import QWEN
+from .tiny_family import LATENT, SIZES, VOCAB
 
 NUM_POSITIONS = 128
 SPEC = LoadSpec("", dtype="float32", context_tokens=NUM_POSITIONS, max_num_seqs=4, speculation="off", vision="off")
 TOKENS = torch.randint(0, VOCAB, (80,), generator=torch.Generator().manual_seed(0))
 CHUNKS = [[74, 1, 5]]
 """With 74 rows the weights come to the device, with few the CPU computes."""
-QWEN = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, **tiny_sizes(vocab_size=VOCAB), **tiny_experts()}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {"model_type": "qwen3_moe", **QWEN},
-    "qwen3_next": {
-        **{"model_type": "qwen3_next", "shared_expert_intermediate_size": 40, **QWEN, **tiny_delta()},
-        "layer_types": ["linear_attention", "full_attention"],
+    **{
+        f"{family}, {name}": each.config_of(name).to_dict()
+        for family, each in (QWEN | TABLE).items()
+        for name in each.changes
     },
-    **{f"{family}, {name}": each.config_of(name).to_dict() for family, each in TABLE.items() for name in each.changes},
+    "qwen3_vl_moe": {"model_type": "qwen3_vl_moe", "text_config": {**SIZES, **tiny_experts()}},
+    "kimi_k2": {
+        **{"model_type": "kimi_k2", "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+        **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, **SIZES, **LATENT},
+    },
 }
 
 
@@ -59,6 +64,11 @@ def divided(config: dict[str, Any], whole: LoadedModel) -> Decoder:
     team.rates = HostRates(host=1e9, bus=1.0)
     SequenceMemory(model, whole.memory.num_pages, PAGE_TOKENS, whole.memory.slots, torch.float32, CPU)
     return model
+
+
+def test_no_family_of_the_registry_is_missing() -> None:
+    tested = {config["model_type"] for config in CONFIGS.values()}
+    assert not FAMILIES.keys() - tested - {"qwen3_vl", "muse_glimmer_text"}, "these have the layers of another one"
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
+import mmap
 import os
 import random
 import signal
@@ -436,3 +437,35 @@ def test_slow_disk_is_not_read(make_engine: EngineMaker, tmp_path: Path) -> None
     assert host.disk is not None
     host.disk.rate.assumed = host.disk.cached_rate.assumed = 1.0
     assert respond(make_engine(DENSE, host)) == (expected, 0)
+
+
+def test_blocks_that_are_not_in_the_page_cache_are_read_once_and_around_it(tmp_path: Path) -> None:
+    kind, contents = BlockKind(bytes(16), 0, 1 << 20), os.urandom(8 << 20)
+    digests = [bytes([number]) * 24 for number in range(8)]
+    file = block_files.write_file(tmp_path, kind, "m", digests, [memoryview(contents)])
+    assert block_files.is_cached(file)
+    with file.path.open("rb") as opened:
+        os.fsync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if block_files.is_cached(file):
+        pytest.skip("the files of this folder are in memory")
+    assert not block_files.is_cached(file), "the first look has read nothing"
+    with mmap.mmap(-1, len(contents)) as aligned, memoryview(aligned) as view:
+        for first, count in ((0, 8), (3, 2)):
+            part = view[: count * kind.num_bytes]
+            assert block_files.read_blocks(file, first, part)
+            assert part == contents[first * kind.num_bytes :][: len(part)]
+            part.release()
+    assert not block_files.is_cached(file), "nothing was read ahead"
+
+
+def test_blocks_of_which_the_page_cache_has_some_are_read_from_both(tmp_path: Path) -> None:
+    kind, contents = BlockKind(bytes(16), 0, 1 << 16), os.urandom(1 << 20)
+    digests = [bytes([number]) * 24 for number in range(16)]
+    file = block_files.write_file(tmp_path, kind, "m", digests, [memoryview(contents)])
+    with file.path.open("rb") as opened:
+        os.fsync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), file.first_byte + 5 * kind.num_bytes, 0, os.POSIX_FADV_DONTNEED)
+    with mmap.mmap(-1, len(contents)) as aligned, memoryview(aligned) as view:
+        assert block_files.read_blocks(file, 0, view)
+        assert view == contents

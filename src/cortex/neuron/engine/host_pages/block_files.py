@@ -7,8 +7,10 @@ match its header is removed.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
+import mmap
 import os
 import re
 import secrets
@@ -43,6 +45,7 @@ _WRITERS = 2
 _SENT_BYTES = 32 << 20
 """Most bytes of received blocks in one file. A complete file is used while the next ones arrive."""
 _MODEL = re.compile("[0-9a-f]{32}")
+_libc = ctypes.CDLL(None)
 
 
 class DamagedFile(Exception):
@@ -232,7 +235,7 @@ def is_cached(file: BlockFile) -> bool:
     try:
         fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            return os.preadv(fd, [bytearray(1)], file.num_bytes // 2, os.RWF_NOWAIT) > 0
+            return _num_cached_bytes(fd, file.num_bytes // 2, 1) > 0
         finally:
             os.close(fd)
     except OSError:
@@ -243,9 +246,9 @@ def _read(file: BlockFile, offset: int, view: memoryview) -> bool:
     done = 0
     fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        with suppress(OSError):  # BlockingIOError: it is not in the page cache; others: no such reads here
-            while done < view.nbytes and (count := os.preadv(fd, [view[done:]], offset + done, os.RWF_NOWAIT)):
-                done += count
+        cached = _num_cached_bytes(fd, offset, view.nbytes)
+        while done < cached and (count := os.preadv(fd, [view[done:cached]], offset + done)):
+            done += count
         done = done // _ALIGNMENT * _ALIGNMENT if done < view.nbytes else done
         if done < view.nbytes and file.kind.num_bytes % _ALIGNMENT == 0:
             with suppress(OSError):  # a file system without direct reads, or memory that is not aligned
@@ -260,6 +263,29 @@ def _read(file: BlockFile, offset: int, view: memoryview) -> bool:
     finally:
         os.close(fd)
     return done == view.nbytes
+
+
+def _num_cached_bytes(fd: int, offset: int, num_bytes: int) -> int:
+    """Bytes from `offset` on that are in the page cache, up to the first that is not. Raises OSError. A read with
+    RWF_NOWAIT would tell, too, but starts to read ahead what it does not find."""
+    start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    end = min(offset + num_bytes, os.fstat(fd).st_size)
+    if end <= offset:
+        return 0
+    pages = (ctypes.c_ubyte * -(-(end - start) // mmap.PAGESIZE))()
+    try:
+        # Private and writable, because only writable memory has an address here.
+        mapping = mmap.mmap(fd, end - start, flags=mmap.MAP_PRIVATE, offset=start)
+    except ValueError:
+        return 0  # it has shrunk
+    with mapping:
+        first = ctypes.c_char.from_buffer(mapping)
+        has_failed = _libc.mincore(ctypes.byref(first), ctypes.c_size_t(end - start), pages)
+        del first  # else the mapping cannot be closed
+    if has_failed:
+        return 0
+    missing = bytes(pages).find(0)
+    return end - offset if missing < 0 else max(0, start + missing * mmap.PAGESIZE - offset)
 
 
 # -- between nodes -------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ Reads only a few small files under /proc and /sys, of cgroup v1 and v2.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class HostMemory:
 
 def read_host_memory(root: Path = Path("/")) -> HostMemory:
     """The host's memory, limited by the tightest cgroup of this process. `root` is for tests."""
-    fields = _fields(root / "proc/meminfo")
+    fields = _fields(f"{root}/proc/meminfo")
     total_bytes = fields["MemTotal:"] * 1024
     free_bytes = fields.get("MemAvailable:", fields.get("MemFree:", 0)) * 1024
     for limit_bytes, used_bytes in _cgroup_limits(root):
@@ -56,13 +56,17 @@ def anonymous_bytes(process_id: int | None = None) -> int:
     return (int(statm[1]) - int(statm[2])) * _PAGE_BYTES
 
 
-def cgroup_folders(controller: str, root: Path = Path("/")) -> Iterator[Path]:
+def cgroup_folders(controller: str, root: Path = Path("/")) -> tuple[Path, ...]:
     """The folders of every cgroup this process is under that may limit what `controller` is for (`cpu`, `memory`)."""
-    try:
-        memberships = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for membership in memberships:
+    memberships = _text(f"{root}/proc/self/cgroup")
+    return () if memberships is None else _folders_of(controller, memberships, root)
+
+
+@functools.lru_cache(16)
+def _folders_of(controller: str, memberships: str, root: Path) -> tuple[Path, ...]:
+    """Kept: a worker reads the memory of its host at each growth of its cache, and processes seldom change cgroups."""
+    folders: list[Path] = []
+    for membership in memberships.splitlines():
         _, controllers, path = membership.split(":", 2)
         if controllers == "":  # v2
             base = root / "sys/fs/cgroup"
@@ -72,32 +76,38 @@ def cgroup_folders(controller: str, root: Path = Path("/")) -> Iterator[Path]:
             continue
         # Inside a container the path may name folders of the host that are not mounted here: nothing can be read there.
         folder = base / path.lstrip("/")
-        yield from (level for level in (folder, *folder.parents) if level.is_relative_to(base))
+        folders += (level for level in (folder, *folder.parents) if level.is_relative_to(base))
+    return tuple(folders)
 
 
 def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
     """(limit, unreclaimable use) of every cgroup this process is under that has a limit."""
     for folder in cgroup_folders("memory", root):
-        limit = _number(folder / "memory.max", folder / "memory.limit_in_bytes")
+        limit = _number(f"{folder}/memory.max", f"{folder}/memory.limit_in_bytes")
         if limit is not None and limit < _UNLIMITED_BYTES:
-            used = _number(folder / "memory.current", folder / "memory.usage_in_bytes") or 0
-            statistics = _fields(folder / "memory.stat")
+            used = _number(f"{folder}/memory.current", f"{folder}/memory.usage_in_bytes") or 0
+            statistics = _fields(f"{folder}/memory.stat")
             dropped = statistics.get("total_inactive_file", statistics.get("inactive_file", 0))  # v1, v2
             yield limit, max(0, used - dropped)
 
 
-def _number(*paths: Path) -> int | None:
+def _number(*paths: str) -> int | None:
     """The number in the first of these files that exists."""
     for path in paths:
-        with contextlib.suppress(OSError):
-            text = path.read_text().strip()
-            return int(text) if text.isdigit() else None
+        if (text := _text(path)) is not None:
+            return int(text) if text.strip().isdigit() else None
     return None
 
 
-def _fields(path: Path) -> dict[str, int]:
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return {}
+def _fields(path: str) -> dict[str, int]:
+    lines = (_text(path) or "").splitlines()
     return {words[0]: int(words[1]) for line in lines if len(words := line.split()) >= 2 and words[1].isdigit()}
+
+
+def _text(path: str) -> str | None:
+    """None: there is no such file that can be read."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return file.read().decode()
+    except OSError:
+        return None

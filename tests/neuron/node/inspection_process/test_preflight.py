@@ -8,122 +8,18 @@ from faulty_models import CONFIG, write_model
 from safetensors.torch import load_file, save_file
 
 from cortex.neuron.engine.memory.plan import ModelSizes
-from cortex.neuron.engine.memory.reserve import MemoryReserve
 from cortex.neuron.kernels.quantised.recipes import RECIPES
 from cortex.neuron.models.packing import MatrixDevice
 from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.node.inspection_process.preflight import ModelMetadata, inspect, objection, recipe_for
-from cortex.neuron.node.loading.device_choice import choose_devices
 from cortex.neuron.weights.stored import TensorInfo
-from cortex.neuron.worker.discovery import DeviceReading
-from cortex.wire.errors import InsufficientCapacity, LoadFailed, ModelUnsupported
-from cortex.wire.node.protocol import Device
+from cortex.wire.errors import LoadFailed, ModelUnsupported
 
 from ...tiny_models import write_llama
 
 GIB = 1 << 30
 HALF = MatrixDevice("cpu", "bfloat16")
 FACTS = ModelMetadata(Path("m"), read_architecture(CONFIG))
-
-
-def device(index: int, total: int) -> Device:
-    return Device(index=index, kind="cuda", name="card", total_bytes=total * GIB)
-
-
-def choose(
-    readings: dict[int, int],
-    allowed: tuple[int, ...] = (),
-    kept: int = 0,
-    count: int = 1,
-    excluded: dict[int, str] | None = None,
-) -> tuple[int, ...]:
-    devices = [device(0, 24), device(1, 24), device(2, 6)]
-    return choose_devices(
-        "big",
-        8 * GIB,
-        devices,
-        {index: DeviceReading(24 * GIB, free * GIB) for index, free in readings.items()},
-        count=count,
-        allowed=allowed,
-        excluded=excluded or {},
-        reserve=lambda _: MemoryReserve(kept * GIB),
-    )
-
-
-def test_chooses_the_device_with_the_most_free_memory() -> None:
-    assert choose({0: 10, 1: 20, 2: 6}) == (1,)
-    assert choose({0: 10, 1: 20, 2: 6}, allowed=(0,)) == (0,)
-    assert choose({0: 10, 1: 10, 2: 6}) == (0,)
-
-
-def test_leaves_out_a_device_and_says_why() -> None:
-    assert choose({0: 10, 1: 20, 2: 6}, excluded={1: "it has a part of other"}) == (0,)
-    with pytest.raises(InsufficientCapacity, match=r"device 1 .*: it has a part of other"):
-        choose({0: 10, 1: 20, 2: 6}, excluded={1: "it has a part of other"}, count=2)
-
-
-def test_chooses_as_many_devices_as_the_model_is_divided_among() -> None:
-    assert choose({0: 20, 1: 10, 2: 6}, count=2) == (0, 1)
-    with pytest.raises(InsufficientCapacity, match=r"at least 8\.0 GiB on each of 2 devices, but device 1") as rejected:
-        choose({0: 20, 1: 7, 2: 6}, count=2)
-    assert [row["device"] for row in rejected.value.details["devices"]] == [1, 2]
-
-
-def test_ceiling_excludes_a_device_and_is_named() -> None:
-    devices = [device(0, 24), device(1, 24)]
-    readings = {index: DeviceReading(24 * GIB, 24 * GIB) for index in (0, 1)}
-
-    def chosen(ceiling: dict[int, int], left: dict[int, int]) -> tuple[int, ...]:
-        return choose_devices(
-            "big",
-            8 * GIB,
-            devices,
-            readings,
-            count=1,
-            allowed=(),
-            excluded={},
-            reserve=lambda _: MemoryReserve(0),
-            ceiling=lambda device: ceiling.get(device.index),
-            left=lambda device: left.get(device.index),
-        )
-
-    assert chosen({0: 7 * GIB}, {0: 7 * GIB}) == (1,)
-    assert chosen({0: 20 * GIB}, {0: 10 * GIB, 1: 9 * GIB}) == (0,)
-    with pytest.raises(InsufficientCapacity) as rejected:
-        chosen({0: 7 * GIB, 1: 20 * GIB}, {0: 7 * GIB, 1: 3 * GIB})
-    assert [row["reason"] for row in rejected.value.details["devices"]] == [
-        "models may take 7.0 GiB of it (memory_mb)",
-        "other models take the rest of memory_mb; unload something, or raise it",
-    ]
-
-
-def test_rejection_lists_every_device_with_its_numbers_and_reason() -> None:
-    with pytest.raises(InsufficientCapacity) as rejected:
-        choose({0: 5, 2: 6}, allowed=(0, 1, 2))
-    reasons = [row["reason"] for row in rejected.value.details["devices"]]
-    assert reasons == [
-        "too little is free; unload something",
-        "the device does not respond",
-        "too small even when empty",
-    ]
-    assert "needs at least 8.0 GiB" in rejected.value.message
-    assert "device 0 (card) has 5.0 GiB of 24.0 GiB to give" in rejected.value.message
-
-
-def test_reserved_memory_is_not_used() -> None:
-    assert choose({0: 10, 1: 9}, kept=1) == (0,)
-    with pytest.raises(
-        InsufficientCapacity, match=r"has 7\.0 GiB of 24\.0 GiB to give, in addition to 3\.0 GiB"
-    ) as rejected:
-        choose({0: 10, 1: 9}, kept=3)
-    rows = rejected.value.details["devices"]
-    assert [(row["have_bytes"], row["kept_free_bytes"]) for row in rows[:2]] == [
-        (7 * GIB, 3 * GIB),
-        (6 * GIB, 3 * GIB),
-    ]
-    with pytest.raises(InsufficientCapacity) as rejected:
-        choose({0: 24, 1: 24}, kept=17)
-    assert rejected.value.details["devices"][0]["reason"] == "too small even when empty"
 
 
 def test_reads_facts_and_sizes_from_config_and_headers(tmp_path: Path) -> None:

@@ -1,13 +1,15 @@
-"""Which devices a model in stages takes, and how many layers each gets."""
+"""Which devices a model takes, and how many layers each gets of a model in stages."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cortex.neuron.config import Limits, NeuronConfig
+from cortex.neuron.engine.memory.reserve import MemoryReserve
 from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.node.harness.forecast import Forecast
 from cortex.neuron.node.inspection_process.preflight import ModelMetadata
@@ -50,6 +52,93 @@ def chosen(
     settings: dict[str, Any] = {"pipeline_parallel": 2, **options}
     model = KnownModel(id="m", source="/m", **settings)
     return DeviceChoice(model, metadata, devices, readings, FORECAST).choose()
+
+
+def choose(
+    free_gib: dict[int, int],
+    allowed: tuple[int, ...] = (),
+    kept: int = 0,
+    count: int = 1,
+    excluded: dict[int, str] | None = None,
+    ceilings: dict[int, int] | None = None,
+    left: dict[int, int] | None = None,
+) -> tuple[int, ...]:
+    """The devices for a model that needs 8 GiB, of cards with 24, 24 and 6 GiB."""
+    totals = (24, 24, 6)
+    devices = [
+        Device(index=index, kind="cuda", name="card", total_bytes=total * GIB) for index, total in enumerate(totals)
+    ]
+    readings = {index: DeviceReading(24 * GIB, free * GIB) for index, free in free_gib.items()}
+    forecast: Any = SimpleNamespace(
+        least_bytes=lambda *_: 8 * GIB,
+        reserve=lambda _: MemoryReserve(kept * GIB),
+        share_bytes=lambda _, device: (ceilings or {}).get(device.index),
+    )
+    model = KnownModel(id="big", source="/big", tensor_parallel=count, devices=allowed)
+    choice = DeviceChoice(
+        model, FACTS, devices, readings, forecast, excluded or {}, lambda device: (left or {}).get(device.index)
+    )
+    return choice.choose().indices
+
+
+def test_chooses_the_device_with_the_most_free_memory() -> None:
+    assert choose({0: 10, 1: 20, 2: 6}) == (1,)
+    assert choose({0: 10, 1: 20, 2: 6}, allowed=(0,)) == (0,)
+    assert choose({0: 10, 1: 10, 2: 6}) == (0,)
+
+
+def test_leaves_out_a_device_and_says_why() -> None:
+    assert choose({0: 10, 1: 20, 2: 6}, excluded={1: "it has a part of other"}) == (0,)
+    with pytest.raises(InsufficientCapacity, match=r"device 1 .*: it has a part of other"):
+        choose({0: 10, 1: 20, 2: 6}, excluded={1: "it has a part of other"}, count=2)
+
+
+def test_chooses_as_many_devices_as_the_model_is_divided_among() -> None:
+    assert choose({0: 20, 1: 10, 2: 6}, count=2) == (0, 1)
+    with pytest.raises(InsufficientCapacity, match=r"at least 8\.0 GiB on each of 2 devices, but device 1") as rejected:
+        choose({0: 20, 1: 7, 2: 6}, count=2)
+    assert [row["device"] for row in rejected.value.details["devices"]] == [1, 2]
+
+
+def test_ceiling_excludes_a_device_and_is_named() -> None:
+    empty = {0: 24, 1: 24}
+    assert choose(empty, ceilings={0: 7 * GIB}, left={0: 7 * GIB}) == (1,)
+    assert choose(empty, ceilings={0: 20 * GIB}, left={0: 10 * GIB, 1: 9 * GIB}) == (0,)
+    with pytest.raises(InsufficientCapacity) as rejected:
+        choose(empty, ceilings={0: 7 * GIB, 1: 20 * GIB}, left={0: 7 * GIB, 1: 3 * GIB})
+    assert [row["reason"] for row in rejected.value.details["devices"]][:2] == [
+        "models may take 7.0 GiB of it (memory_mb)",
+        "other models take the rest of memory_mb; unload something, or raise it",
+    ]
+
+
+def test_rejection_lists_every_device_with_its_numbers_and_reason() -> None:
+    with pytest.raises(InsufficientCapacity) as rejected:
+        choose({0: 5, 2: 6}, allowed=(0, 1, 2))
+    reasons = [row["reason"] for row in rejected.value.details["devices"]]
+    assert reasons == [
+        "too little is free; unload something",
+        "the device does not respond",
+        "too small even when empty",
+    ]
+    assert "needs at least 8.0 GiB" in rejected.value.message
+    assert "device 0 (card) has 5.0 GiB of 24.0 GiB to give" in rejected.value.message
+
+
+def test_reserved_memory_is_not_used() -> None:
+    assert choose({0: 10, 1: 9}, kept=1) == (0,)
+    with pytest.raises(
+        InsufficientCapacity, match=r"has 7\.0 GiB of 24\.0 GiB to give, in addition to 3\.0 GiB"
+    ) as rejected:
+        choose({0: 10, 1: 9}, kept=3)
+    rows = rejected.value.details["devices"]
+    assert [(row["have_bytes"], row["kept_free_bytes"]) for row in rows[:2]] == [
+        (7 * GIB, 3 * GIB),
+        (6 * GIB, 3 * GIB),
+    ]
+    with pytest.raises(InsufficientCapacity) as rejected:
+        choose({0: 24, 1: 24}, kept=17)
+    assert rejected.value.details["devices"][0]["reason"] == "too small even when empty"
 
 
 def layers(found: ChosenDevices) -> list[int]:

@@ -252,7 +252,6 @@ class DeviceAllocator:
         model: KnownModel,
         metadata: FileMetadata,
         host: ModelHost,
-        resident: Resident,
     ) -> bool:
         """Whether a sleeping model that did not wake because of `error` would find other devices if it were loaded."""
         if isinstance(error, LoadRejected):
@@ -263,8 +262,6 @@ class DeviceAllocator:
         try:
             chosen = await self._choose_alone(model, metadata)
         except (InsufficientCapacity, LoadFailed):
-            return False
-        if chosen.free_bytes and sum(chosen.free_bytes) < resident.measured_bytes:  # its layers are divided
             return False
         return set(chosen.indices) != set(host.device_indices)
 

@@ -80,7 +80,7 @@ class DeviceChoice:
 
     def choose(self) -> ChosenDevices:
         """The devices for the model, each with room. Raises InsufficientCapacity or LoadFailed."""
-        model, forecast = self.model, self.forecast
+        model = self.model
         if not self.devices:
             raise InsufficientCapacity(f"{model.id} has no device to be loaded on")
         if model.pipeline_parallel > 1:
@@ -88,22 +88,64 @@ class DeviceChoice:
             return self._choose_stages()
         need_bytes = self._need_bytes()
         self._check_own_limit(need_bytes)
-        indices = choose_devices(
-            model.id,
-            need_bytes,
-            self.devices,
-            self.readings,
-            count=model.num_devices,
-            allowed=model.devices,
-            excluded=self.excluded,
-            reserve=forecast.reserve,
-            ceiling=lambda device: forecast.share_bytes(model, device),
-            left=self.left,
-            purpose=self._purpose,
+        objections = {device.index: self._objection(device, need_bytes) for device in self.devices}
+        fitting = [device for device in self.devices if objections[device.index] is None]
+        if len(fitting) < model.num_devices:
+            raise self._too_small(need_bytes, objections)
+        emptiest = sorted(fitting, key=lambda device: (-self.usable_bytes(device), device.index))[: model.num_devices]
+        chosen = tuple(device for device in self.devices if device in emptiest)
+        return ChosenDevices(chosen, limits=tuple(map(self.left, chosen)))
+
+    def _objection(self, device: Device, need_bytes: int) -> str | None:
+        """Why `need_bytes` do not fit the device; None if they do."""
+        if (unusable := self._why_unusable(device)) is not None:
+            return unusable
+        ceiling_bytes, left_bytes = self.forecast.share_bytes(self.model, device), self.left(device)
+        if need_bytes > self.forecast.reserve(device).usable_bytes(device.total_bytes):
+            return "too small even when empty"
+        if ceiling_bytes is not None and need_bytes > ceiling_bytes:
+            return f"models may take {gib(ceiling_bytes)} of it (memory_mb)"
+        if left_bytes is not None and need_bytes > left_bytes:
+            return "other models take the rest of memory_mb; unload something, or raise it"
+        return "too little is free; unload something" if need_bytes > self.usable_bytes(device) else None
+
+    def _too_small(self, need_bytes: int, objections: Mapping[int, str | None]) -> InsufficientCapacity:
+        """The error with the needed and the available bytes of every device that does not fit."""
+        reasons = {device: reason for device in self.devices if (reason := objections[device.index]) is not None}
+        table = [self._row(device, need_bytes, reason) for device, reason in reasons.items()]
+        rows = "; ".join(
+            f"device {row['device']} ({row['name']}) has {gib(row['have_bytes'])} of "
+            f"{gib(row['total_bytes'])} to give, in addition to {gib(row['kept_free_bytes'])} kept free: "
+            f"{row['reason']}"
+            for row in table
         )
-        chosen = tuple(device for device in self.devices if device.index in indices)
-        free_bytes = tuple(map(self.usable_bytes, chosen)) if model.pipeline_parallel > 1 else ()
-        return ChosenDevices(chosen, free_bytes=free_bytes, limits=tuple(map(self.left, chosen)))
+        count = self.model.num_devices
+        each = "" if count == 1 else f" on each of {count} devices"
+        return InsufficientCapacity(
+            f"{self.model.id} needs at least {gib(need_bytes)}{each}{self._purpose}, but {rows}",
+            details={"devices": table},
+        )
+
+    def _row(self, device: Device, need_bytes: int, reason: str) -> dict[str, Any]:
+        """Why a device does not fit, for the details of an error."""
+        reading = self.readings.get(device.index)
+        return {
+            "device": device.index,
+            "name": device.name,
+            "need_bytes": need_bytes,
+            "have_bytes": self.usable_bytes(device),
+            "kept_free_bytes": self.forecast.reserve(device).bytes_of(0 if reading is None else reading.free_bytes),
+            "ceiling_bytes": self.forecast.share_bytes(self.model, device),
+            "total_bytes": device.total_bytes,
+            "reason": reason,
+        }
+
+    def _why_unusable(self, device: Device) -> str | None:
+        """Why a load cannot use the device, regardless of its free memory; None if it can."""
+        if self.model.devices and device.index not in self.model.devices:
+            return "not among the requested devices"
+        is_silent = device.index not in self.readings
+        return self.excluded.get(device.index, "the device does not respond" if is_silent else None)
 
     def _check_own_limit(self, need_bytes: int) -> None:
         """Raises InsufficientCapacity for a model that fits under its own limit only with weights in host memory."""
@@ -120,11 +162,7 @@ class DeviceChoice:
         room for sequences."""
         model = self.model
         have = sorted(
-            (
-                self.usable_bytes(device)
-                for device in self.devices
-                if _why_unusable(device, self.readings.get(device.index), model.devices, self.excluded) is None
-            ),
+            (self.usable_bytes(device) for device in self.devices if self._why_unusable(device) is None),
             reverse=True,
         )[: model.num_devices]
         if len(have) < model.num_devices:
@@ -196,11 +234,7 @@ class DeviceChoice:
         Raises InsufficientCapacity with the needed bytes and the available bytes of every device.
         """
         model = self.model
-        allowed = [
-            device
-            for device in self.devices
-            if _why_unusable(device, self.readings.get(device.index), model.devices, self.excluded) is None
-        ]
+        allowed = [device for device in self.devices if self._why_unusable(device) is None]
         ceilings = {device.index: self.left(device) for device in allowed}
         free_bytes = {device.index: self.usable_bytes(device) for device in allowed}
         emptiest = sorted(free_bytes, key=lambda index: (-free_bytes[index], index))[: model.num_devices]
@@ -225,8 +259,7 @@ class DeviceChoice:
         fits_when_empty = self.forecast.empty_stages(model, self.metadata, self.devices) is not None
         table: list[dict[str, Any]] = []
         for device in self.devices:
-            reading = self.readings.get(device.index)
-            if (unusable := _why_unusable(device, reading, model.devices, self.excluded)) is not None:
+            if (unusable := self._why_unusable(device)) is not None:
                 reason = unusable
             elif not fits_when_empty:
                 reason = "too small even when empty, or under memory_mb"
@@ -234,9 +267,7 @@ class DeviceChoice:
                 reason = "too little is free; unload something"
             else:
                 reason = "has less than the others"
-            kept = self.forecast.reserve(device)
-            ceiling_bytes = self.forecast.share_bytes(model, device)
-            table.append(device_row(device, reading, kept, share_bytes, reason, ceiling_bytes, self.left(device)))
+            table.append(self._row(device, share_bytes, reason))
         rows = "; ".join(
             f"device {row['device']} ({row['name']}) has {gib(row['have_bytes'])} to give: {row['reason']}"
             for row in table
@@ -248,93 +279,7 @@ class DeviceChoice:
         )
 
 
-def choose_devices(
-    model_id: str,
-    need_bytes: int,
-    devices: Sequence[Device],
-    readings: Mapping[int, DeviceReading],
-    *,
-    count: int,
-    allowed: Sequence[int],
-    excluded: Mapping[int, str],
-    reserve: Callable[[Device], MemoryReserve],
-    ceiling: Callable[[Device], int | None] = lambda _: None,
-    left: Callable[[Device], int | None] = lambda _: None,
-    purpose: str = "",
-) -> tuple[int, ...]:
-    """The indices, in order, of the `count` devices with the most free memory among those where `need_bytes` fit; only
-    `allowed` ones, if given, and none of `excluded`, which has the reasons. `ceiling`: the model's maximum on a device;
-    `left`: what other models leave of it; `purpose`: of the bytes, in words.
-
-    Raises InsufficientCapacity with the needed and the available bytes of every device that does not fit.
-    """
-    table: list[dict[str, Any]] = []
-    fitting: list[tuple[int, int]] = []
-    for device in devices:
-        reading = readings.get(device.index)
-        kept = reserve(device)
-        ceiling_bytes, left_bytes = ceiling(device), left(device)
-        have_bytes = usable_now(reading, kept, left_bytes)
-        if (unusable := _why_unusable(device, reading, allowed, excluded)) is not None:
-            reason = unusable
-        elif need_bytes > kept.usable_bytes(device.total_bytes):
-            reason = "too small even when empty"
-        elif ceiling_bytes is not None and need_bytes > ceiling_bytes:
-            reason = f"models may take {gib(ceiling_bytes)} of it (memory_mb)"
-        elif left_bytes is not None and need_bytes > left_bytes:
-            reason = "other models take the rest of memory_mb; unload something, or raise it"
-        elif need_bytes > have_bytes:
-            reason = "too little is free; unload something"
-        else:
-            fitting.append((have_bytes, -device.index))
-            continue
-        table.append(device_row(device, reading, kept, need_bytes, reason, ceiling_bytes, left_bytes))
-    if len(fitting) >= count:
-        return tuple(sorted(-negated for _, negated in sorted(fitting, reverse=True)[:count]))
-    rows = "; ".join(
-        f"device {row['device']} ({row['name']}) has {gib(row['have_bytes'])} of "
-        f"{gib(row['total_bytes'])} to give, in addition to {gib(row['kept_free_bytes'])} kept free: "
-        f"{row['reason']}"
-        for row in table
-    )
-    each = "" if count == 1 else f" on each of {count} devices"
-    raise InsufficientCapacity(
-        f"{model_id} needs at least {gib(need_bytes)}{each}{purpose}, but {rows}", details={"devices": table}
-    )
-
-
 def usable_now(reading: DeviceReading | None, kept: MemoryReserve, left_bytes: int | None) -> int:
     """Bytes that a load may take of a device. `left_bytes`: what other models leave of the operator's ceiling."""
     have_bytes = 0 if reading is None else max(0, kept.usable_bytes(reading.free_bytes))
     return have_bytes if left_bytes is None else min(have_bytes, left_bytes)
-
-
-def device_row(
-    device: Device,
-    reading: DeviceReading | None,
-    kept: MemoryReserve,
-    need_bytes: int,
-    reason: str,
-    ceiling_bytes: int | None,
-    left_bytes: int | None,
-) -> dict[str, Any]:
-    """Why a device does not fit, for the details of an error."""
-    return {
-        "device": device.index,
-        "name": device.name,
-        "need_bytes": need_bytes,
-        "have_bytes": usable_now(reading, kept, left_bytes),
-        "kept_free_bytes": kept.bytes_of(reading.free_bytes if reading is not None else 0),
-        "ceiling_bytes": ceiling_bytes,
-        "total_bytes": device.total_bytes,
-        "reason": reason,
-    }
-
-
-def _why_unusable(
-    device: Device, reading: DeviceReading | None, allowed: Sequence[int], excluded: Mapping[int, str]
-) -> str | None:
-    """Why a load cannot use the device, regardless of its free memory; None if it can."""
-    if allowed and device.index not in allowed:
-        return "not among the requested devices"
-    return excluded.get(device.index, "the device does not respond" if reading is None else None)

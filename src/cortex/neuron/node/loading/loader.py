@@ -259,7 +259,7 @@ class ModelLoader:
                 await wake_settled(host)
                 instance.woken()
         except (InsufficientCapacity, LoadRejected) as error:
-            if await self._room.has_room_elsewhere(error, model, self.inspections[model.id].metadata, host, resident):
+            if await self._room.has_room_elsewhere(error, model, self.inspections[model.id].metadata, host):
                 raise MemoryElsewhere(about(model.id, error)) from error
             if isinstance(error, LoadRejected):
                 raise _load_error(model.id, error) from error

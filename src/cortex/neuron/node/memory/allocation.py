@@ -16,8 +16,6 @@ class ChosenDevices:
     """By index."""
     stages: tuple[StageSpec, ...] = ()
     """The stages of each replica, if the model is divided by layers."""
-    free_bytes: tuple[int, ...] = ()
-    """Free memory of each device, if the layers are divided among nodes, which the first node decides."""
     limits: tuple[int | None, ...] = ()
     """Per device: bytes that other models leave under the operator's ceilings."""
 

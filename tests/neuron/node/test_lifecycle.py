@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cortex.neuron.node.lifecycle import FAILURE_S, Lifecycle, transition
-from cortex.neuron.node.lifecycle_events import (
+from cortex.neuron.node.lifecycle import (
+    FAILURE_S,
     DownloadStarted,
     Effect,
     EnsureAsleep,
@@ -15,6 +15,7 @@ from cortex.neuron.node.lifecycle_events import (
     EnsureReady,
     FilesReady,
     Input,
+    Lifecycle,
     LoadEnded,
     ModelLost,
     NotifyAsleep,
@@ -29,6 +30,7 @@ from cortex.neuron.node.lifecycle_events import (
     StopLoad,
     UnloadEnded,
     UnloadInstead,
+    transition,
 )
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.wire.errors import InsufficientCapacity, LoadFailed

@@ -17,7 +17,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from cortex.formats.units import gib
-from cortex.neuron.node import lifecycle_events as events
+from cortex.neuron.node import lifecycle
 from cortex.neuron.node.instance import Instance, ModelCallbacks
 from cortex.neuron.node.library import KnownModel
 from cortex.neuron.node.lifecycle import Lifecycle, transition
@@ -65,7 +65,7 @@ class ModelController:
         self._host_budget = host_budget
         self._on_changed = on_changed
         self._policy = policy
-        self._inputs: deque[events.Input] = deque()
+        self._inputs: deque[lifecycle.Input] = deque()
         self._handling = False
         self._closing = False
         self._task: asyncio.Task[None] | None = None
@@ -101,31 +101,31 @@ class ModelController:
         """Starts to load `model`. Joins a load in progress or done, whatever its options, because the node has already
         rejected another quantisation."""
         self.set_options(model)
-        self._post(events.EnsureReady())
+        self._post(lifecycle.EnsureReady())
 
     async def ensure_ready(self, model: KnownModel) -> None:
         """Returns when the model is ready; raises why it is not. Cancelling this call does not stop the load."""
         self.set_options(model)
-        await self._wait(self._ready_waiters, events.EnsureReady())
+        await self._wait(self._ready_waiters, lifecycle.EnsureReady())
 
     def reload(self) -> None:
         """Loads a ready model without requests again, with all the memory that it can have now. Callers wait for it."""
         if self.model.min_context_tokens is not None:
             self.model = replace(self.model, min_context_tokens=1)  # with less it still serves
-        self._post(events.EnsureGone())
-        self._post(events.EnsureReady())
+        self._post(lifecycle.EnsureGone())
+        self._post(lifecycle.EnsureReady())
 
     async def ensure_asleep(self, drain_s: float) -> None:
         """Returns when the model's device memory is free. Its weights stay in host memory if there is room."""
-        await self._wait(self._asleep_waiters, events.EnsureAsleep(drain_s))
+        await self._wait(self._asleep_waiters, lifecycle.EnsureAsleep(drain_s))
 
     def unload_sleeping(self) -> bool:
         """Starts to unload a model that is asleep or falling asleep. False if it is in neither state, or wanted
         again."""
         if self.life.state is ModelState.ASLEEP:
-            self._post(events.EnsureGone())
+            self._post(lifecycle.EnsureGone())
         elif self._is_leaving:
-            self._post(events.EnsureGone(math.inf))  # its drain goes on
+            self._post(lifecycle.EnsureGone(math.inf))  # its drain goes on
         else:
             return False
         return True
@@ -136,7 +136,7 @@ class ModelController:
 
     async def ensure_gone(self, drain_s: float) -> None:
         """Returns when nothing of the model is in memory."""
-        await self._wait(self._gone_waiters, events.EnsureGone(drain_s))
+        await self._wait(self._gone_waiters, lifecycle.EnsureGone(drain_s))
 
     def serving_instance(self) -> Instance:
         """Where requests go. Raises a retryable error while the model is not ready, or why its load failed."""
@@ -175,7 +175,7 @@ class ModelController:
         eta_s = self.progress.snapshot().eta_s if self.progress is not None else None
         return max(1.0, eta_s if eta_s is not None else 2.0)
 
-    async def _wait(self, waiters: Waiters, wish: events.Input) -> None:
+    async def _wait(self, waiters: Waiters, wish: lifecycle.Input) -> None:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiters.add(waiter)
         try:
@@ -186,7 +186,7 @@ class ModelController:
 
     # The only place where the lifecycle changes
 
-    def _post(self, happened: events.Input) -> None:
+    def _post(self, happened: lifecycle.Input) -> None:
         self._inputs.append(happened)
         if self._handling:
             return
@@ -197,7 +197,7 @@ class ModelController:
         finally:
             self._handling = False
 
-    def _handle(self, happened: events.Input) -> None:
+    def _handle(self, happened: lifecycle.Input) -> None:
         before = self.life.state
         self.life, effects = transition(self.life, happened, time.monotonic(), self._policy)
         after = self.life.state
@@ -215,32 +215,32 @@ class ModelController:
             self._host_budget.settle()
             self._on_changed(self.model_id)
 
-    def _carry_out(self, effect: events.Effect) -> None:
+    def _carry_out(self, effect: lifecycle.Effect) -> None:
         match effect:
-            case events.StartLoad(attempt, delay_s):
+            case lifecycle.StartLoad(attempt, delay_s):
                 self._start(attempt, "load", partial(self._load, attempt, delay_s))
-            case events.StartWake(attempt):
+            case lifecycle.StartWake(attempt):
                 self._start(attempt, "wake", self._wake)
-            case events.StopLoad():
+            case lifecycle.StopLoad():
                 if self._task is not None:
                     self._task.cancel()
-            case events.StartUnload(attempt, drain_s, to_sleep):
+            case lifecycle.StartUnload(attempt, drain_s, to_sleep):
                 self.falls_asleep = to_sleep
                 self._drain_deadline_s = asyncio.get_running_loop().time() + drain_s
                 self._task = asyncio.create_task(self._unload(attempt), name=f"unload {self.model_id}")
-            case events.UnloadInstead():
+            case lifecycle.UnloadInstead():
                 self.falls_asleep = False
-            case events.ShortenDrain(drain_s):
+            case lifecycle.ShortenDrain(drain_s):
                 self._drain_deadline_s = min(self._drain_deadline_s, asyncio.get_running_loop().time() + drain_s)
                 if self._drain_timeout is not None and not self._drain_timeout.expired():
                     self._drain_timeout.reschedule(self._drain_deadline_s)
-            case events.NotifyReady():
+            case lifecycle.NotifyReady():
                 _release(self._ready_waiters)
-            case events.NotifyFailed(error):
+            case lifecycle.NotifyFailed(error):
                 _reject(self._ready_waiters, error)
-            case events.NotifyAsleep():
+            case lifecycle.NotifyAsleep():
                 _release(self._asleep_waiters)
-            case events.NotifyGone():
+            case lifecycle.NotifyGone():
                 _release(self._asleep_waiters)
                 _release(self._gone_waiters)
 
@@ -274,12 +274,12 @@ class ModelController:
             log.exception("%s: unexpected error in a load", self.model_id)
             error = LoadFailed(f"{self.model_id}: {type(unexpected).__name__}: {unexpected}; see the node's log")
         restarts = self._loader.restarts(self.model)
-        self._post(events.LoadEnded(attempt, error, worker_lost, has_room_elsewhere, restarts))
+        self._post(lifecycle.LoadEnded(attempt, error, worker_lost, has_room_elsewhere, restarts))
 
     def _post_if_cancelled(self, attempt: int, task: asyncio.Task[None]) -> None:
         # A task may be cancelled before its first line runs, so this cannot be an `except` in it.
         if task.cancelled():
-            self._post(events.LoadEnded(attempt, UnloadedWhileLoading(f"{self.model_id}: the load was cancelled")))
+            self._post(lifecycle.LoadEnded(attempt, UnloadedWhileLoading(f"{self.model_id}: the load was cancelled")))
 
     async def _load(self, attempt: int, delay_s: float) -> Instance:
         await asyncio.sleep(delay_s)
@@ -289,7 +289,7 @@ class ModelController:
             on_files_ready=partial(self._files_ready, attempt),
             on_wait=self._waits,
             on_lost=self._lost,
-            on_produced=lambda: self._post(events.ProducedTokens()),
+            on_produced=lambda: self._post(lifecycle.ProducedTokens()),
         )
         return await self._loader.load(self.model, callbacks)
 
@@ -302,7 +302,7 @@ class ModelController:
 
     def _progressed(self, attempt: int, stage: str, done_bytes: int, total_bytes: int) -> None:
         if stage == "download":
-            self._post(events.DownloadStarted(attempt))
+            self._post(lifecycle.DownloadStarted(attempt))
         now_s = time.monotonic()
         before = self.progress or LoadProgressTracker.begin(now_s)
         self.progress = before.advanced(stage, done_bytes, total_bytes, now_s)
@@ -312,7 +312,7 @@ class ModelController:
 
     def _files_ready(self, attempt: int) -> None:
         self._load_began_s = time.monotonic()
-        self._post(events.FilesReady(attempt))
+        self._post(lifecycle.FilesReady(attempt))
 
     def _waits(self, reason: str | None) -> None:
         if reason is None:
@@ -324,7 +324,7 @@ class ModelController:
     def _lost(self, reason: str) -> None:
         self.instance = None
         if not self._closing:  # a closing node ends its workers itself
-            self._post(events.ModelLost(reason, self._loader.restarts(self.model)))
+            self._post(lifecycle.ModelLost(reason, self._loader.restarts(self.model)))
 
     # Unload and sleep
 
@@ -346,7 +346,7 @@ class ModelController:
                     log.info("%s: unloaded, %s", self.model_id, reclaimed)
         finally:
             self.leaving = None
-            self._post(events.UnloadEnded(attempt, is_asleep))
+            self._post(lifecycle.UnloadEnded(attempt, is_asleep))
 
     async def _put_to_sleep(self, instance: Instance) -> bool:
         """Returns whether the model is asleep and may stay so; otherwise it must be unloaded."""

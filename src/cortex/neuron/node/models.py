@@ -22,7 +22,7 @@ from cortex.neuron.node.memory.ceilings import ModelHolding, equal_parts
 from cortex.neuron.node.memory.host_budget import HostBudget, HostModel
 from cortex.neuron.node.memory.kv_host import KvHostMemory
 from cortex.neuron.node.status import ServedModel, describe_model, served_model
-from cortex.neuron.node.text.texts import Texts
+from cortex.neuron.node.texts import Texts
 from cortex.neuron.text.template.prompt import PromptRules
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.wire.errors import CortexError, ModelInUse, shorten

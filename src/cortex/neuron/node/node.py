@@ -37,15 +37,15 @@ from cortex.neuron.node.loading.context_allocator import ContextAllocator
 from cortex.neuron.node.loading.device_allocator import DeviceAllocator
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.model_files import ModelFiles
+from cortex.neuron.node.loading.replicas import ReplicaDemand, ReplicaRules
 from cortex.neuron.node.loading.startup_models import StartupModels
 from cortex.neuron.node.memory.ceilings import Ceilings, MemoryCeilings
 from cortex.neuron.node.memory.host_budget import HostBudget, HostLimits
 from cortex.neuron.node.memory.kv_exchange import KvExchange
 from cortex.neuron.node.models import Models
 from cortex.neuron.node.power import attribute
-from cortex.neuron.node.replicas.demand import ReplicaDemand, ReplicaRules
 from cortex.neuron.node.status import ServedModel, describe_node
-from cortex.neuron.node.text.texts import Texts
+from cortex.neuron.node.texts import Texts
 from cortex.neuron.picture_process.client import Pictures
 from cortex.neuron.servers.ready_made import usable as usable_servers
 from cortex.neuron.tokenizer_process.client import TokenizerClient

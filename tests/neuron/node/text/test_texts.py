@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from cortex.neuron.config import TextLimits
-from cortex.neuron.node.text import work
-from cortex.neuron.node.text.texts import Texts
+from cortex.neuron.node.texts import Texts
 from cortex.neuron.text.errors import TextFileMalformed
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import Prepared
@@ -118,7 +117,7 @@ async def test_tokens_without_a_grammar_need_no_process(
         prepared.append(request)
         return Prepared(())
 
-    monkeypatch.setattr(work, "prepare", prepare)
+    monkeypatch.setattr("cortex.neuron.node.texts.prepare", prepare)
     tokens = GenerateRequest(model="m", prompt=(1, 2), more_prompts=((3,),))
     await texts.prepare(pack(tokens), principal="")
     assert prepared == [tokens]

@@ -31,7 +31,7 @@ from cortex.neuron.node.loading.device_allocator import DeviceAllocator, MemoryE
 from cortex.neuron.node.loading.device_choice import capacity_bytes, check_devices
 from cortex.neuron.node.loading.loads_in_progress import OnWait
 from cortex.neuron.node.memory.host_budget import HostBudget
-from cortex.neuron.node.text.texts import Texts
+from cortex.neuron.node.texts import Texts
 from cortex.neuron.text.model import TextInspection
 from cortex.neuron.weights import errors as weight_errors
 from cortex.neuron.weights.errors import Cancelled, CheckpointError

@@ -16,7 +16,7 @@ from cortex.gateway.config import Config, GatewaySection, NeuronSection
 from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.server import Gateway
 from cortex.neuron.node.harness.command import guard
-from cortex.neuron.node.harness.command.process_memory import descendants
+from cortex.neuron.node.harness.command.server_process import descendants
 from cortex.settings import Listen
 
 

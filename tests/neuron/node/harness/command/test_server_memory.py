@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pynvml import NVMLError
 
-from cortex.neuron.node.harness.command.process_memory import descendants, gpu_bytes
+from cortex.neuron.node.harness.command.server_process import descendants, gpu_bytes
 from cortex.wire.node.protocol import Device
 
 DEVICES = tuple(Device(index=index, kind="cuda", name="card", total_bytes=1 << 34) for index in range(2))

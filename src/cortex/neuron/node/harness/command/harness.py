@@ -21,9 +21,9 @@ from cortex.neuron.node.devices import ReadDevices
 from cortex.neuron.node.harness.command.estimates import CommandEstimates, ServedFiles, ServerSizes, SizeOfModel
 from cortex.neuron.node.harness.command.group import MemberPorts, check_reachable, interface_of
 from cortex.neuron.node.harness.command.host import CommandHost, ServerCommand, ServerTimes, free_port, server_info
-from cortex.neuron.node.harness.command.process_memory import gpu_bytes
 from cortex.neuron.node.harness.command.server_log import ServerLog, plain_lines
 from cortex.neuron.node.harness.command.server_memory import ServerMemory
+from cortex.neuron.node.harness.command.server_process import gpu_bytes
 from cortex.neuron.node.harness.estimates import Footprint
 from cortex.neuron.node.library import KnownModel
 from cortex.neuron.node.memory.allocation import ChosenDevices, DeviceAllocation

@@ -8,14 +8,14 @@ from typing import Literal
 
 import pytest
 
+from cortex.neuron.node.devices import ExtraReplicas
 from cortex.neuron.node.memory.ceilings import Ceilings
-from cortex.neuron.node.replicas.extras import ExtraReplicas
 from cortex.neuron.worker.discovery import DeviceReading
 from cortex.neuron.worker.hosts.replicated import ReplicatedHost
 from cortex.wire.node.protocol import Device
 
-from ...worker.hosts.fake_host import FakeHost
-from ...worker.recording_sink import RecordingSink
+from ..worker.hosts.fake_host import FakeHost
+from ..worker.recording_sink import RecordingSink
 
 
 def extras_on(kind: Literal["cuda", "cpu"], *, node_bytes: int | None = None) -> ExtraReplicas:

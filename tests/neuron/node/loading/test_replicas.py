@@ -14,8 +14,8 @@ from faulty_engine import PLAIN
 from faulty_models import running_node, write_model
 
 from cortex.neuron.engine.request import EngineRequest
+from cortex.neuron.node.loading.replicas import Demand, ReplicaRules
 from cortex.neuron.node.node import Node
-from cortex.neuron.node.replicas.demand import Demand, ReplicaRules
 from cortex.neuron.worker.discovery import DeviceReading, Inventory
 from cortex.wire.errors import CortexError, Recovering
 from cortex.wire.node.orders import UnloadRequest

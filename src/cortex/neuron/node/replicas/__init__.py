@@ -1,1 +1,0 @@
-"""Extra replicas of models, which the node adds and removes on demand."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from cortex.cli.failures import CommandError, ExitCode
 from cortex.cli.output import PlainConsole, console, print_json
-from cortex.cli.views.jobs import ProgressView
+from cortex.cli.views import ProgressView
 from cortex.system.exits import ending
 
 if TYPE_CHECKING:

@@ -138,7 +138,7 @@ def test_interrupt_cancels_the_job(gateway: CannedGateway, invoke: Invoke, monke
     def interrupt(_seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("cortex.cli.views.jobs.time.sleep", interrupt)
+    monkeypatch.setattr("cortex.cli.views.time.sleep", interrupt)
     running = job("running", can_cancel=True)
     gateway.responses["POST", "/fleet/models/small/load"] = {"model": "small", "nodes": ["beast"], "job": running}
     gateway.responses["DELETE", "/fleet/jobs/job_1"] = job("cancelled")
@@ -158,7 +158,7 @@ def test_second_interrupt_does_not_keep_the_job_from_being_cancelled(
 
     delete = GatewayClient.delete
     monkeypatch.setattr(GatewayClient, "delete", interrupted)
-    monkeypatch.setattr("cortex.cli.views.jobs.time.sleep", interrupt)
+    monkeypatch.setattr("cortex.cli.views.time.sleep", interrupt)
     running = job("running", can_cancel=True)
     gateway.responses["POST", "/fleet/models/small/load"] = {"model": "small", "nodes": ["beast"], "job": running}
     gateway.responses["DELETE", "/fleet/jobs/job_1"] = job("cancelled")

@@ -8,9 +8,8 @@ import pytest
 
 from cortex.fleet.placement.decision import Decision, Origin, Verdict
 from cortex.fleet.placement.explain import DRAINING_RETRY_S, as_json, outcome, rejection, rows, text
-from cortex.fleet.placement.feasibility import Feasibility
 from cortex.fleet.placement.place import place
-from cortex.fleet.placement.search import search
+from cortex.fleet.placement.search import Feasibility, search
 from cortex.fleet.topology import Abilities
 from cortex.wire.error_encoding import OPENAI
 from cortex.wire.node.protocol import ModelState

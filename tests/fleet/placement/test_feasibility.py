@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec, SwapGroup
 from cortex.fleet.devices import DeviceState
-from cortex.fleet.placement.feasibility import Feasibility
 from cortex.fleet.placement.place import place
+from cortex.fleet.placement.search import Feasibility
 from cortex.fleet.topology import Fleet, Node, Residency
 from cortex.wire.node.protocol import ModelState, ModelStatus
 

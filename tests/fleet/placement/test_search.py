@@ -15,9 +15,8 @@ from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.fleet.placement import search as searching
 from cortex.fleet.placement.bounds import by_free_memory, by_residents
 from cortex.fleet.placement.decision import RANK
-from cortex.fleet.placement.feasibility import Feasibility
 from cortex.fleet.placement.place import assess, place, preference
-from cortex.fleet.placement.search import search
+from cortex.fleet.placement.search import Feasibility, search
 from cortex.fleet.rules import PlacementRules
 from cortex.fleet.topology import Fleet, Node
 

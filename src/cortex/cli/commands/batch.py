@@ -15,7 +15,7 @@ import msgspec
 from cortex.cli.client import GatewayClient, gateway_options
 from cortex.cli.failures import CommandError, ExitCode, Group
 from cortex.cli.output import PlainConsole, console, json_option, print_json, table
-from cortex.cli.views.jobs import ProgressView
+from cortex.cli.views import ProgressView
 from cortex.wire.words import os_error_in_words
 
 POLL_S = 1.0

@@ -12,8 +12,7 @@ from cortex.cli.client import GatewayClient, GatewayRejected, gateway_options, m
 from cortex.cli.failures import Command, CommandError, ExitCode
 from cortex.cli.model_name import MODEL
 from cortex.cli.output import console, json_option, print_json
-from cortex.cli.views.bench import parse_bench, show_bench, when_measured
-from cortex.cli.views.jobs import follow
+from cortex.cli.views import follow, parse_bench, show_bench, when_measured
 from cortex.wire.errors import ModelUnsupported
 from cortex.wire.node.protocol import ModelState
 

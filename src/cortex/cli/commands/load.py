@@ -19,9 +19,7 @@ from cortex.cli.client import GatewayClient, GatewayRejected, gateway_options, m
 from cortex.cli.failures import Command, CommandError, ExitCode
 from cortex.cli.model_name import MODEL
 from cortex.cli.output import answer, console, json_option, print_json, rate, say, size, table
-from cortex.cli.views.bench import parse_bench, show_bench, when_measured
-from cortex.cli.views.jobs import follow, parse
-from cortex.cli.views.load import context_of
+from cortex.cli.views import context_of, follow, parse_bench, parse_job, show_bench, when_measured
 from cortex.formats.quant_names import is_same_quant
 from cortex.wire.model_names import split_quant
 from cortex.wire.node.protocol import ModelState
@@ -200,7 +198,7 @@ def order(
     if wait:
         say(f"{response['model']} {result} {places}{_context(gateway, response['model'])}")
     else:
-        say(f"{action} of {response['model']} on {places} has begun: {parse(response['job']).id}")
+        say(f"{action} of {response['model']} on {places} has begun: {parse_job(response['job']).id}")
 
 
 def _load_profile(gateway: GatewayClient, name: str, *, wait: bool, as_json: bool) -> None:

@@ -16,8 +16,7 @@ from cortex.cli.client import GatewayClient, GatewayRejected, gateway_options
 from cortex.cli.failures import Command, CommandError, ExitCode
 from cortex.cli.fleet_view import HeldModel, NodeView
 from cortex.cli.output import answer, console, json_option, print_json, rate, size, state, table
-from cortex.cli.views.jobs import parse
-from cortex.cli.views.load import describe, memory_of
+from cortex.cli.views import describe, memory_of, parse_job
 from cortex.wire.node.protocol import ModelState, ModelStatus
 from cortex.wire.words import duration, plural
 
@@ -153,7 +152,7 @@ def jobs(cancel: str | None, gateway: GatewayClient, as_json: bool) -> None:
         return
     rows = table("ID", "KIND", "MODEL", "NODE", "STATE", ">AGE", "BY")
     reasons = []
-    for job in map(parse, found):
+    for job in map(parse_job, found):
         what = job.describe() if job.state == "running" else job.state
         age = duration(max(0.0, time.time() - job.started_at))
         rows.add_row(job.id, job.kind, job.model, ", ".join(job.nodes), what, age, job.by)

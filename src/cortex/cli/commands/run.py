@@ -15,7 +15,7 @@ from cortex.cli.commands.chat import conversation_options, converse
 from cortex.cli.failures import Command, CommandError, ExitCode
 from cortex.cli.model_name import MODEL
 from cortex.cli.output import answer, console, json_option, print_json, size
-from cortex.cli.views.jobs import follow, parse
+from cortex.cli.views import follow, parse_job
 from cortex.formats.quant_names import is_same_quant
 from cortex.wire.errors import ModelNotFound
 from cortex.wire.model_names import split_quant
@@ -117,7 +117,7 @@ def copy(model: str, nodes: tuple[str, ...], wait: bool, gateway: GatewayClient,
 
 
 def _show(gateway: GatewayClient, started: object, *, wait: bool, as_json: bool) -> None:
-    job = parse(started)
+    job = parse_job(started)
     if wait:
         follow(gateway, gateway.get(f"/fleet/jobs/{job.id}"))
     if as_json:

@@ -19,7 +19,7 @@ from cortex.cli.failures import Command, CommandError, ExitCode
 from cortex.cli.fleet_view import FleetView, HeldModel, NodeView, without_name
 from cortex.cli.model_name import MODEL
 from cortex.cli.output import answer, bar, console, json_option, print_json, rate, size, state, table
-from cortex.cli.views.load import context_of, describe, fraction_done, memory_of, reason_of
+from cortex.cli.views import context_of, describe, fraction_done, memory_of, reason_of
 from cortex.wire.node.protocol import ModelState
 from cortex.wire.words import duration, plural, replicas_in_words
 

@@ -38,8 +38,7 @@ from cortex.cli.up.plan import UpPlan, distinct, metrics_host, overrides
 from cortex.cli.up.preflight import require_engine, require_free_ports
 from cortex.cli.up.run_files import Ports, run_directory
 from cortex.cli.up.sources import ModelSource, NamedModel, parse_source
-from cortex.cli.views.jobs import ProgressView
-from cortex.cli.views.load import reason_of, show
+from cortex.cli.views import ProgressView, reason_of, show_status
 from cortex.fleet.known_models import KnownModel, known_repository
 from cortex.gateway.config import load
 from cortex.gateway.configuration_files import load_catalogue
@@ -173,7 +172,7 @@ def wait_until_loaded(console: Console, plan: UpPlan, supervisor: ProcessSupervi
         while supervisor.wait(0.1):
             statuses = statuses_of(neuron, plan.models)
             for status in statuses:
-                show(view, status)
+                show_status(view, status)
             failed = [status for status in statuses if status.state is ModelState.FAILED]
             if len(failed) == len(plan.models):
                 raise load_failure(failed)

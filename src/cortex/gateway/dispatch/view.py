@@ -9,9 +9,8 @@ import msgspec
 from cortex.fleet.catalogue import Catalogue, Cost, ModelSpec
 from cortex.fleet.demand import Demand
 from cortex.fleet.placement.decision import Decision, Origin, Verdict
-from cortex.fleet.placement.feasibility import Feasibility
 from cortex.fleet.placement.place import place, place_new
-from cortex.fleet.placement.search import search
+from cortex.fleet.placement.search import Feasibility, search
 from cortex.fleet.sleeping import as_if_awake
 from cortex.fleet.topology import STARTING, Fleet, ModelOnNode, counted_node
 from cortex.gateway.dispatch.fleet_state import FleetState

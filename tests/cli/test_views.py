@@ -11,8 +11,7 @@ from rich.console import Console
 from cortex.cli.commands.status import render
 from cortex.cli.fleet_view import DeviceView, FleetView, HeldModel, NodeView
 from cortex.cli.output import PlainConsole, bar, console, size, table
-from cortex.cli.views.jobs import ProgressView
-from cortex.cli.views.load import describe, show
+from cortex.cli.views import ProgressView, describe, show_status
 from cortex.wire.node.protocol import ModelLoad, ModelState, ModelStatus, Progress
 from cortex.wire.words import duration, plural
 
@@ -107,9 +106,9 @@ def test_prints_one_line_per_step_without_a_terminal() -> None:
     out = io.StringIO()
     with ProgressView(Console(file=out), ["m"]) as view:
         for done in (1, 2, 3):
-            show(view, loading(done))
-        show(view, ModelStatus(id="m", state=ModelState.READY))
-        show(view, ModelStatus(id="another", state=ModelState.READY))
+            show_status(view, loading(done))
+        show_status(view, ModelStatus(id="m", state=ModelState.READY))
+        show_status(view, ModelStatus(id="another", state=ModelState.READY))
     assert out.getvalue().splitlines() == ["m: loading (read)", "m: ready"]
 
 

@@ -1,1 +1,0 @@
-"""Views of running jobs, loads and measurements."""

@@ -130,7 +130,7 @@ def _sway(beast: DirectedNode, studio: DirectedNode) -> None:
 def record_usage(directory: Path) -> None:
     """Rows as a gateway writes them."""
     path = directory / "cortex-spend.db"
-    open_store(str(path)).close()
+    open_store(str(path)).close_connection()
     chance = random.Random(7)
     with sqlite3.connect(path) as database:
         for day in range(30):

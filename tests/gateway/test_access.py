@@ -64,7 +64,7 @@ async def test_gateway_whose_database_knows_keys_starts_closed(start_gateway: St
 
 
 async def test_gateway_that_never_had_keys_stays_open(start_gateway: StartGateway, tmp_path: Path) -> None:
-    open_store(str(tmp_path / "cortex-spend.db")).close()  # as `cortex usage` leaves it
+    open_store(str(tmp_path / "cortex-spend.db")).close_connection()  # as `cortex usage` leaves it
     client = await start_gateway()
     await client.gateway.reconfigure(client.gateway.config, Catalogue())
     assert (await client.get("/v1/models"))[0] == 200

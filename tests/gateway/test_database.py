@@ -40,13 +40,13 @@ def test_journal_survives_a_reader_while_this_process_has_the_database_open_twic
     first, second = open_store(str(path)), open_store(str(path))
     subprocess.run([sys.executable, "-c", READER, str(path)], check=True, capture_output=True)
     assert path.with_name("spend.db-wal").exists()
-    first.close()
-    second.close()
+    first.close_connection()
+    second.close_connection()
 
 
 def test_database_is_private(tmp_path: Path) -> None:
     path = tmp_path / "spend.db"
-    open_store(str(path)).close()
+    open_store(str(path)).close_connection()
     assert path.stat().st_mode & 0o777 == 0o600
 
 

@@ -14,7 +14,7 @@ from cortex.gateway.config import ActivitySection
 from cortex.gateway.database import Database, StoreError
 from cortex.gateway.ledger.keys import generate
 from cortex.gateway.ledger.ledger import UNWRITTEN_FILE
-from cortex.gateway.ledger.store import LedgerSection, open_store
+from cortex.gateway.ledger.store import LedgerSection, open_store, read_usage
 from cortex.wire.node.protocol import ModelState
 
 from ..waiting import WAIT_S
@@ -79,7 +79,11 @@ async def test_a_frozen_server_degrades_health_and_neither_delays_the_end_nor_lo
     assert not (tmp_path / UNWRITTEN_FILE).exists()
     await restarted.gateway.close()
     store = open_store(postgres_url)
-    (spend,) = [each for each in store.usage("key", since=0, until=2**40) if each.group_name == "frozen"]
-    store.close()
+    (spend,) = [
+        each
+        for each in store.run(lambda execute: read_usage(execute, "key", since=0, until=2**40))
+        if each.group_name == "frozen"
+    ]
+    store.close_connection()
     assert spend.counts.requests == 1
     assert spend.counts.tokens > 0

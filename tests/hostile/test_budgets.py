@@ -15,7 +15,7 @@ from aiohttp import ClientResponse, ClientSession, web
 
 from cortex.gateway.config import Config
 from cortex.gateway.ledger.keys import NewKey, as_toml, generate
-from cortex.gateway.ledger.store import open_store
+from cortex.gateway.ledger.store import open_store, other_claims
 from cortex.wire.events import Usage
 from cortex.wire.node import usage_report
 from cortex.wire.node.headers import BUDGET, PROMPT_TOKENS, TOKEN_LIMIT
@@ -306,8 +306,8 @@ async def test_requests_of_a_killed_gateway_stay_charged(
         running = await ask(session, gateway)
         await running.content.readuntil(b"data: ")  # after keepalives, on a slow machine
         store = open_store(Config().database(tmp_path))
-        await until(lambda: store.other_claims(""))
-        store.close()
+        await until(lambda: store.run(lambda execute: other_claims(execute, "")))
+        store.close_connection()
         gateway.process.send_signal(signal.SIGKILL)
         await gateway.process.wait()
         running.close()

@@ -14,8 +14,8 @@ from cortex.cli.client import GatewayClient, GatewayUnreachable
 from cortex.cli.failures import CommandError, check_environment
 from cortex.cli.output import file_here
 from cortex.cli.service_environment import use_environment_file
-from cortex.gateway.database import StoreError
-from cortex.gateway.ledger.store import Store, open_store
+from cortex.gateway.database import Database, StoreError
+from cortex.gateway.ledger.store import open_store
 
 
 def configuration(named: Path | None) -> Path | None:
@@ -42,11 +42,14 @@ def ask(gateway: GatewayClient, path: str) -> Any:
 
 
 @contextlib.contextmanager
-def ledger(database: str) -> Iterator[Store]:
-    """The ledger at a file path or `postgresql://` URL. Raises CommandError where it cannot be read."""
+def ledger(location: str) -> Iterator[Database]:
+    """The database at a file path or `postgresql://` URL. Raises CommandError where it cannot be read."""
     try:
-        with contextlib.closing(open_store(database)) as store:
-            yield store
+        database = open_store(location)
+        try:
+            yield database
+        finally:
+            database.close_connection()
     except StoreError as error:
         raise CommandError(
             str(error), "check `gateway.state` and `ledger.database` in cortex.toml", error.exit_code

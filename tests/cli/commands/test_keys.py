@@ -15,6 +15,8 @@ from cortex.cli.failures import ExitCode
 from cortex.gateway.ledger.store import Counts, Slot, open_store
 from cortex.wire.events import Usage
 
+from ...gateway.ledger.exchanges import exchanged
+
 if TYPE_CHECKING:
     from ..conftest import CannedGateway, Invoke
 
@@ -136,8 +138,8 @@ def test_usage_shows_the_contents_of_the_ledger(invoke: Invoke, tmp_path: Path) 
     assert invoke("usage", "--config", str(config)).code is ExitCode.NOT_FOUND
     store = open_store(str(tmp_path / "ledger.db"))
     slot = Slot.at(time.time(), key_id="abcdefgh", key_name="anna", model="small", node="beast")
-    store.exchange({slot: Counts(requests=2, usage=Usage(prompt_tokens=1000, completion_tokens=234))}, {})
-    store.close()
+    exchanged(store, {slot: Counts(requests=2, usage=Usage(prompt_tokens=1000, completion_tokens=234))}, {})
+    store.close_connection()
     shown = invoke("usage", "--config", str(config)).stdout
     assert "anna" in shown
     assert "1,234" in shown
@@ -154,8 +156,8 @@ def test_keys_list_shows_expiry_and_what_is_left(invoke: Invoke, tmp_path: Path)
     made = json.loads(invoke("keys", "add", "anna", *options, "--config", str(config), "--json").stdout)
     store = open_store(str(tmp_path / "cortex-spend.db"))
     slot = Slot.at(time.time(), key_id=made["id"], key_name="anna", model="small", node="beast")
-    store.exchange({slot: Counts(requests=2, usage=Usage(prompt_tokens=100, completion_tokens=34))}, {})
-    store.close()
+    exchanged(store, {slot: Counts(requests=2, usage=Usage(prompt_tokens=100, completion_tokens=34))}, {})
+    store.close_connection()
     assert invoke("keys", "change", "anna", "--expires", "2020-01-31", "--config", str(config)).code is ExitCode.OK
     (listed,) = json.loads(invoke("keys", "list", "--config", str(config), "--json").stdout)
     assert (listed["balance_left_tokens"], listed["window_left_tokens"], listed["is_expired"]) == (866, 366, True)
@@ -261,8 +263,8 @@ def test_groups_are_listed_with_what_is_left(invoke: Invoke, tmp_path: Path) -> 
     invoke("keys", "change", "anna", "--group", "lab", "--config", str(config))
     store = open_store(str(tmp_path / "cortex-spend.db"))
     slots = [Slot.at(time.time(), key_id=id, key_name="x", model="m", node="n") for id in ("aaaaaaaa", "group:lab")]
-    store.exchange({slot: Counts(requests=1, usage=Usage(completion_tokens=134)) for slot in slots}, {})
-    store.close()
+    exchanged(store, {slot: Counts(requests=1, usage=Usage(completion_tokens=134)) for slot in slots}, {})
+    store.close_connection()
     (lab,) = json.loads(invoke("keys", "groups", "--config", str(config), "--json").stdout)
     assert (lab["name"], lab["keys"], lab["spent_tokens"], lab["balance_left_tokens"]) == ("lab", ["anna"], 134, 866)
     for command in ("groups", "list"):
@@ -305,7 +307,8 @@ def test_usage_has_bounds_groups_every_model_of_a_key_and_csv(invoke: Invoke, tm
     config = tmp_path / "cortex.toml"
     config.write_text("")
     store, day = open_store(str(tmp_path / "cortex-spend.db")), 1_700_000_000 // 86400 * 86400
-    store.exchange(
+    exchanged(
+        store,
         {
             Slot.at(at, key_id=key * 8, key_name=key, model=model, node="n", key_group=group): Counts(
                 requests=1, usage=Usage(prompt_tokens=tokens)
@@ -319,7 +322,7 @@ def test_usage_has_bounds_groups_every_model_of_a_key_and_csv(invoke: Invoke, tm
         },
         {},
     )
-    store.close()
+    store.close_connection()
 
     def rows(*options: str) -> list[tuple[str, str, int]]:
         found = json.loads(invoke("usage", "--config", str(config), "--json", *options).stdout)

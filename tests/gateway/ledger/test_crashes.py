@@ -6,7 +6,7 @@ import pytest
 
 from cortex.gateway.ledger.keys import generate
 from cortex.gateway.ledger.ledger import LEASE_S, Ledger
-from cortex.gateway.ledger.store import open_store
+from cortex.gateway.ledger.store import open_store, other_claims
 from cortex.gateway.ledger.usage_report import usage
 from cortex.wire.errors import InsufficientQuota
 
@@ -63,7 +63,7 @@ async def test_reservations_of_a_dead_gateway_become_usage_after_its_lease(datab
     store = open_store(database)
     (row,) = usage(store, since=NOW - 60, until=NOW + 60)
     assert (row.name, row.requests, row.total_tokens) == ("alice", 1, 400)
-    store.close()
+    store.close_connection()
 
 
 async def test_running_gateway_keeps_its_reservations(database: str) -> None:
@@ -107,8 +107,8 @@ async def test_request_that_ends_between_two_flushes_leaves_no_reservation(datab
     settle(admit(meter, key), 1, 1)
     await ledger.flush()
     reader = open_store(database)
-    assert reader.other_claims("") == {}
-    reader.close()
+    assert reader.run(lambda execute: other_claims(execute, "")) == {}
+    reader.close_connection()
     await ledger.close()
 
 
@@ -120,5 +120,5 @@ async def test_clean_shutdown_leaves_no_reservation(database: str) -> None:
     reservation.settle(None, model="m", node="n")
     await ledger.close()
     reader = open_store(database)
-    assert reader.other_claims("") == {}
-    reader.close()
+    assert reader.run(lambda execute: other_claims(execute, "")) == {}
+    reader.close_connection()

@@ -15,10 +15,11 @@ from cortex.gateway.database import Database, Execute, StoreError
 from cortex.gateway.ledger.keys import Keyring, NewKey, generate
 from cortex.gateway.ledger.ledger import Ledger
 from cortex.gateway.ledger.meter import KeyedMeter, Meter
-from cortex.gateway.ledger.store import Store, open_store
+from cortex.gateway.ledger.store import open_store
 from cortex.system.tasks import Supervisor
 
 from ...waiting import WAIT_S, until
+from .exchanges import exchanged
 from .metered_requests import NOW, Clock, admit, opened, settle
 
 T = TypeVar("T")
@@ -57,7 +58,7 @@ async def test_loses_nothing_while_the_database_is_unavailable(
     caplog.set_level(logging.INFO)
     key, clock = generate("alice", balance_tokens=500), Clock()
     store = Away(str(tmp_path / "spend.db"))
-    ledger = Ledger(Store(store), Keyring([key.section]), flush_s=60, clock=clock)
+    ledger = Ledger(store, Keyring([key.section]), flush_s=60, clock=clock)
     await ledger.start()
     meter: Meter = KeyedMeter(ledger)
     store.is_away = True
@@ -76,13 +77,13 @@ async def test_loses_nothing_while_the_database_is_unavailable(
     await ledger.close()
     assert [record.levelname for record in caplog.records if "database" in record.name] == ["ERROR", "INFO"]
     again = open_store(str(tmp_path / "spend.db"))
-    assert again.exchange({}, {key.section.id: 0})[key.section.id].total == 400
-    again.close()
+    assert exchanged(again, {}, {key.section.id: 0})[key.section.id].total == 400
+    again.close_connection()
 
 
 async def test_flush_of_nothing_finds_out_that_the_database_is_available_again(tmp_path: object) -> None:
     database = Away(f"{tmp_path}/spend.db")
-    ledger = Ledger(Store(database), Keyring(()), flush_s=1000)
+    ledger = Ledger(database, Keyring(()), flush_s=1000)
     database.is_away = True
     with pytest.raises(StoreError):
         await database.do(lambda _: None)
@@ -101,7 +102,7 @@ async def ledger_with_a_failed_flush(path: str, key: NewKey) -> tuple[Ledger, Aw
     store = Away(path)
     store.failure = RuntimeError("not a failure of the database")
     tasks = Supervisor(lambda _: restarted.set())
-    ledger = Ledger(Store(store), Keyring([key.section]), flush_s=0.01, tasks=tasks)
+    ledger = Ledger(store, Keyring([key.section]), flush_s=0.01, tasks=tasks)
     await ledger.start()
     store.is_away = True
     settle(admit(KeyedMeter(ledger), key), 5, 5)
@@ -115,8 +116,8 @@ async def test_unexpected_failure_of_a_flush_is_retried_with_the_same_usage(tmp_
     settle(admit(KeyedMeter(ledger), key), 5, 5)
     store.is_away = False
     reader = open_store(f"{tmp_path}/spend.db")
-    await until(lambda: reader.exchange({}, {key.section.id: 0})[key.section.id].total == 20)
-    reader.close()
+    await until(lambda: exchanged(reader, {}, {key.section.id: 0})[key.section.id].total == 20)
+    reader.close_connection()
     await ledger.close()
 
 
@@ -126,8 +127,8 @@ async def test_close_writes_the_usage_that_a_failed_flush_kept(tmp_path: object)
     store.is_away = False
     await ledger.close()
     reader = open_store(f"{tmp_path}/spend.db")
-    assert reader.exchange({}, {key.section.id: 0})[key.section.id].total == 10
-    reader.close()
+    assert exchanged(reader, {}, {key.section.id: 0})[key.section.id].total == 10
+    reader.close_connection()
 
 
 async def test_writes_spend_regularly(tmp_path: object) -> None:
@@ -137,8 +138,8 @@ async def test_writes_spend_regularly(tmp_path: object) -> None:
     await ledger.start()
     settle(admit(KeyedMeter(ledger), key), 5, 5)
     reader = open_store(f"{tmp_path}/spend.db")
-    await until(lambda: reader.exchange({}, {key.section.id: 0})[key.section.id].total == 10)
-    reader.close()
+    await until(lambda: exchanged(reader, {}, {key.section.id: 0})[key.section.id].total == 10)
+    reader.close_connection()
     await ledger.close()
 
 
@@ -160,5 +161,5 @@ async def test_flush_during_settling_counts_everything_once(tmp_path: object) ->
     assert ledger.account(key.section).total_spent() == 1000
     await ledger.close()
     store = open_store(f"{tmp_path}/spend.db")
-    assert store.exchange({}, {key.section.id: 0})[key.section.id].total == 1000
-    store.close()
+    assert exchanged(store, {}, {key.section.id: 0})[key.section.id].total == 1000
+    store.close_connection()

@@ -66,7 +66,7 @@ async def test_keys_of_a_group_share_its_tokens_also_over_restarts_and_gateways(
     store = open_store(database)
     rows = usage(store, since=NOW - 60, until=NOW + 60)
     assert {row.name: row.total_tokens for row in rows} == {"bert": 550, "anna": 450, "carl": 20}, "nothing twice"
-    store.close()
+    store.close_connection()
 
 
 async def test_budget_in_money_ends_where_the_prices_say(database: str) -> None:

@@ -26,7 +26,7 @@ async def test_request_reserves_settles_and_is_written(database: str) -> None:
     store = open_store(database)
     (row,) = usage(store, since=NOW - 60, until=NOW + 60)
     assert (row.name, row.requests, row.total_tokens) == ("alice", 1, 120)
-    store.close()
+    store.close_connection()
 
 
 async def test_spend_counts_after_a_restart(database: str) -> None:
@@ -115,7 +115,7 @@ async def test_cancelled_reservation_is_returned_and_not_recorded(tmp_path: obje
     await ledger.close()
     store = open_store(f"{tmp_path}/spend.db")
     assert usage(store, since=NOW - 60, until=NOW + 60) == ()
-    store.close()
+    store.close_connection()
 
 
 async def test_request_without_a_response_counts_and_uses_no_tokens(tmp_path: object) -> None:
@@ -127,7 +127,7 @@ async def test_request_without_a_response_counts_and_uses_no_tokens(tmp_path: ob
     store = open_store(f"{tmp_path}/spend.db")
     (row,) = usage(store, since=NOW - 60, until=NOW + 60)
     assert (row.requests, row.total_tokens) == (3, 0)
-    store.close()
+    store.close_connection()
 
 
 async def test_keys_change_while_requests_run(tmp_path: object) -> None:

@@ -18,6 +18,7 @@ from cortex.gateway.ledger.usage_report import usage
 from cortex.wire.events import Usage
 
 from ...waiting import WAIT_S
+from .exchanges import exchanged
 
 NOW = 1_700_000_040.0
 MINUTE = int(NOW // 60)
@@ -37,23 +38,24 @@ def slot(key: str = "k1", at: float = NOW, model: str = "m", node: str = "n") ->
 
 def test_spend_adds_up_and_survives_reopening(database: str) -> None:
     store = open_store(database)
-    assert store.exchange({slot(): counts(10, 5)}, {"k1": 0}) == {"k1": Spent(by_minute={MINUTE: 15}, total=15)}
-    store.exchange({slot(): counts(1, 1), slot(node="other"): counts(2, 2), slot("k2"): counts(100, 0)}, {})
-    store.close()
+    assert exchanged(store, {slot(): counts(10, 5)}, {"k1": 0}) == {"k1": Spent(by_minute={MINUTE: 15}, total=15)}
+    exchanged(store, {slot(): counts(1, 1), slot(node="other"): counts(2, 2), slot("k2"): counts(100, 0)}, {})
+    store.close_connection()
     again = open_store(database)
-    spent = again.exchange({slot(at=NOW + 60): counts(3, 0)}, {"k1": 0, "k2": 0, "nobody": 0})
+    spent = exchanged(again, {slot(at=NOW + 60): counts(3, 0)}, {"k1": 0, "k2": 0, "nobody": 0})
     assert spent == {
         "k1": Spent(by_minute={MINUTE: 21, MINUTE + 1: 3}, total=24),
         "k2": Spent(by_minute={MINUTE: 100}, total=100),
         "nobody": Spent(),
     }
-    assert again.exchange({}, {"k1": MINUTE + 1}) == {"k1": Spent(by_minute={MINUTE + 1: 3}, total=24)}
-    again.close()
+    assert exchanged(again, {}, {"k1": MINUTE + 1}) == {"k1": Spent(by_minute={MINUTE + 1: 3}, total=24)}
+    again.close_connection()
 
 
 def test_usage_by_key_model_node_and_day(database: str) -> None:
     store = open_store(database)
-    store.exchange(
+    exchanged(
+        store,
         {
             slot("k1", model="big"): counts(100, 50),
             slot("k1", NOW + DAY_S, model="small", node="other"): counts(10, 5, requests=3),
@@ -73,22 +75,22 @@ def test_usage_by_key_model_node_and_day(database: str) -> None:
     assert rows("day") == [("2023-11-14", 2, 152), ("2023-11-15", 3, 15)]
     (first, _) = usage(store, since=since, until=until)
     assert (first.name, first.cells()) == ("name of k1", ("4", "110", "2", "55", "0", "165", "0.003", ""))
-    store.close()
+    store.close_connection()
 
 
 def test_writes_a_whole_batch_or_nothing(database: str) -> None:
     store = open_store(database)
     broken = Counts(requests=None)  # type: ignore[arg-type]
     with pytest.raises(StoreError, match="requests"):
-        store.exchange({slot("a"): counts(1, 1), slot("b"): broken}, {})
-    assert store.exchange({}, {"a": 0, "b": 0}) == {"a": Spent(), "b": Spent()}
-    store.close()
+        exchanged(store, {slot("a"): counts(1, 1), slot("b"): broken}, {})
+    assert exchanged(store, {}, {"a": 0, "b": 0}) == {"a": Spent(), "b": Spent()}
+    store.close_connection()
 
 
 WRITER = """
 import sys
 from cortex.gateway.database import StoreError, StoreSettingError
-from cortex.gateway.ledger.store import Counts, Slot, open_store
+from cortex.gateway.ledger.store import Counts, Slot, exchange, open_store
 from cortex.wire.events import Usage
 store = open_store(sys.argv[1])
 for _ in range(20):
@@ -96,8 +98,8 @@ for _ in range(20):
         Slot.at(0.0, key_id=key, key_name=key, model="m", node="n"): Counts(requests=1, usage=Usage(prompt_tokens=1))
         for key in sys.argv[2]
     }
-    store.exchange(batch, {})
-store.close()
+    store.run(lambda execute: exchange(execute, batch, {}))
+store.close_connection()
 """
 
 
@@ -110,17 +112,17 @@ def test_concurrent_processes_lose_nothing(database: str) -> None:
     writers = [write(database, order) for order in ("abc", "cba", "bca")]
     assert [writer.wait(timeout=WAIT_S) for writer in writers] == [0, 0, 0]
     store = open_store(database)
-    spent = store.exchange({}, dict.fromkeys("abc", 0))
+    spent = exchanged(store, {}, dict.fromkeys("abc", 0))
     assert {key: each.total for key, each in spent.items()} == {"a": 60, "b": 60, "c": 60}
-    store.close()
+    store.close_connection()
 
 
 def test_committed_usage_survives_a_killed_process(database: str) -> None:
-    script = WRITER.replace("store.close()", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    script = WRITER.replace("store.close_connection()", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     assert write(database, "a", script).wait(timeout=WAIT_S) == -signal.SIGKILL
     store = open_store(database)
-    assert store.exchange({}, {"a": 0})["a"].total == 20
-    store.close()
+    assert exchanged(store, {}, {"a": 0})["a"].total == 20
+    store.close_connection()
 
 
 def test_reconnects_after_a_lost_connection(postgres_url: str) -> None:
@@ -130,9 +132,9 @@ def test_reconnects_after_a_lost_connection(postgres_url: str) -> None:
     with psycopg.connect(postgres_url, autocommit=True) as other:
         other.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()")
     with pytest.raises(StoreError, match="cannot use the database postgresql at"):
-        store.exchange({slot("lost"): counts(1, 1)}, {})
-    assert store.exchange({slot("lost"): counts(1, 1)}, {"lost": 0})["lost"].total == 2
-    store.close()
+        exchanged(store, {slot("lost"): counts(1, 1)}, {})
+    assert exchanged(store, {slot("lost"): counts(1, 1)}, {"lost": 0})["lost"].total == 2
+    store.close_connection()
 
 
 @pytest.mark.parametrize("content", [b"this is no database, whatever its name says" * 50, None])
@@ -148,7 +150,7 @@ def test_error_names_an_unusable_file(tmp_path: Path, content: bytes | None) -> 
 
 def test_locked_file_is_no_error_of_the_configuration(tmp_path: Path) -> None:
     path = str(tmp_path / "spend.db")
-    open_store(path).close()
+    open_store(path).close_connection()
     database = Database(path).use(SCHEMA)
     database.work_s = 0.0
     with contextlib.closing(sqlite3.connect(path)) as other:
@@ -181,8 +183,8 @@ def test_invalid_url_is_an_error_of_the_configuration() -> None:
 
 def test_creates_files_that_only_their_owner_can_read(tmp_path: Path) -> None:
     store = open_store(str(tmp_path / "spend.db"))
-    store.exchange({}, {"a": 0})
+    exchanged(store, {}, {"a": 0})
     modes = {file.name: file.stat().st_mode & 0o777 for file in tmp_path.iterdir()}
-    store.close()
+    store.close_connection()
     assert modes["spend.db"] == 0o600
     assert set(modes.values()) == {0o600}

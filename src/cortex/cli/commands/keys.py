@@ -418,8 +418,8 @@ def import_keys(file: Path, config: Path | None, move: bool) -> None:
     loaded, source = load(path, os.environ), settings.load(Config, file, env_prefix="CORTEX_", env={})
     other_groups = [group.name for group in loaded.groups]
     imported = StoredKeys(source.keys, source.groups)
-    with ledger(loaded.database(path.parent)) as store:
-        database = store.database.use(key_store.SCHEMA).use(audit.SCHEMA)
+    with ledger(loaded.database(path.parent)) as database:
+        database.use(key_store.SCHEMA).use(audit.SCHEMA)
 
         def write(execute: Execute) -> None:
             key_store.import_keys(execute, source.keys, source.groups, other_groups)
@@ -486,8 +486,8 @@ def _read(config: Config, path: Path) -> tuple[StoredKeys, Mapping[str, Counters
     location = config.database(path.parent)
     if "://" not in location and not Path(location).exists():
         return StoredKeys(), {}
-    with ledger(location) as store:
-        database = store.database.use(key_store.SCHEMA)
+    with ledger(location) as database:
+        database.use(key_store.SCHEMA)
         stored = database.run(key_store.read_keys)
         windows = _windows(merged(config.keys, config.groups, stored), time.time())
         return stored, database.run(lambda execute: read_counters(execute, windows))

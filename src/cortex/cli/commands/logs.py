@@ -349,14 +349,14 @@ def _from_gateway(gateway: GatewayClient, by: GroupBy, since: float, until: floa
 
 def _from_ledger(config: Path, by: GroupBy, since: float, until: float) -> tuple[UsageRow, ...]:
     loaded = load(config, os.environ)
-    database = loaded.database(config.parent)
+    location = loaded.database(config.parent)
     catalogue = load_catalogue(loaded, config)
-    if "://" not in database and not Path(database).exists():
+    if "://" not in location and not Path(location).exists():
         raise CommandError(
-            f"there is no ledger at {database}",
+            f"there is no ledger at {location}",
             "it is made once there are keys; if the gateway's state is elsewhere, set gateway.state in the file or "
             "CORTEX_GATEWAY__STATE here too",
             ExitCode.NOT_FOUND,
         )
-    with ledger(database) as store:
-        return read_usage(store, group=by, since=since, until=until, cost_of=catalogue.cost)
+    with ledger(location) as database:
+        return read_usage(database, group=by, since=since, until=until, cost_of=catalogue.cost)

@@ -83,9 +83,9 @@ class Budget(NamedTuple):
     """For messages: `The group lab`."""
     is_cost: bool
 
-    def amount(self, tokens: int, usage: Usage, prices: Prices) -> int:
+    def amount(self, usage: Usage, prices: Prices) -> int:
         """The amount that a request with this usage takes."""
-        return cost_nano(prices, usage) if self.is_cost else tokens
+        return cost_nano(prices, usage) if self.is_cost else usage.prompt_tokens + usage.completion_tokens
 
 
 def budget_left(owner: KeySection | GroupSection, tokens: Counters, cost: Counters) -> dict[str, float | None]:

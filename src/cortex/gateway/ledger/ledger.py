@@ -22,41 +22,39 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
-from cortex.gateway.database import StoreError
+from cortex.gateway.database import Database, StoreError
 from cortex.gateway.ledger.groups import Budget, Counters
 from cortex.gateway.ledger.keys import Keyring, KeySection
 from cortex.gateway.ledger.limits import MINUTE_S, Account, Spent
 from cortex.gateway.ledger.store import (
     MAX_RESERVED_TOKENS,
+    SCHEMA,
     Claim,
     Counts,
     GroupBy,
     Reserved,
     Slot,
     Spend,
-    Store,
-    minutes_between,
+    exchange,
+    open_accounts,
+    other_claims,
     read_counters,
     read_usage,
+    settle_dead,
 )
 from cortex.gateway.ledger.users import is_user
 from cortex.system import private_file
 from cortex.system.tasks import SupervisedTask, Supervisor
-from cortex.wire.events import Usage
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 LEASE_S = 60.0
 """Another gateway that has not renewed for this long counts as dead."""
 RENEW_S = LEASE_S / 4
 
-_EMPTY = Usage()
 UNWRITTEN_FILE = "usage-unwritten.json"
 
 
@@ -80,7 +78,7 @@ class UnwrittenUsage:
             "usage that could not be written to the database is in %s and is written at the next start", self._path
         )
 
-    def recover(self, store: Store) -> None:
+    def recover(self, database: Database) -> None:
         """Write the kept usage, if any. On `StoreError` it stays kept."""
         try:
             kept = msgspec.json.decode(self._path.read_bytes(), type=_Unwritten)
@@ -89,20 +87,21 @@ class UnwrittenUsage:
         except (OSError, msgspec.MsgspecError) as problem:
             log.error("usage of the last run is not counted: %s cannot be read: %s", self._path, problem)
             return
-        store.exchange(dict(kept.usage), {}, before=kept.claim, after=Claim(owner=kept.claim.owner))
+        batch, after = dict(kept.usage), Claim(owner=kept.claim.owner)
+        database.run(lambda execute: exchange(execute, batch, {}, before=kept.claim, after=after))
         self._path.unlink()
         log.info("usage of the last run is written: %d rows", len(kept.usage))
 
 
 class Ledger:
-    """The accounts of all keys. Owned by the event loop; only the database's thread uses the store.
+    """The accounts of all keys. Owned by the event loop; what it reads and writes runs on the database's thread.
 
     Call `start` before the first request and `close` at the end, which writes the remaining usage.
     """
 
     def __init__(
         self,
-        store: Store,
+        database: Database,
         keyring: Keyring,
         budgets: Mapping[str, tuple[Budget, ...]] | None = None,
         *,
@@ -119,7 +118,7 @@ class Ledger:
         cannot be written at the end.
         """
         self._unwritten = unwritten
-        self._store = store
+        self._database = database.use(SCHEMA)
         self._flush_s = flush_s
         self.clock = clock
         self.monotonic = monotonic
@@ -140,7 +139,7 @@ class Ledger:
     async def start(self) -> None:
         """Read past usage and start the regular flush. Raises `StoreError` when the database cannot be read."""
         if self._unwritten is not None:
-            await self._in_thread(partial(self._unwritten.recover, self._store))
+            await self._database.call(partial(self._unwritten.recover, self._database))
         await self.use(self._keyring, self._budgets)
         self._task = self._tasks.start("ledger flush", self._flush_regularly)
 
@@ -154,7 +153,7 @@ class Ledger:
         claim, windows = self._claim, _windows(fresh, now)
         spent: Mapping[str, Spent] = {}
         if fresh or not self._accounts:  # a key is revoked even while the database is down
-            spent = await self._in_thread(lambda: self._store.open_accounts(windows, claim))
+            spent = await self._database.do(lambda execute: open_accounts(execute, windows, claim))
         for key in sections:
             if key.id in self._accounts:
                 self._accounts[key.id].change(key, monotonic_now)
@@ -194,14 +193,15 @@ class Ledger:
     async def usage(self, group: GroupBy, *, since: float, until: float, key_id: str | None = None) -> list[Spend]:
         """The recorded usage, with that of requests that have just ended. Raises `StoreError`."""
         await self.flush()
-        bounds = minutes_between(since, until)
-        return await self._store.database.report(lambda execute: read_usage(execute, group, bounds, key_id))
+        return await self._database.report(
+            lambda execute: read_usage(execute, group, since=since, until=until, key_id=key_id)
+        )
 
     async def counters(self) -> dict[str, Counters]:
         """What every key and other budget, limited or not, has spent at all gateways, by id. Raises `StoreError`."""
         await self.flush()
         windows = _windows((account.key for account in self._accounts.values()), self.clock())
-        return await self._store.database.report(lambda execute: read_counters(execute, windows))
+        return await self._database.report(lambda execute: read_counters(execute, windows))
 
     def known_counters(self) -> dict[str, Counters]:
         """`counters` from what this gateway knows, without the database."""
@@ -224,20 +224,9 @@ class Ledger:
         own = self._budgets.get(key.id)
         return own if own is not None else self._budgets.get(f"group:{key.group}", ())
 
-    def settle(self, account: Account, reserved: int, usage: Usage | None, *, model: str, node: str) -> None:
-        """Record the usage of one request; None when it ended without a response."""
-        counts = Counts(requests=1, usage=usage or _EMPTY)
-        self._settle(account, reserved, counts, model=model, node=node)
-
-    def settle_budget(self, account: Account, reserved: int, amount: int) -> None:
-        """Charge the amount of one request to a budget."""
-        counts = Counts(requests=1, usage=Usage(completion_tokens=amount))
-        self._settle(account, reserved, counts, model="", node="")
-
-    def _settle(self, account: Account, reserved: int, counts: Counts, *, model: str, node: str) -> None:
-        now = self.clock()
-        account.settle(reserved, counts.tokens, now)
-        slot = slot_of(account, now, model, node)
+    def settle(self, account: Account, reserved: int, slot: Slot, counts: Counts) -> None:
+        """Record in `slot` what a request with this reservation has used."""
+        account.settle(reserved, counts.tokens, slot.minute * MINUTE_S)
         earlier = self._batch.get(slot)
         self._batch[slot] = counts if earlier is None else earlier + counts
 
@@ -270,12 +259,14 @@ class Ledger:
             for key in (*self._keyring, *extra.values())
             if key.window_tokens is not None or key.balance_tokens is not None
         ]
-        if not self._batch and not limited and after is before and not self._store.database.is_failing:
+        if not self._batch and not limited and after is before and not self._database.is_failing:
             return  # while it fails, an empty batch finds out whether the database is back
         batch, self._batch = self._batch, {}
         windows = _windows(limited, now)
         try:
-            spent = await self._in_thread(lambda: self._store.exchange(batch, windows, before=before, after=after))
+            spent = await self._database.do(
+                lambda execute: exchange(execute, batch, windows, before=before, after=after)
+            )
         except Exception:  # nothing was committed, and no usage may be lost
             for slot, counts in batch.items():
                 self._batch[slot] = self._batch[slot] + counts if slot in self._batch else counts
@@ -312,24 +303,15 @@ class Ledger:
         if now - self._checked_at < RENEW_S:
             return
         self._checked_at = now
-        claims = await self._in_thread(lambda: self._store.other_claims(self._claim.owner))
+        claims = await self._database.do(lambda execute: other_claims(execute, self._claim.owner))
         self._others = {
             owner: seen if (seen := self._others.get(owner)) and seen[0] == renewed_ms else (renewed_ms, now)
             for owner, renewed_ms in claims.items()
         }
         for owner, (renewed_ms, since) in list(self._others.items()):
             if now - since >= LEASE_S:
-                tokens = await self._in_thread(partial(self._store.settle_dead, owner, renewed_ms))
+                tokens = await self._database.do(partial(settle_dead, owner=owner, renewed_ms=renewed_ms))
                 log.warning("reservations of a dead gateway recorded as spent: %d tokens", tokens)
-
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await self._store.database.call(work)
-
-
-def slot_of(account: Account, now: float, model: str, node: str) -> Slot:
-    """The row that usage of `account` is added to."""
-    key = account.key
-    return Slot.at(now, key_id=key.id, key_name=key.name, model=model, node=node, key_group=key.group or "")
 
 
 def _windows(keys: Iterable[KeySection], now: float) -> dict[str, int]:

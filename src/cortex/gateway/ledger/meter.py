@@ -9,6 +9,7 @@ Meters and reservations are called on the event loop's thread and never wait.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -30,10 +31,10 @@ from cortex.gateway.ledger.groups import (
 )
 from cortex.gateway.ledger.key_store import KeysInForce, KeyStore, merged
 from cortex.gateway.ledger.keys import Keyring, KeySection, check_operator
-from cortex.gateway.ledger.ledger import Ledger, UnwrittenUsage, slot_of
+from cortex.gateway.ledger.ledger import Ledger, UnwrittenUsage
 from cortex.gateway.ledger.limits import Account, Estimate
 from cortex.gateway.ledger.sessions import Sessions, check_from_page, session_of
-from cortex.gateway.ledger.store import Counts, Slot, Store, has_keys
+from cortex.gateway.ledger.store import SCHEMA, Counts, Slot, has_keys
 from cortex.gateway.ledger.users import SignInSection
 from cortex.http.request import Request
 from cortex.settings import Listen, SettingsError
@@ -154,61 +155,78 @@ class Meter:
 
 
 class _Charge:
-    """One request's hold on one budget beyond its key's."""
+    """One request's hold on one account: that of its key, which counts its tokens, or that of a budget beyond it."""
 
     __slots__ = ("account", "amount", "budget", "price")
 
-    def __init__(self, budget: Budget, account: Account, price: int, amount: int) -> None:
+    def __init__(self, budget: Budget | None, account: Account, price: int, amount: int) -> None:
         self.budget = budget
         self.account = account
         self.price = price
+        """The amount of one token."""
         self.amount = amount
 
+    def counts(self, usage: Usage, prices: Prices, saved_nano: int = 0) -> Counts:
+        """What to record in the account. `saved_nano`: of the request, recorded once."""
+        if self.budget is None:
+            return Counts(requests=1, usage=usage, saved_nano=saved_nano)
+        return Counts(requests=1, usage=Usage(completion_tokens=self.budget.amount(usage, prices)))
 
-def _token_limit(account: Account, tokens: int, charges: Iterable[_Charge]) -> int | None:
+
+def _charges(
+    ledger: Ledger,
+    key: KeySection,
+    prices: Prices,
+    hold: Callable[[Account, int], int],
+    undo: Callable[[Account, int], None],
+) -> list[_Charge]:
+    """A hold on every account that a request of `key` is charged to, the key's own first. `hold` takes an account and
+    its price of a token, and returns the amount. If one raises, `undo` ends the others."""
+    accounts: list[tuple[Budget | None, Account, int]] = [(None, ledger.account(key), 1)]
+    for budget, account in ledger.budgets(key):
+        if price := nano_per_token(prices) if budget.is_cost else 1:  # a model without prices is free
+            accounts.append((budget, account, price))
+    charges: list[_Charge] = []
+    try:
+        for owner, account, price in accounts:
+            charges.append(_Charge(owner, account, price, hold(account, price)))
+    except CortexError:
+        for charge in charges:
+            undo(charge.account, charge.amount)
+        raise
+    return charges
+
+
+def _token_limit(charges: Iterable[_Charge]) -> int | None:
     """The least that the budgets of a request allow it; None without a budget."""
-    limits = [charge.amount // charge.price for charge in charges if charge.account.has_budget]
-    return min([tokens, *limits] if account.has_budget else limits, default=None)
-
-
-def _price_of_token(budget: Budget, prices: Prices) -> int:
-    """What a token takes of a budget; 0: a model without prices is free."""
-    return nano_per_token(prices) if budget.is_cost else 1
+    return min((charge.amount // charge.price for charge in charges if charge.account.has_budget), default=None)
 
 
 class KeyedReservation(Reservation):
     """Tokens of one request, reserved in the account of its key and in the other budgets that it is charged to."""
 
-    __slots__ = ("_account", "_charges", "_estimate", "_ledger", "_prices", "_tokens")
+    __slots__ = ("_charges", "_estimate", "_ledger", "_prices")
 
-    def __init__(self, ledger: Ledger, account: Account, estimate: Estimate, prices: Prices) -> None:
+    def __init__(self, ledger: Ledger, key: KeySection, estimate: Estimate, prices: Prices) -> None:
         """Raises what `Account.reserve` raises."""
         self._ledger = ledger
-        self._account = account
         self._estimate = estimate
         self._prices = prices
         now, monotonic_now = ledger.clock(), ledger.monotonic()
-        self._tokens = account.reserve(estimate, now, monotonic_now)
-        self._charges: list[_Charge] = []
-        try:
-            for budget, other in ledger.budgets(account.key):
-                if price := _price_of_token(budget, prices):
-                    amount = other.reserve(estimate, now, monotonic_now, price=price)
-                    self._charges.append(_Charge(budget, other, price, amount))
-        except CortexError:
-            account.withdraw(self._tokens)
-            for charge in self._charges:
-                charge.account.withdraw(charge.amount)
-            raise
-        self.token_limit = _token_limit(account, self._tokens, self._charges)
+
+        def reserve(account: Account, price: int) -> int:
+            return account.reserve(estimate, now, monotonic_now, price=price)
+
+        self._charges = _charges(ledger, key, prices, reserve, Account.withdraw)
+        self.token_limit = _token_limit(self._charges)
 
     @property
     def principal(self) -> str:
-        return self._account.key.name
+        return self.key.name
 
     @property
     def key(self) -> KeySection:
-        return self._account.key
+        return self._charges[0].account.key
 
     @property
     def may_end_response(self) -> bool:
@@ -221,45 +239,36 @@ class KeyedReservation(Reservation):
         if self.token_limit is not None:
             self._estimate = self._estimate._replace(prompt_tokens=prompt_tokens)
             now = self._ledger.clock()
-            if self._account.has_budget:
-                self._tokens = self._account.extend(self._tokens, self._estimate, now)
             for charge in self._charges:
                 if charge.account.has_budget:
                     charge.amount = charge.account.extend(charge.amount, self._estimate, now, price=charge.price)
-            self.token_limit = _token_limit(self._account, self._tokens, self._charges)
+            self.token_limit = _token_limit(self._charges)
         return self.token_limit
 
     def settle(self, usage: Usage | None, *, model: str, node: str) -> None:
-        self._ledger.settle(self._account, self._tokens, usage, model=model, node=node)
-        used = usage or Usage()
         for charge in self._charges:
-            amount = charge.budget.amount(used.prompt_tokens + used.completion_tokens, used, self._prices)
-            self._ledger.settle_budget(charge.account, charge.amount, amount)
+            slot = _slot(charge, self._ledger.clock(), model, node)
+            self._ledger.settle(charge.account, charge.amount, slot, charge.counts(usage or Usage(), self._prices))
 
     def cancel(self) -> None:
         """Return the tokens. The request still counts towards the key's requests per minute."""
         now = self._ledger.clock()
-        self._account.settle(self._tokens, 0, now)
         for charge in self._charges:
             charge.account.settle(charge.amount, 0, now)
+
+
+def _slot(charge: _Charge, now: float, model: str, node: str) -> Slot:
+    """The row that a charge is added to."""
+    key = charge.account.key
+    model, node = (model, node) if charge.budget is None else ("", "")
+    return Slot.at(now, key_id=key.id, key_name=key.name, model=model, node=node, key_group=key.group or "")
 
 
 class LineReservation(Reservation):
     """The hold of one batch line. The charge is written with the result, in one transaction, so that a line that runs
     twice is charged once: `spend` has the charge, `end` ends the hold."""
 
-    __slots__ = (
-        "_account",
-        "_charges",
-        "_estimate",
-        "_full_prices",
-        "_ledger",
-        "_prices",
-        "_tokens",
-        "model",
-        "node",
-        "usage",
-    )
+    __slots__ = ("_charges", "_clock", "_estimate", "_full_prices", "_prices", "model", "node", "usage")
 
     def __init__(
         self, ledger: Ledger | None, key: KeySection | None, estimate: Estimate, prices: Prices, price: float
@@ -270,26 +279,22 @@ class LineReservation(Reservation):
         self.usage: Usage | None = None
         """What it has used, once it is known."""
         self.model = self.node = ""
-        self._ledger = ledger if key is not None else None
         self._estimate = estimate
         self._full_prices = prices
-        prices = self._prices = NoPrices(prices.input * price, prices.cached_input * price, prices.output * price)
-        self._account: Account | None = None
+        self._prices = NoPrices(prices.input * price, prices.cached_input * price, prices.output * price)
+        self._clock = time.time if ledger is None else ledger.clock
         self._charges: list[_Charge] = []
-        self._tokens = 0
-        if self._ledger is None or key is None:
-            return
-        now = self._ledger.clock()
-        self._account = self._ledger.account(key)
-        self._tokens = self._account.hold(estimate, now)
-        try:
-            for budget, other in self._ledger.budgets(key):
-                if price := _price_of_token(budget, prices):
-                    self._charges.append(_Charge(budget, other, price, other.hold(estimate, now, price=price)))
-        except CortexError:
-            self.end(is_recorded=False)
-            raise
-        self.token_limit = _token_limit(self._account, self._tokens, self._charges)
+        if ledger is not None and key is not None:
+            now = self._clock()
+
+            def hold(account: Account, price: int) -> int:
+                return account.hold(estimate, now, price=price)
+
+            def undo(account: Account, amount: int) -> None:
+                account.end_hold(amount, 0, now)
+
+            self._charges = _charges(ledger, key, self._prices, hold, undo)
+        self.token_limit = _token_limit(self._charges)
 
     @property
     def cost_nano(self) -> int:
@@ -305,24 +310,17 @@ class LineReservation(Reservation):
 
     def spend(self) -> dict[Slot, Counts]:
         """The rows to record with its result."""
-        if self._ledger is None or self._account is None:
-            return {}
-        now, used = self._ledger.clock(), self.usage or Usage()
-        counts = Counts(requests=1, usage=used, saved_nano=cost_nano(self._full_prices, used) - self.cost_nano)
-        found = {slot_of(self._account, now, self.model, self.node): counts}
-        for charge in self._charges:
-            amount = charge.budget.amount(used.prompt_tokens + used.completion_tokens, used, self._prices)
-            slot = slot_of(charge.account, now, "", "")
-            found[slot] = Counts(requests=1, usage=Usage(completion_tokens=amount))
-        return found
+        now, used = self._clock(), self.usage or Usage()
+        saved_nano = cost_nano(self._full_prices, used) - self.cost_nano
+        return {
+            _slot(charge, now, self.model, self.node): charge.counts(used, self._prices, saved_nano)
+            for charge in self._charges
+        }
 
     def end(self, *, is_recorded: bool) -> None:
         """End what it holds. `is_recorded`: the database has `spend`. Call it once."""
-        if self._ledger is None or self._account is None:
-            return
-        now, recorded = self._ledger.clock(), self.spend() if is_recorded else {}
+        now, recorded = self._clock(), self.spend() if is_recorded else {}
         tokens = {slot.key_id: counts.tokens for slot, counts in recorded.items()}
-        self._account.end_hold(self._tokens, tokens.get(self._account.key.id, 0), now)
         for charge in self._charges:
             charge.account.end_hold(charge.amount, tokens.get(charge.account.key.id, 0), now)
 
@@ -357,7 +355,7 @@ class KeyedMeter(Meter):
             prompt_tokens,
             picture_tokens=limits.picture_tokens if prompt_bytes else 0,
         )
-        return KeyedReservation(self._ledger, account, estimate, prices(limits.model) if budgets else NoPrices())
+        return KeyedReservation(self._ledger, key, estimate, prices(limits.model) if budgets else NoPrices())
 
     def key(self, request: Request) -> KeySection:
         """The key of a request, from the headers of OpenAI or Anthropic clients or from the page's session."""
@@ -421,7 +419,7 @@ class Metering:
         """Relative paths of the configuration start at `directory`. `tasks` runs what the ledger does regularly."""
         self.meter = Meter()
         self._directory = directory
-        self._store = Store(database)
+        self._database = database.use(SCHEMA)
         self.key_store = KeyStore(database)
         self.in_force = KeysInForce()
         """The keys and groups of the file and of the database."""
@@ -489,12 +487,12 @@ class Metering:
 
     async def _had_keys(self) -> bool:
         """Whether the database has recorded keys. Creates none."""
-        return self._store.database.exists and await self._store.database.do(has_keys)
+        return self._database.exists and await self._database.do(has_keys)
 
     async def _open_ledger(self, config: Config, keyring: Keyring, budgets: Mapping[str, tuple[Budget, ...]]) -> Ledger:
         unwritten = UnwrittenUsage(config.state_directory(self._directory))
         flush_s = config.ledger.flush_s
-        ledger = Ledger(self._store, keyring, budgets, flush_s=flush_s, tasks=self._tasks, unwritten=unwritten)
+        ledger = Ledger(self._database, keyring, budgets, flush_s=flush_s, tasks=self._tasks, unwritten=unwritten)
         await ledger.start()
         return ledger
 

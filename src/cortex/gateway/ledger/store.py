@@ -3,7 +3,7 @@
 `spend` has the usage by minute, key, model and node, `total` its sum by key. `reservation` has what running requests
 may still use, by gateway and key. Budgets beyond those of keys (`groups.py`) have rows of the same kind, under ids with
 a colon, which no key has; reports leave them out. Several gateways may share the database: writes add to the rows that
-are there, and each gateway writes only its own reservations.
+are there, and each gateway writes only its own reservations. Functions run inside the transaction of their caller.
 """
 
 from __future__ import annotations
@@ -208,89 +208,46 @@ NO_CLAIM = Claim(owner="")
 """The claim of a process that reserves nothing."""
 
 
-def open_store(location: str) -> Store:
-    """The store at a file path or `postgresql://` URL, created if it does not exist. Raises `StoreError`."""
-    store = Store(Database(location))
-    store.database.run(lambda _: None)
-    return store
+def open_store(location: str) -> Database:
+    """The database at a file path or `postgresql://` URL, created if it does not exist. Raises `StoreError`."""
+    database = Database(location).use(SCHEMA)
+    database.run(lambda _: None)
+    return database
 
 
-class Store:
-    """The usage records. Its methods block, use the database from its thread or a command, and raise `StoreError`."""
+def exchange(
+    execute: Execute,
+    batch: Mapping[Slot, Counts],
+    since_minute: Mapping[str, int],
+    *,
+    before: Claim = NO_CLAIM,
+    after: Claim = NO_CLAIM,
+) -> dict[str, Spent]:
+    """Add `batch`, replace the reservations `before` by `after`, and read what keys have spent.
 
-    def __init__(self, database: Database) -> None:
-        self.database = database.use(SCHEMA)
-
-    def exchange(
-        self,
-        batch: Mapping[Slot, Counts],
-        since_minute: Mapping[str, int],
-        *,
-        before: Claim = NO_CLAIM,
-        after: Claim = NO_CLAIM,
-    ) -> dict[str, Spent]:
-        """Add `batch`, replace the reservations `before` by `after`, and read what keys have spent.
-
-        One transaction does all of it or nothing. `since_minute` has the keys to read and the first minute of each;
-        totals are of all time.
-        """
-
-        def work(execute: Execute) -> dict[str, Spent]:
-            # Reservations first, as in `settle_dead`, so that locks are always taken in the same order.
-            returned = replace_claim(execute, before, after) if before is not after else {}
-            add_spend(execute, {**batch, **returned})
-            return read_spent(execute, after.owner, since_minute)
-
-        return self.database.run(work)
-
-    def open_accounts(self, since_minute: Mapping[str, int], claim: Claim) -> dict[str, Spent]:
-        """Record that the keys of `since_minute` exist, and read what they have spent, as `exchange` does."""
-
-        def work(execute: Execute) -> dict[str, Spent]:
-            add_keys(execute, since_minute)
-            return read_spent(execute, claim.owner, since_minute)
-
-        return self.database.run(work)
-
-    def spent(self, since_minute: Mapping[str, int]) -> dict[str, Spent]:
-        """What keys have spent, and what all gateways have reserved for them. Changes nothing."""
-        return self.database.run(lambda execute: read_spent(execute, NO_CLAIM.owner, since_minute))
-
-    def has_keys(self) -> bool:
-        """Whether any key was ever configured on this database."""
-        return self.database.run(has_keys)
-
-    def other_claims(self, owner: str) -> dict[str, int]:
-        """The other gateways with reservations, and when each last renewed them, in milliseconds."""
-        return self.database.run(lambda execute: other_claims(execute, owner))
-
-    def settle_dead(self, owner: str, renewed_ms: int) -> int:
-        """Record the reservations of a dead gateway as spent; returns their tokens.
-
-        Does nothing if they have been renewed since `renewed_ms`.
-        """
-
-        def work(execute: Execute) -> int:
-            spend = take_claim(execute, owner, renewed_ms)
-            add_spend(execute, spend)
-            return sum(counts.tokens for counts in spend.values())
-
-        return self.database.run(work)
-
-    def usage(self, group: GroupBy, *, since: float, until: float, key_id: str | None = None) -> list[Spend]:
-        """The spend in [since, until) of every key, model, node or day (as days since 1970), by model; of one key or of
-        all."""
-        bounds = minutes_between(since, until)
-        return self.database.run(lambda execute: read_usage(execute, group, bounds, key_id))
-
-    def close(self) -> None:
-        """For a command; a gateway closes the database."""
-        self.database.close_connection()
+    `since_minute` has the keys to read and the first minute of each; totals are of all time.
+    """
+    # Reservations first, as in `settle_dead`, so that locks are always taken in the same order.
+    returned = replace_claim(execute, before, after) if before is not after else {}
+    add_spend(execute, {**batch, **returned})
+    return read_spent(execute, after.owner, since_minute)
 
 
-def minutes_between(since: float, until: float) -> tuple[int, int]:
-    """The minutes [first, last) of times in seconds since 1970."""
-    return int(since // MINUTE_S), -int(-until // MINUTE_S)
+def open_accounts(execute: Execute, since_minute: Mapping[str, int], claim: Claim) -> dict[str, Spent]:
+    """Record that the keys of `since_minute` exist, and read what they have spent, as `exchange` does."""
+    for key_id in sorted(since_minute):
+        execute(_ADD_TOTAL, (key_id, 0))
+    return read_spent(execute, claim.owner, since_minute)
+
+
+def settle_dead(execute: Execute, owner: str, renewed_ms: int) -> int:
+    """Record the reservations of a dead gateway as spent; returns their tokens. Does nothing if they have been renewed
+    since `renewed_ms`."""
+    rows = execute(_TAKE_RESERVATIONS, (owner, renewed_ms))
+    by_key = {str(key): Reserved(str(name), int(requests), int(tokens)) for key, name, requests, tokens in rows}
+    spend = Claim(owner=owner, renewed_ms=renewed_ms, by_key=by_key).counts()
+    add_spend(execute, spend)
+    return sum(counts.tokens for counts in spend.values())
 
 
 def add_spend(execute: Execute, batch: Mapping[Slot, Counts]) -> None:
@@ -303,12 +260,6 @@ def add_spend(execute: Execute, batch: Mapping[Slot, Counts]) -> None:
         totals[slot.key_id] = totals.get(slot.key_id, 0) + counts.tokens
     for row in sorted(totals.items()):
         execute(_ADD_TOTAL, row)
-
-
-def add_keys(execute: Execute, key_ids: Iterable[str]) -> None:
-    """Record that these keys exist, with nothing spent if they are new."""
-    for key_id in sorted(key_ids):
-        execute(_ADD_TOTAL, (key_id, 0))
 
 
 def has_keys(execute: Execute) -> bool:
@@ -327,13 +278,6 @@ def replace_claim(execute: Execute, before: Claim, after: Claim) -> dict[Slot, C
         row = (after.owner, key_id, held.key_name, held.requests, held.tokens, after.renewed_ms)
         execute(_ADD_RESERVATION, row)
     return before.counts(-1) if before.by_key and not found else {}
-
-
-def take_claim(execute: Execute, owner: str, renewed_ms: int) -> dict[Slot, Counts]:
-    """Remove a dead gateway's reservations and return them as spend; nothing if they have been renewed since."""
-    rows = execute(_TAKE_RESERVATIONS, (owner, renewed_ms))
-    by_key = {str(key): Reserved(str(name), int(requests), int(tokens)) for key, name, requests, tokens in rows}
-    return Claim(owner=owner, renewed_ms=renewed_ms, by_key=by_key).counts()
 
 
 def other_claims(execute: Execute, owner: str) -> dict[str, int]:
@@ -370,8 +314,12 @@ def read_counters(execute: Execute, since_minute: Mapping[str, int]) -> dict[str
     }
 
 
-def read_usage(execute: Execute, group: GroupBy, bounds: tuple[int, int], key_id: str | None = None) -> list[Spend]:
-    """The spend in the minutes [first, last) by group and model, of one key or of all."""
+def read_usage(
+    execute: Execute, group: GroupBy, *, since: float, until: float, key_id: str | None = None
+) -> list[Spend]:
+    """The spend in [since, until), to the minute, of every key, model, node or day (as days since 1970), by model; of
+    one key or of all."""
+    bounds = (int(since // MINUTE_S), -int(-until // MINUTE_S))
     statement = _USAGE.format(group=_GROUPS[group], of_key="" if key_id is None else " AND key_id = ?")
     rows: Iterable[Sequence[Any]] = execute(statement, bounds if key_id is None else (*bounds, key_id))
     return [Spend(str(row[0]), str(row[1]), str(row[2]), _counts(row[3:])) for row in rows]

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from cortex.gateway.database import Database
 from cortex.gateway.ledger.groups import NANO
-from cortex.gateway.ledger.store import GroupBy, Spend, Store
+from cortex.gateway.ledger.store import GroupBy, Spend, read_usage
 from cortex.wire.events import Usage
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
@@ -67,10 +68,11 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def usage(
-    store: Store, *, group: GroupBy = "key", since: float, until: float, cost_of: CostOf = free
+    database: Database, *, group: GroupBy = "key", since: float, until: float, cost_of: CostOf = free
 ) -> tuple[UsageRow, ...]:
     """Spend in [since, until) in seconds since 1970, to the minute; days oldest first, others most tokens first."""
-    return report(group, store.usage(group, since=since, until=until), cost_of)
+    spends = database.run(lambda execute: read_usage(execute, group, since=since, until=until))
+    return report(group, spends, cost_of)
 
 
 def report(group: GroupBy, spends: Iterable[Spend], cost_of: CostOf) -> tuple[UsageRow, ...]:

@@ -108,6 +108,7 @@ class FakeNeuron:
     capabilities: dict[str, Capabilities] = field(default_factory=dict)
     """What models can do whose files it has read; the others are chat models once they are loaded."""
     contexts: dict[str, ContextSizes] = field(default_factory=dict)
+    context_tokens: int = 32_768
     templates: dict[str, str] = field(default_factory=dict)
     """The chat templates of models whose files it has."""
     first_token_s: float | None = None
@@ -172,7 +173,7 @@ class FakeNeuron:
             disk_bytes=self.sizes[model] if model in self.quants_on_disk else None,
             contexts=self.contexts.get(model),
             least_bytes=self.contexts[model].sizes[0].num_bytes if model in self.contexts else None,
-            context_tokens=32768,
+            context_tokens=self.context_tokens,
             max_input_tokens=30000,
             max_output_tokens=8192,
             family="bert" if model in self.capabilities else None,

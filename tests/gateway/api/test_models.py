@@ -70,11 +70,13 @@ def test_context_of_the_catalogue_replaces_that_of_the_node_also_before_a_load()
     assert described(asleep, context=65_536)["max_model_len"] == 32_768, "it wakes with what it has"
 
 
-def test_loaded_model_has_the_context_of_its_replicas_and_it_is_said_if_memory_limits_that() -> None:
+def test_loaded_model_has_the_context_of_its_largest_replica_and_it_is_said_if_memory_limits_that() -> None:
     ready = ModelState.READY
     found = described(node("small", 4480, ready), node("large", FULL, ready), node("cold", 1000))
-    assert found["max_model_len"] == 4480
-    assert found["limit"]["full_context"] == FULL
+    assert found["max_model_len"] == FULL, "prompts that are too long for one replica go to another"
+    assert "full_context" not in found["limit"]
     places = {place["node"]: (place.get("context"), place.get("full_context")) for place in found["locations"]}
     assert places == {"small": (4480, FULL), "large": (None, None)}
+    found = described(node("small", 4480, ready), node("smaller", 2240, ready), node("cold", FULL))
+    assert found["limit"] == {"context": 4480, "input": 4480, "output": 4480, "full_context": FULL}
     assert "full_context" not in described(node("large", FULL, ready))["limit"]

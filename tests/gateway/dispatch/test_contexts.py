@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from cortex.fleet.topology import ModelOnNode
 from cortex.wire.errors import InsufficientCapacity
 from cortex.wire.node.contexts import ContextSize, ContextSizes
@@ -163,3 +165,49 @@ def test_load_of_an_operator_permits_another_reload() -> None:
     fake.finish_load()
     fake.dispatcher.prompt_exceeded("m", 30_000, "request")
     assert fake.unloads[3:] == [("n", "m", "evicted")]
+
+
+def test_model_that_already_has_nearly_as_much_as_it_can_get_is_not_loaded_again() -> None:
+    fake = FakeFleet({"n": {"m": 10 * GB}}, total_bytes=12 * GB)
+    fake.contexts["m"] = msgspec.structs.replace(CONTEXTS, empty_tokens=65_000)
+    fake.context_tokens["m"] = 65_000
+    fake.ready["n"]["m"] = 900.0
+    fake.poll()
+    fake.dispatcher.prompt_exceeded("m", 66_000, "request")
+    assert (fake.loads, fake.unloads) == ([], []), "the prompt would not fit afterwards either"
+
+
+def two_nodes(context_tokens: int) -> FakeFleet:
+    """The model with a short context on a small card, and an idle one on a large card."""
+    fake = FakeFleet({"small": {"m": 4 * GB}, "large": {"m": 4 * GB, "other": 20 * GB}})
+    fake.contexts["m"] = CONTEXTS
+    fake.context_tokens["m"] = context_tokens
+    fake.ready["small"]["m"] = fake.ready["large"]["other"] = 900.0
+    fake.foreign_bytes = 0
+    fake.poll("large")
+    fake.foreign_bytes = 16 * GB
+    fake.poll("small")
+    return fake
+
+
+def test_prompt_over_the_context_on_a_small_node_has_the_model_loaded_on_a_larger_one() -> None:
+    fake = two_nodes(32_768)
+    exceeded = fake.dispatcher.prompt_exceeded
+    exceeded("m", 100_000, "background")
+    assert fake.unloads == [], "background requests evict nothing"
+    exceeded("m", 100_000, "request")
+    assert fake.unloads == [("large", "other", "evicted")], "it stays where it is, for other requests"
+    exceeded("m", 100_000, "request")
+    fake.finish_unload()
+    assert fake.loads == [("large", "m")]
+    assert (fake.load_requests[0].min_context_tokens or 0) > 90_000
+    fake.finish_load()
+    exceeded("m", 100_000, "request")
+    assert len(fake.loads) == 1
+
+
+def test_prompt_over_every_context_of_the_fleet_unloads_nothing() -> None:
+    fake = two_nodes(32_768)
+    fake.operator.pin("other")
+    fake.dispatcher.prompt_exceeded("m", 100_000, "request")
+    assert (fake.loads, fake.unloads) == ([], [])

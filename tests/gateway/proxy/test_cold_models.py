@@ -282,28 +282,31 @@ async def test_shutdown_rejects_new_and_waiting_requests(neurons: StartNeuron, s
     await closing
 
 
+CONTEXTS = ContextSizes(
+    limit_tokens=131_072,
+    full_tokens=131_072,
+    wanted_tokens=32_768,
+    empty_tokens=131_072,
+    full_bytes=18 * GB,
+    sizes=(ContextSize(tokens=1, num_bytes=2 * GB), ContextSize(tokens=131_072, num_bytes=18 * GB)),
+)
+
+
+async def rejects_60_000_tokens(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    """Until the model was loaded there by order."""
+    if node.load_requests:
+        return await plain_response(node, request, body)
+    error = prompt_too_long(60_000, 32_768)
+    headers = {PROMPT_TOKENS: "60000"}
+    return web.json_response({"error": {"message": error.message, "code": error.code}}, status=400, headers=headers)
+
+
 async def test_model_that_rejects_a_prompt_is_loaded_again_in_the_place_of_idle_ones(
     neurons: StartNeuron, start_gateway: StartGateway
 ) -> None:
     """Its context of 32,768 tokens is less than memory allows without them."""
-
-    async def respond(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        if node.load_requests:
-            return await plain_response(node, request, body)
-        error = prompt_too_long(60_000, 32_768)
-        headers = {PROMPT_TOKENS: "60000"}
-        return web.json_response({"error": {"message": error.message, "code": error.code}}, status=400, headers=headers)
-
-    contexts = ContextSizes(
-        limit_tokens=131_072,
-        full_tokens=131_072,
-        wanted_tokens=32_768,
-        empty_tokens=131_072,
-        full_bytes=18 * GB,
-        sizes=(ContextSize(tokens=1, num_bytes=2 * GB), ContextSize(tokens=131_072, num_bytes=18 * GB)),
-    )
-    sizes, states = {"long": 6 * GB, "other": 16 * GB}, {"long": READY, "other": READY}
-    beast = await neurons("beast", sizes=sizes, states=states, contexts={"long": contexts}, respond=respond)
+    sizes, states, contexts = {"long": 6 * GB, "other": 16 * GB}, {"long": READY, "other": READY}, {"long": CONTEXTS}
+    beast = await neurons("beast", sizes=sizes, states=states, contexts=contexts, respond=rejects_60_000_tokens)
     client = await start_gateway(beast)
     status, body = await client.chat("long")
     assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
@@ -312,3 +315,17 @@ async def test_model_that_rejects_a_prompt_is_loaded_again_in_the_place_of_idle_
     status, body = await client.chat("long")
     assert status == 200
     assert (beast.load_requests[0].min_context_tokens or 0) > 56_000
+
+
+async def test_prompt_that_is_too_long_for_one_replica_goes_to_another_with_more_context(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    sizes, states, contexts = {"long": 6 * GB}, {"long": READY}, {"long": CONTEXTS}
+    small = await neurons("a-small", sizes=sizes, states=states, contexts=contexts, respond=rejects_60_000_tokens)
+    large = await neurons("b-large", sizes=sizes, states=states, context_tokens=131_072, respond=plain_response)
+    client = await start_gateway(small, large)
+    status, body = await client.chat("long")
+    assert (status, body["choices"][0]["message"]["content"]) == (200, "from b-large")
+    assert small.seen, "it was tried there first"
+    assert not small.unload_requests
+    assert (await client.get("/v1/models/long"))[1]["max_model_len"] == 131_072

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from heapq import nlargest
 from typing import NamedTuple
 
 import msgspec
@@ -13,7 +14,7 @@ import msgspec
 from cortex.fleet.catalogue import MEBIBYTE, ModelSpec
 from cortex.fleet.devices import bytes_held
 from cortex.fleet.index import remembered
-from cortex.fleet.memory import MemoryNeed, need_of
+from cortex.fleet.memory import MemoryNeed, available_bytes, contexts_of, need_of
 from cortex.fleet.rules import PlacementRules
 from cortex.fleet.topology import RESERVES, STARTING, Fleet, ModelOnNode, Node, Residency
 from cortex.formats.units import gib
@@ -43,6 +44,8 @@ KEPT_KV_WORTH = 0.25
 """How much slower a node may be and still be preferred because it keeps the model's conversations."""
 MIN_KEPT_TOKENS = 1024
 """Fewer tokens are no reason to prefer a node: they are quickly recomputed."""
+_MOST_ELSEWHERE = 8
+"""The number of nodes considered for a model that needs a longer context than where it is."""
 _FITTING = (Verdict.ASLEEP, Verdict.FITS, Verdict.FITS_SOON, Verdict.FITS_AFTER_EVICTION)
 
 _Fit = Callable[[Fitting], Assessment | None]
@@ -321,13 +324,9 @@ def preference(assessment: Assessment, rules: PlacementRules) -> tuple[float | s
 def to_load_again(
     model_id: str, tokens: int, fleet: Fleet, now: float, *, origin: Origin = "request"
 ) -> Decision | None:
-    """The reload that gives an idle replica a context of `tokens` and evicts only idle models. None if a replica has
-    it already, requests would be lost, or memory is lacking. Models of several nodes are not reloaded."""
+    """The reload that gives an idle replica a context of `tokens` and evicts only idle models. None if requests would
+    be lost, or memory is lacking. Models of several nodes are not reloaded."""
     spec = fleet.catalogue.spec(model_id)
-    for node in fleet.listing(model_id):
-        held = node.residencies[model_id]
-        if held.state is ModelState.READY and (held.status.context_tokens or tokens) >= tokens:
-            return None
     for node in fleet.listing(model_id):
         held = node.residencies[model_id]
         is_movable = held.state is ModelState.READY and not (held.is_busy or held.closed)
@@ -338,10 +337,35 @@ def to_load_again(
         if need is None or need.contexts is None or need.contexts.full_tokens <= (held.status.context_tokens or 0):
             continue
         found = assess(spec, emptied, fleet.with_node(emptied), now, origin=origin)
+        goal = min(tokens, need.contexts.full_tokens)
+        least = goal if (held.status.context_tokens or 0) >= tolerated(goal) else tolerated(goal)
         is_start = found.verdict in (Verdict.FITS, Verdict.FITS_AFTER_EVICTION)
-        if is_start and (found.context_tokens or 0) >= tolerated(min(tokens, need.contexts.full_tokens)):
+        if is_start and (found.context_tokens or 0) >= least:
             return decided(spec, fleet, now, origin, [found])
     return None
+
+
+def to_load_elsewhere(
+    model_id: str, tokens: int, fleet: Fleet, now: float, *, origin: Origin = "request"
+) -> Decision | None:
+    """The load that gives the model a context of `tokens` on a node that lists it and does not have it ready, and
+    evicts only idle models. None if it is starting somewhere, or if no such node has the memory."""
+    spec = fleet.catalogue.spec(model_id)
+    reserved = (reservation.model_id for node in fleet.nodes for reservation in node.reservations)
+    listing = fleet.listing(model_id)
+    if model_id in reserved or any(node.residencies[model_id].state in STARTING for node in listing):
+        return None
+
+    def may_have(node: Node) -> bool:
+        held = node.residencies[model_id]
+        contexts = contexts_of(spec, held.status)
+        most_tokens = 0 if contexts is None else min(contexts.full_tokens, contexts.empty_tokens)
+        return held.state is not ModelState.READY and most_tokens >= tokens
+
+    likeliest = nlargest(_MOST_ELSEWHERE, filter(may_have, listing), key=available_bytes)
+    found = [assess(spec, node, fleet, now, origin=origin) for node in likeliest]
+    fitting = [each for each in found if each.verdict in _FITTING and (each.context_tokens or 0) >= tokens]
+    return decided(spec, fleet, now, origin, fitting) if fitting else None
 
 
 def _without(node: Node, held: Residency) -> Node:

@@ -79,7 +79,7 @@ def entry(
     about: dict[str, Any] = {"name": spec.display_name, "description": spec.description, "metadata": spec.metadata}
     about |= {"meta": {"llamaswap": spec.metadata} if spec.metadata else None}  # where llama-swap's clients look
     context, input, output = _limits(spec, held)
-    cut = _cut_context(spec, held)
+    cut = _cut_context(spec, held, context)
     return {
         "id": spec.id,
         "object": "model",
@@ -158,17 +158,22 @@ def _location(node: Node, residency: Residency, for_operator: bool) -> dict[str,
 
 
 def _limits(spec: ModelSpec, held: list[tuple[Node, Residency]]) -> tuple[int | None, int | None, int | None]:
-    """The smallest limits of context, prompt and response among the ready replicas. If none is ready, the limits
-    expected on the node with the most memory for it, at most those of its entry."""
+    """The limits of context, prompt and response at the ready replica with the largest context, which gets the prompts
+    that are too long for others. If none is ready, those expected on the node with the most memory for it, at most
+    those of its entry."""
     ready = [residency.status for _, residency in held if residency.state is ModelState.READY]
-    loaded = [_as_loaded(spec, each.status) for _, each in held]
-    statuses = ready or sorted(loaded, key=lambda status: -(status.context_tokens or 0))[:1]
-    contexts = [status.context_tokens for status in statuses if status.context_tokens is not None]
-    outputs = [status.max_output_tokens for status in statuses if status.max_output_tokens is not None]
-    inputs = [status.max_input_tokens for status in statuses if status.max_input_tokens is not None]
-    named = [] if ready or spec.context_tokens is None else [spec.context_tokens]
-    context = min((*contexts, *named), default=spec.context_tokens)
-    return context, min((*inputs, *named), default=context), min((*outputs, *named), default=context)
+    statuses = ready or [_as_loaded(spec, each.status) for _, each in held]
+    largest = max(statuses, key=lambda status: status.context_tokens or 0, default=None)
+    if largest is None:
+        return (spec.context_tokens,) * 3
+    named = None if ready else spec.context_tokens
+    context = _smallest(largest.context_tokens, named) or spec.context_tokens
+    most_input, most_output = largest.max_input_tokens, largest.max_output_tokens
+    return context, _smallest(most_input, named) or context, _smallest(most_output, named) or context
+
+
+def _smallest(*limits: int | None) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _as_loaded(spec: ModelSpec, status: ModelStatus) -> ModelStatus:
@@ -182,14 +187,12 @@ def _as_loaded(spec: ModelSpec, status: ModelStatus) -> ModelStatus:
     return msgspec.structs.replace(status, context_tokens=tokens, max_input_tokens=most_input, max_output_tokens=tokens)
 
 
-def _cut_context(spec: ModelSpec, held: list[tuple[Node, Residency]]) -> dict[str, int]:
-    """The context that the model would have if memory did not limit it where it is ready."""
-    for _, residency in held:
-        status = residency.status
-        full_tokens = min(filter(None, (status.full_context_tokens, spec.context_tokens)), default=0)
-        if residency.state is ModelState.READY and (status.context_tokens or full_tokens) < full_tokens:
-            return {"full_context": full_tokens}
-    return {}
+def _cut_context(spec: ModelSpec, held: list[tuple[Node, Residency]], context: int | None) -> dict[str, int]:
+    """The context that the model would have if memory did not limit it where it is ready, if that is more."""
+    ready = [residency.status for _, residency in held if residency.state is ModelState.READY]
+    full_tokens = [min(filter(None, (each.full_context_tokens, spec.context_tokens)), default=0) for each in ready]
+    full = max(full_tokens, default=0)
+    return {"full_context": full} if context is not None and context < full else {}
 
 
 def _sampling(spec: ModelSpec, held: list[tuple[Node, Residency]]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from cortex.fleet.memory import ledger
 from cortex.fleet.placement import explain
 from cortex.fleet.placement.decision import Decision, Origin, Verdict
 from cortex.fleet.placement.eviction import due_for_recycling, expired, over_ceilings
-from cortex.fleet.placement.place import UnmetPin, place, to_load_again, unmet_pins
+from cortex.fleet.placement.place import UnmetPin, place, to_load_again, to_load_elsewhere, unmet_pins
 from cortex.fleet.placement.search import search
 from cortex.fleet.topology import Fleet, ModelOnNode
 from cortex.gateway.dispatch.event_log import EventLog
@@ -68,6 +68,7 @@ class Dispatcher(DispatchView, StateMachine):
         self._is_closing = False
         self.acquire = self._leases.acquire
         self.measured = self._leases.measured
+        self.too_small = self._leases.too_small
         self.watch = self._jobs.watch
         self.reconfigure(settings)
 
@@ -139,16 +140,17 @@ class Dispatcher(DispatchView, StateMachine):
 
     @event
     def ask_for_context(self, model: str, tokens: int, origin: Origin = "request") -> None:
-        """A request needs a context of `tokens`, which later loads get. An idle replica is reloaded for it, if idle
-        models can be evicted."""
-        now = self._clock()
+        """A request needs a context of `tokens`, which later loads get. If no replica has it, an idle one is reloaded
+        for it, or the model is loaded on another node, if idle models can be evicted."""
+        now, fleet = self._clock(), self.fleet
         self._demand.asks(model, tokens, now)
-        if self._queues.depths.get(model):
+        if self._queues.depths.get(model) or self._leases.has_context(model, tokens):
             return
-        decision = to_load_again(model, tokens, self.fleet, now, origin=origin)
+        again = to_load_again(model, tokens, fleet, now, origin=origin)
+        decision = again or to_load_elsewhere(model, tokens, fleet, now, origin=origin)
         if decision is not None and self._demand.may_reload(model, now):
             self._event_log.decided(decision)
-            self._jobs.start(decision, again=True)
+            self._jobs.start(decision, again=again is not None)
 
     def prompt_exceeded(self, model: str, tokens: int, origin: Origin) -> None:
         """A node rejected a prompt of `tokens` tokens, which is too long for the context that the model has there."""

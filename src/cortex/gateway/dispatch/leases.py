@@ -200,6 +200,16 @@ class LeasePool:
         known = [context for context in contexts if context is not None]
         return max(known) if known and len(known) == len(contexts) else None
 
+    def has_context(self, model: str, tokens: int) -> bool:
+        """Whether a ready replica has a context of `tokens`, or reports none."""
+        return any((each.context_tokens or tokens) >= tokens for each in self._ready.of(model))
+
+    def too_small(self, model: str, prompt_tokens: int) -> frozenset[str]:
+        """The nodes whose replica has no room for such a prompt and a response; none if no other replica has it."""
+        ready = self._ready.of(model)
+        small = frozenset(each.target.node for each in ready if (each.context_tokens or math.inf) <= prompt_tokens)
+        return small if len(small) < len(ready) else NO_NODES
+
     def tokeniser(self, model: str, *, has_pictures: bool = False) -> Lease | None:
         """A node that can count tokens for `model`, loaded or not. None while no node has its files, which a load
         fetches. Raises UnsupportedModality if no node ever can, and Overloaded if those that can are down."""

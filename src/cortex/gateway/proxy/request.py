@@ -384,6 +384,15 @@ class ProxyRequest:
             self._excluded = NO_NODES
         elif status in _OVERLOADED and lease.has_alternatives:
             self._excluded |= {lease.node}
+        elif (
+            status == errors.ContextLengthExceeded.status
+            and self._prompt_tokens
+            and (small := self.services.dispatcher.too_small(lease.model, self._prompt_tokens) - self._excluded)
+        ):
+            self._excluded |= small
+            self._release(f"status {status}")
+            self.go()
+            return False
         elif status == errors.InsufficientQuota.status and is_ours and self._has_more_tokens():
             self._release(f"status {status}")
             self.go()

@@ -126,6 +126,8 @@ def test_load_reports_its_stages_and_where_it_is_ready(gateway: CannedGateway, i
     }
     short = {"id": "small", "state": "ready", "context_tokens": 4480, "contexts": contexts}
     gateway.responses["GET", "/fleet/status"] = fleet(short)
+    elsewhere = {**fleet(short)["nodes"][0], "name": "attic", "models": [{**short, "context_tokens": 131072}]}
+    gateway.responses["GET", "/fleet/status"]["nodes"].append(elsewhere)
     assert invoke("load", "small").stdout == "small is ready on beast: context 4,480 of 131,072 tokens\n"
     shown = invoke("status").stdout
     assert "4,480 of 131,072" in shown

@@ -211,3 +211,17 @@ def test_prompt_over_every_context_of_the_fleet_unloads_nothing() -> None:
     fake.operator.pin("other")
     fake.dispatcher.prompt_exceeded("m", 100_000, "request")
     assert (fake.loads, fake.unloads) == ([], [])
+
+
+def test_reload_by_the_node_is_said_with_its_context() -> None:
+    fake = fleet_with(20 * GB)
+    fake.operator.pin("other")
+    fake.ask("m")
+    fake.context_tokens["m"] = 16_000
+    fake.finish_load()
+    fake.poll()
+    fake.context_tokens["m"] = FULL
+    fake.poll()
+    fake.poll()
+    loaded = [event for event in fake.event_log.events if event["kind"] == "model_loaded"]
+    assert [(event["context_tokens"], "why" in event) for event in loaded] == [(FULL, False), (16_000, True)]

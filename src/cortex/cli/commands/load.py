@@ -5,6 +5,7 @@ placement decision for a model, with the bytes behind it.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from datetime import datetime
 from http import HTTPStatus
 from typing import Any
@@ -196,7 +197,7 @@ def order(
         return
     places = ", ".join(response["nodes"]) or "no node"
     if wait:
-        say(f"{response['model']} {result} {places}{_context(gateway, response['model'])}")
+        say(f"{response['model']} {result} {places}{_context(gateway, response['model'], response['nodes'])}")
     else:
         say(f"{action} of {response['model']} on {places} has begun: {parse_job(response['job']).id}")
 
@@ -222,9 +223,10 @@ def _load_profile(gateway: GatewayClient, name: str, *, wait: bool, as_json: boo
         raise CommandError(problems, first.remedy, first.exit_code)
 
 
-def _context(gateway: GatewayClient, model: str) -> str:
-    """The context of a loaded model, where the node reports it."""
-    found = [held for _, held in fleet_view.fetch(gateway).places(model) if held.state is ModelState.READY]
+def _context(gateway: GatewayClient, model: str, nodes: Sequence[str]) -> str:
+    """The context of a model that was loaded on `nodes`, where they report it."""
+    places = fleet_view.fetch(gateway).places(model)
+    found = [held for node, held in places if node.name in nodes and held.state is ModelState.READY]
     contexts = [f"context {context_of(held)} tokens" for held in found if context_of(held)]
     return f": {', '.join(dict.fromkeys(contexts))}" if contexts else ""
 

@@ -102,6 +102,8 @@ class ModelJobs:
         self._watchers: dict[tuple[ModelOnNode, Watched], list[Watcher]] = {}
         self._last_loads: dict[ModelOnNode, tuple[float, float]] = {}
         """When the latest successful load of each model began and ended; forgotten with its unload."""
+        self._contexts: dict[ModelOnNode, int | None] = {}
+        """The contexts of models that this gateway has loaded, as they were last recorded."""
         self._cancelled: set[ModelOnNode] = set()
         """Loads that the operator cancelled and the node has not ended yet."""
         self._recycling: set[str] = set()
@@ -197,15 +199,7 @@ class ModelJobs:
                 self._last_loads[target] = (job.begun_at, self._clock())
             self._fleet_state.failures.pop(target, None)
             self._fleet_state.shortfalls.pop(target, None)
-            why = {} if result.context_shortage is None else {"why": result.context_shortage}
-            self._event_log.happened(
-                "model_loaded",
-                node=node,
-                model=model,
-                bytes=result.measured_bytes,
-                context_tokens=result.context_tokens,
-                **why,
-            )
+            self._loaded(target, result)
         else:
             self._demand.gone(target)
             kind, why = ("load_cancelled", {}) if is_cancelled else ("load_failed", {"why": result.message})
@@ -235,6 +229,7 @@ class ModelJobs:
         if error is None:
             self._demand.gone(target)
             self._last_loads.pop(target, None)
+            self._contexts.pop(target, None)
             self._fleet_state.failures.pop(target, None)
             self._fleet_state.shortfalls.pop(target, None)
             self._fleet_state.forget_ready(target, ModelState.COLD, self._clock())
@@ -314,8 +309,22 @@ class ModelJobs:
         for watcher in self._watchers.pop((target, kind), ()):
             watcher(error)
 
+    def _loaded(self, target: ModelOnNode, status: ModelStatus) -> None:
+        """Record that the model is ready, with this context."""
+        self._contexts[target] = status.context_tokens
+        why = {} if status.context_shortage is None else {"why": status.context_shortage}
+        node, model = target
+        num_bytes, tokens = status.measured_bytes, status.context_tokens
+        self._event_log.happened("model_loaded", node=node, model=model, bytes=num_bytes, context_tokens=tokens, **why)
+
     def observed(self, node: str, health: Health) -> None:
-        """Notify the watchers of loads that another gateway ordered: those end in a poll."""
+        """Record reloads for other contexts that this gateway has not ordered, and notify the watchers of loads that
+        another one ordered: those end in a poll."""
+        for status in health.models:
+            target = ModelOnNode(node, status.id)
+            tokens = status.context_tokens
+            if status.state is ModelState.READY and self._contexts.get(target, tokens) != tokens:
+                self._loaded(target, status)
         for status in health.models if self._watchers else ():
             target = ModelOnNode(node, status.id)
             is_watched = (target, "load") in self._watchers

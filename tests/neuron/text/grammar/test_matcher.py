@@ -194,7 +194,7 @@ def test_grammars_are_judged_and_followed_with_an_added_token_of_any_length(
 ) -> None:
     backend = llama()
     backend.add_tokens([AddedToken("z" * num_bytes, normalized=False, special=special)])
-    tokenizer = LibraryTokenizer(backend, {}, (2,))
+    tokenizer: Any = LibraryTokenizer(backend, {}, (2,))
     grammar = json.dumps({"grammars": [{"json_schema": SCHEMA}]})
     assert GrammarTrial(tokenizer).verdict(grammar).problem is None
     assert _matcher(tokenizer, monkeypatch).compile(grammar)

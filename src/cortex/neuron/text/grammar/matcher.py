@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from cortex.neuron.text.errors import GrammarRejected, GrammarUnspellable
+from cortex.neuron.text.grammar.trial import MAX_TOKEN_BYTES
 from cortex.neuron.text.tokenizer.library import LibraryTokenizer
 
 if TYPE_CHECKING:
@@ -45,9 +46,6 @@ _UNSPELLABLE: Final = (
     "no token of this model's vocabulary spells what the format of the output needs next; ask for another format, or "
     "use another model"
 )
-MAX_TOKEN_BYTES: Final = 1023
-"""The longest token that the grammar library accepts, which puts a byte before special ones. A grammar never allows a
-longer one."""
 
 
 class Matcher:

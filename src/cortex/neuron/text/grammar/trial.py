@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
-from cortex.neuron.text.grammar.matcher import MAX_TOKEN_BYTES
 from cortex.neuron.text.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import llguidance
 
+MAX_TOKEN_BYTES: Final = 1023
+"""The longest token that the grammar library accepts, which puts a byte before special ones. A grammar never allows a
+longer one."""
 _STACK_BYTES: Final = 4 << 20
 """Half the stack of the engine's threads. The library recurses along references without a limit: a grammar that would
 overflow the stack there must overflow it here, where it ends a worker that does nothing else."""

@@ -287,6 +287,13 @@ class Database:
         """`run` on the thread."""
         return await self.call(lambda: self.run(work))
 
+    async def serve(self, work: Callable[[Execute], T]) -> T:
+        """`do` for the request of a client. Raises the CortexError that the client gets."""
+        try:
+            return await self.do(work)
+        except StoreError as error:
+            raise client_error(error) from error
+
     async def do_each(self, works: Sequence[Callable[[Execute], object]]) -> dict[int, Exception]:
         """`run_each` on the thread."""
         try:

@@ -16,10 +16,11 @@ from typing import TypeVar
 from cortex.gateway.batches import tables
 from cortex.gateway.batches.tables import StoredFile
 from cortex.gateway.config import BatchesSection
-from cortex.gateway.database import Database, Execute, StoreError, client_error
+from cortex.gateway.database import Database, Execute
 from cortex.http.composed_body import ComposedBody
 from cortex.http.request import Headers
 from cortex.http.server.exchange import ClientPace, Exchange
+from cortex.system import private_file
 from cortex.wire.errors import Overloaded, RateLimitExceeded
 
 T = TypeVar("T")
@@ -47,10 +48,7 @@ class FileStore:
 
     async def do(self, work: Callable[[Execute], T]) -> T:
         """Work on the database. Raises DatabaseUnavailable or InvalidValue."""
-        try:
-            return await self.database.do(work)
-        except StoreError as problem:
-            raise client_error(problem) from problem
+        return await self.database.serve(work)
 
     def path(self, id: str) -> Path:
         return self.directory / id
@@ -67,9 +65,8 @@ class FileStore:
         id, now = tables.new_id("file-", now_s), int(now_s)
         file = StoredFile(id, key_id, purpose, filename[:500], num_bytes, now, now + int(lasts_s))
         await self.do(lambda execute: self._check_quota(execute, file))
-        fresh = self.temporary(id)
         try:
-            await asyncio.to_thread(write_whole, fresh, self.path(id), content)
+            await asyncio.to_thread(_write, self.path(id), content)
         except OSError as problem:
             raise Overloaded(f"the file cannot be written ({problem.strerror}); try again later") from problem
 
@@ -144,19 +141,9 @@ class FileStore:
             file.close()
 
 
-def write_whole(fresh: Path, path: Path, content: Iterable[bytes]) -> None:
-    """Write `path`, complete or not at all, through `fresh`. Blocks. Raises OSError."""
+def _write(path: Path, content: Iterable[bytes]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    try:
-        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-            for data in content:
-                file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.rename(path)
-    except BaseException:
-        fresh.unlink(missing_ok=True)
-        raise
+    private_file.write(path, content)
 
 
 def chunks_of(body: bytes | ComposedBody, start: int, end: int) -> Iterable[bytes]:

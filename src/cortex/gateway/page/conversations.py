@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from cortex.gateway.database import Database, Execute, Schema, StoreError, client_error
+from cortex.gateway.database import Database, Execute, Schema
 from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.proxy.listener import CONVERSATIONS_PATH
 from cortex.gateway.proxy.routes import json_response
@@ -61,18 +61,15 @@ class Conversations:
     async def respond(self, request: Request, key: KeySection) -> Response:
         """Raises `DatabaseUnavailable`, InvalidValue, RouteNotFound and MethodNotAllowed."""
         name = request.path.removeprefix(CONVERSATIONS_PATH).removeprefix(b"/").decode("latin-1")
-        try:
-            if not name and request.method in (b"GET", b"HEAD"):
-                rows = await self._database.do(lambda execute: execute(_LIST, (key.id,)))
-                return json_response({"conversations": [msgspec.Raw(str(row[0]).encode()) for row in rows]})
-            if name and request.method == b"PUT":
-                return await self._put(name, request.body, key)
-            if name and request.method == b"DELETE":
-                if not await self._database.do(lambda execute: execute(_DELETE, (key.id, name))):
-                    raise RouteNotFound("There is no such conversation.")
-                return json_response({"deleted": name})
-        except StoreError as error:
-            raise client_error(error) from error
+        if not name and request.method in (b"GET", b"HEAD"):
+            rows = await self._database.serve(lambda execute: execute(_LIST, (key.id,)))
+            return json_response({"conversations": [msgspec.Raw(str(row[0]).encode()) for row in rows]})
+        if name and request.method == b"PUT":
+            return await self._put(name, request.body, key)
+        if name and request.method == b"DELETE":
+            if not await self._database.serve(lambda execute: execute(_DELETE, (key.id, name))):
+                raise RouteNotFound("There is no such conversation.")
+            return json_response({"deleted": name})
         raise MethodNotAllowed("Conversations are listed with GET, and changed one by one with PUT and DELETE.")
 
     async def _put(self, name: str, body: bytes, key: KeySection) -> Response:
@@ -87,5 +84,5 @@ class Conversations:
             execute(_PUT, (key.id, name, min(max(found.changed, 0), 2**53), body.decode()))
             execute(_TRIM, (key.id, key.id, MAX_KEPT))
 
-        await self._database.do(work)
+        await self._database.serve(work)
         return json_response({"stored": name})

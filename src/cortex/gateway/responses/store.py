@@ -19,7 +19,7 @@ from typing import TypeVar
 import msgspec
 
 from cortex.gateway.config import ResponsesSection
-from cortex.gateway.database import Database, Execute, StoreError, client_error, is_unavailable
+from cortex.gateway.database import Database, Execute, StoreError, is_unavailable
 from cortex.gateway.responses import conversation_tables, tables
 from cortex.gateway.responses.tables import NewResponse, StoredResponse
 from cortex.system.tasks import SupervisedTask, Supervisor
@@ -142,10 +142,7 @@ class ResponseStore:
     async def run(self, work: Callable[[Execute], T]) -> T:
         """Do `work` in one transaction, after earlier saves. Raises `DatabaseUnavailable`, and InvalidValue for a value
         that the database cannot store."""
-        try:
-            return await self.database.do(work)
-        except StoreError as error:
-            raise client_error(error) from error
+        return await self.database.serve(work)
 
     def _take_unwritten(self) -> list[tuple[Callable[[], NewResponse], Callable[[], None]]]:
         with self._lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
@@ -63,55 +64,27 @@ class Lease(msgspec.Struct, eq=False, gc=False):
     """The request's origin; None if only the model's files are used."""
 
 
+@dataclass(slots=True, eq=False)
 class PendingRequest:
     """A request for a lease. `deliver` is called exactly once, with a lease or with the error, unless the request is
     cancelled first."""
 
-    __slots__ = (
-        "client",
-        "deliver",
-        "excluded",
-        "has_pictures",
-        "level",
-        "model",
-        "need",
-        "origin",
-        "prompt",
-        "since",
-        "tell",
-    )
-
-    def __init__(
-        self,
-        model: str,
-        prompt: Callable[[], bytes],
-        deliver: Callable[[Lease | CortexError], None],
-        since: float,
-        *,
-        origin: Origin = "request",
-        need: RequestKind = "response",
-        excluded: frozenset[str] = NO_NODES,
-        has_pictures: bool = False,
-        client: str = SOMEBODY,
-        level: int = DEFAULT,
-        tell: Callable[[float], None] | None = None,
-    ) -> None:
-        self.client = client
-        self.tell = tell
-        """Called, once, with the seconds that a node takes to wake for the request."""
-        self.level = level
-        """The level of the request's class."""
-        self.model = model
-        self.has_pictures = has_pictures
-        """Nodes whose replicas read pictures are preferred."""
-        self.prompt = prompt
-        """Its tenant and the bytes of its prompt from the beginning, for prefix affinity."""
-        self.deliver = deliver
-        self.since = since
-        self.origin = origin
-        self.need = need
-        self.excluded = excluded
-        """Nodes at which the request has just failed; ignored once it waits in a queue."""
+    model: str
+    prompt: Callable[[], bytes]
+    """Its tenant and the bytes of its prompt from the beginning, for prefix affinity."""
+    deliver: Callable[[Lease | CortexError], None]
+    since: float
+    origin: Origin = "request"
+    need: RequestKind = "response"
+    excluded: frozenset[str] = NO_NODES
+    """Nodes at which the request has just failed; ignored once it waits in a queue."""
+    has_pictures: bool = False
+    """Nodes whose replicas read pictures are preferred."""
+    client: str = SOMEBODY
+    level: int = DEFAULT
+    """The level of the request's class."""
+    tell: Callable[[float], None] | None = None
+    """Called, once, with the seconds that a node takes to wake for the request."""
 
 
 class LeasePool:

@@ -85,7 +85,7 @@ async def test_failure_on_one_node_leaves_the_others_to_their_end(
     other.bench = DONE
     job = await ended(client, body["job"]["id"])
     assert (job["state"], list(job["results"])) == ("failed", [other.name])
-    assert job["error"] == {"code": "model_in_use", "message": f"{one.name}: a has 2 requests"}
+    assert job["error"] == {"code": "model_in_use", "message": f"on {one.name}: a has 2 requests"}
 
 
 async def test_cancelled_measurement_ends_on_the_node_and_bad_orders_are_rejected(

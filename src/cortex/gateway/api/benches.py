@@ -19,11 +19,10 @@ from cortex.gateway.api.parts import ApiRoute, ApiServices, read_body
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.gateway.dispatch.operator.commands import OperatorCommands
-from cortex.gateway.proxy.routes import error_response, json_response
+from cortex.gateway.proxy.routes import json_response
 from cortex.http.routing import Route
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
-from cortex.wire.error_encoding import OPENAI, from_code
 from cortex.wire.errors import CortexError, ModelUnsupported
 from cortex.wire.node.bench import BenchRequest, BenchStatus
 from cortex.wire.node.protocol import Progress
@@ -55,8 +54,8 @@ class BenchRoutes:
         model = self._api.dispatcher.resolve(name).model_id
         job = self._start(model, order, by)
         if not order.wait:
-            return json_response(_body(job), 202)
-        job.on_end(lambda: exchange.respond(*_ended(job)))
+            return json_response({"model": job.model, "nodes": job.nodes, "job": job.as_json()}, 202)
+        job.on_end(lambda: exchange.respond(*job.response()))
         return None
 
     def _start(self, model: str, order: _BenchOrder, by: str) -> Job:
@@ -91,7 +90,7 @@ class BenchRoutes:
             return
         names = [run.node for run in runs]
         job.move(names, names)
-        await _run_all(runs, job)
+        await asyncio.gather(*(run.run(job) for run in runs))
 
     def _runs(self, model: str, order: _BenchOrder) -> list[_NodeRun]:
         request = BenchRequest(model_id=model, force=order.force, reload=order.reload)
@@ -141,13 +140,13 @@ class _NodeRun:
         if self._is_loading:
             self._dispatcher.cancel_load(self._target)
 
-    async def run(self, job: Job) -> CortexError | None:
-        """Why it failed; None when its result is in `job`."""
+    async def run(self, job: Job) -> None:
+        """Reports the result, or why there is none, to the job."""
         error = await self._loaded() or await self._following.outcome()
         self.has_ended = True
         if error is None and self._following.status is not None:
             job.results[self.node] = msgspec.to_builtins(self._following.status.result)
-        return error
+        job.node_ended(self.node, error)
 
     async def _loaded(self) -> CortexError | None:
         """Why the model is not ready there."""
@@ -161,25 +160,6 @@ class _NodeRun:
         return error
 
 
-async def _run_all(runs: Sequence[_NodeRun], job: Job) -> None:
-    """Ends the job with the last run, so that it can be cancelled until then and has the results of those that did not
-    fail."""
-    errors = await asyncio.gather(*(run.run(job) for run in runs))
-    failed = [(run.node, error) for run, error in zip(runs, errors, strict=True) if error is not None]
-    if not failed or len(runs) == 1:
-        job.end(errors[0])
-        return
-    job.end(from_code(failed[0][1].code, " ".join(f"{node}: {error.message}" for node, error in failed)))
-
-
 def _end(ended: asyncio.Future[CortexError | None], error: CortexError | None) -> None:
     if not ended.done():  # the gateway may be closing
         ended.set_result(error)
-
-
-def _body(job: Job) -> dict[str, object]:
-    return {"model": job.model, "nodes": job.nodes, "job": job.as_json()}
-
-
-def _ended(job: Job) -> Response:
-    return json_response(_body(job)) if job.error is None else error_response(job.error, OPENAI)

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cortex.gateway.api.parts import ApiRoute, ApiServices
-from cortex.gateway.proxy.routes import json_response
+from cortex.gateway.proxy.routes import error_response, json_response
 from cortex.http.routing import Route
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
+from cortex.wire.error_encoding import OPENAI
 from cortex.wire.errors import CortexError, InvalidValue, RouteNotFound, shorten
 from cortex.wire.node.groups import of_node
 from cortex.wire.node.protocol import Progress
@@ -90,6 +91,12 @@ class Job:
         listeners, self._listeners = self._listeners, []
         for listener in listeners:
             listener()
+
+    def response(self, status: int = 200) -> Response:
+        """What an operator gets for the order: its error, or the job."""
+        if self.error is not None:
+            return error_response(self.error, OPENAI)
+        return json_response({"model": self.model, "nodes": self.nodes, "job": self.as_json()}, status)
 
     def as_json(self) -> dict[str, Any]:
         stage, progress = self.read_stage() if self.state == "running" else (self.state, None)

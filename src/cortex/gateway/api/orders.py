@@ -20,11 +20,10 @@ from cortex.gateway.api.jobs import Job, JobBoard, JobKind
 from cortex.gateway.api.parts import ApiRoute, ApiServices, read_body
 from cortex.gateway.dispatch.model_jobs import Watched, Watcher
 from cortex.gateway.dispatch.operator.commands import OperatorCommands
-from cortex.gateway.proxy.routes import error_response, json_response
+from cortex.gateway.proxy.routes import json_response
 from cortex.http.routing import Route
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
-from cortex.wire.error_encoding import OPENAI
 from cortex.wire.errors import CortexError, CrossSiteRequest, InvalidValue, ModelNotFound, shorten
 from cortex.wire.node.protocol import ModelState, NodeValue, Progress
 
@@ -144,7 +143,7 @@ class OrderRoutes:
         if details.unpin:  # before other gateways miss the model
             self._api.tasks.start(self._store(), "store unpinned models")
         if details.wait:
-            job.on_end(lambda: self._respond_stored(exchange, _ended(job)))
+            job.on_end(lambda: self._respond_stored(exchange, job.response()))
         else:
             body = {"model": model, "nodes": nodes, "job": job.as_json()}
             self._respond_stored(exchange, json_response(body, 202))
@@ -312,9 +311,3 @@ class OrderRoutes:
                 progress = held.status.progress
                 return progress.finest_stage if progress is not None else str(held.state), progress
         return "waiting", None
-
-
-def _ended(job: Job) -> Response:
-    if job.error is not None:
-        return error_response(job.error, OPENAI)
-    return json_response({"model": job.model, "nodes": job.nodes, "job": job.as_json()})

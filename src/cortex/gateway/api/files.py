@@ -26,7 +26,6 @@ from cortex.gateway.proxy.routes import json_response
 from cortex.http.routing import Route, query
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
-from cortex.http.upstream.faults import UpstreamFault
 from cortex.wire.errors import (
     CortexError,
     HubUnavailable,
@@ -168,8 +167,6 @@ class FileRoutes:
         self._api.check_awake(client.name)
         try:
             found = await client.hub_repository(files.source or files.model_id)
-        except UpstreamFault as fault:
-            raise UpstreamUnavailable(f"Node {client.name} did not respond: {fault}") from fault
         except CortexError as error:
             raise error.in_words(f"{client.name}: {error.message}") from error
         variants = [
@@ -213,10 +210,7 @@ class FileRoutes:
         """Delete the files of a model from a node, or one quantisation of them. Raises CortexError."""
         client = self._client(node)
         await self._api.awaken(client.name)
-        try:
-            deleted = await client.delete_files(FilesRequest(model_id=model, quant=quant))
-        except UpstreamFault as fault:
-            raise UpstreamUnavailable(f"Node {client.name} did not respond: {fault}") from fault
+        deleted = await client.delete_files(FilesRequest(model_id=model, quant=quant))
         return {"node": client.name, "model": deleted.model_id, "freed_bytes": deleted.freed_bytes}
 
     def _pull(self, wanted: _Pull, by: str) -> Job:

@@ -15,7 +15,6 @@ from cortex.gateway.proxy.routes import json_response
 from cortex.http.routing import Route
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
-from cortex.http.upstream.faults import UpstreamFault
 from cortex.wire.errors import CortexError, InvalidValue, ModelNotFound, NodeNotFound, RouteNotFound, shorten
 from cortex.wire.fields.body import MAX_MODEL_NAME
 from cortex.wire.node.orders import ForgetBlocksRequest, TenantName
@@ -102,7 +101,6 @@ class KeptPromptRoutes:
         try:
             await self._api.awaken(client.name)
             found = await client.forget_blocks(order)
-        except (UpstreamFault, CortexError) as error:
-            reason = error.message if isinstance(error, CortexError) else f"the node did not respond: {error}"
-            return {"node": client.name, "files": 0, "bytes": 0, "error": reason}
+        except CortexError as error:
+            return {"node": client.name, "files": 0, "bytes": 0, "error": error.message}
         return {"node": client.name, "files": found.num_files, "bytes": found.num_bytes, "error": None}

@@ -18,8 +18,7 @@ from cortex.http.request import Request
 from cortex.http.routing import Route, is_in_query, query
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
-from cortex.http.upstream.faults import UpstreamFault
-from cortex.wire.errors import CortexError, NodeNotFound, UpstreamUnavailable, shorten
+from cortex.wire.errors import CortexError, NodeNotFound, shorten
 from cortex.wire.node.load_options import ENGINE
 from cortex.wire.node.orders import ModelLog
 from cortex.wire.node.protocol import ModelStatus
@@ -105,7 +104,7 @@ class ModelServerRoutes:
             for each in node.residencies
             if model in (None, each) and node.residencies[each].status.harness not in (None, ENGINE)
         ]
-        calls = (_asked(client, client.model_log(each, seen.get((client.name, each), 0))) for client, each in places)
+        calls = (_asked(client.model_log(each, seen.get((client.name, each), 0))) for client, each in places)
         parts = []
         for (client, each), found in zip(places, await asyncio.gather(*calls), strict=True):
             if isinstance(found, ModelLog):
@@ -117,7 +116,7 @@ class ModelServerRoutes:
         """Raises the error of the last node where none has a log."""
         model, clients = self._nodes_of(exchange.request, name)
         after = number_in_query(exchange.request, "after", 0, most=_MAX_LINES)
-        found = await asyncio.gather(*(_asked(client, self._log_of(client, model, after)) for client in clients))
+        found = await asyncio.gather(*(_asked(self._log_of(client, model, after)) for client in clients))
         logs = [(client.name, log) for client, log in zip(clients, found, strict=True) if isinstance(log, ModelLog)]
         if not logs and isinstance(found[-1], CortexError):
             raise found[-1]
@@ -138,7 +137,7 @@ class ModelServerRoutes:
     async def _forget_size(self, exchange: Exchange, name: str) -> Response:
         """Forget it here and on the nodes. Each node reports the size that it now assumes, or its error."""
         model, clients = self._nodes_of(exchange.request, name)
-        found = await asyncio.gather(*(_asked(client, self._forgotten(client, model)) for client in clients))
+        found = await asyncio.gather(*(_asked(self._forgotten(client, model)) for client in clients))
         self._api.dispatcher.forget_size(model)
         nodes = [
             {"node": client.name, "estimate_bytes": None, "error": each.message}
@@ -166,10 +165,8 @@ def _line(event: dict[str, Any]) -> str:
     return f"{at} {event['kind'].replace('_', ' ')} {values}".rstrip() + "\n"
 
 
-async def _asked(client: NodeClient, call: Awaitable[T]) -> T | CortexError:
+async def _asked(call: Awaitable[T]) -> T | CortexError:
     try:
         return await call
-    except UpstreamFault as fault:
-        return UpstreamUnavailable(f"Node {client.name} did not respond: {fault}")
     except CortexError as error:
         return error

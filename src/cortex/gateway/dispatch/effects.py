@@ -20,7 +20,6 @@ from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.gateway.dispatch.nodes.neighbours import Neighbours
 from cortex.gateway.dispatch.nodes.poller import Poller
 from cortex.gateway.metrics import Metrics
-from cortex.http.upstream.faults import UpstreamFault
 from cortex.wire.errors import CortexError, InsufficientCapacity, UpstreamUnavailable, shorten
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import ModelStatus
@@ -195,8 +194,6 @@ async def result_of(call: Callable[[], Awaitable[T]]) -> T | CortexError:
     order."""
     try:
         return await call()
-    except UpstreamFault as fault:
-        return UpstreamUnavailable(str(fault))
     except CortexError as error:
         return error
     except Exception as problem:

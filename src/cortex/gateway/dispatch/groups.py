@@ -23,7 +23,6 @@ from cortex.fleet.topology import Node
 from cortex.gateway.dispatch.model_jobs import MemberPlan
 from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.gateway.dispatch.nodes.neighbours import Neighbours
-from cortex.http.upstream.faults import UpstreamFault
 from cortex.system.tasks import finish_all, run_once
 from cortex.wire.error_encoding import from_code
 from cortex.wire.errors import CortexError, GroupClaimed, LoadFailed, UpstreamUnavailable
@@ -56,8 +55,6 @@ class _Members:
         node = self.client(name)
         try:
             return await call(node)
-        except UpstreamFault as fault:
-            raise UpstreamUnavailable(str(fault) if name == self.leader else f"{name}: {fault}") from fault
         except CortexError as error:
             raise error.in_words(self.problem_of(name, error.message)) from error
 
@@ -97,7 +94,7 @@ async def start_group(
     claim_poll_s: float = CLAIM_POLL_S,
     renew_s: float = RENEW_S,
 ) -> ModelStatus:
-    """`plans`: of all members, the leader's first. Returns its status when all are ready. Raises UpstreamFault or
+    """`plans`: of all members, the leader's first. Returns its status when all are ready. Raises
     CortexError; what has started is ended then, also when this is cancelled. While another gateway starts the model on
     these nodes, it waits for that; raises GroupClaimed once it is ready there."""
     members = _Members(nodes, plans[0].node, claim_poll_s, renew_s)
@@ -158,7 +155,7 @@ async def _ended_on_failure(
 
 
 async def _quietly(call: Awaitable[object]) -> None:
-    with contextlib.suppress(UpstreamFault, CortexError):
+    with contextlib.suppress(CortexError):
         await call
 
 

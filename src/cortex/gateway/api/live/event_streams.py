@@ -12,10 +12,9 @@ from cortex.gateway.ledger.meter import Metering
 from cortex.http.head import STREAM_HEADERS
 from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
-from cortex.http.upstream.faults import UpstreamFault
 from cortex.wire import sse
 from cortex.wire.error_encoding import from_code
-from cortex.wire.errors import CortexError, LoadFailed, ModelNotFound, UpstreamUnavailable
+from cortex.wire.errors import CortexError, LoadFailed, ModelNotFound
 
 _Access = tuple[str, bool] | None
 """The id of a request's key, and whether it is an operator's; None when the key is not recognised."""
@@ -131,8 +130,6 @@ class FollowedWork(Generic[StatusT]):
         """Why the work failed; None when it is done."""
         try:
             return await self._outcome()
-        except UpstreamFault as fault:
-            return UpstreamUnavailable(str(fault))
         except CortexError as error:
             return error
 
@@ -155,7 +152,7 @@ class FollowedWork(Generic[StatusT]):
                 num_missed = 0
             except ModelNotFound:
                 return LoadFailed(self._after_restart)
-            except (UpstreamFault, CortexError):
+            except CortexError:
                 num_missed += 1
                 if num_missed >= MAX_MISSED_POLLS:
                     raise

@@ -24,7 +24,6 @@ from cortex.http.head import stream_headers
 from cortex.http.routing import Route
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
-from cortex.http.upstream.faults import UpstreamFault
 from cortex.wire.dialects.ollama import lines, modelfile, models
 from cortex.wire.dialects.ollama.go_template import SUPPORTED, TemplateProblem, to_jinja
 from cortex.wire.errors import CortexError, InvalidValue, ModelNotFound, UpstreamUnavailable, shorten
@@ -117,9 +116,6 @@ class CreationRoutes:
         await self._api.awaken(client.name)
         try:
             await client.upload(digest, exchange.request.upload or exchange.request.body)
-        except UpstreamFault as fault:
-            self._upload_node = ""
-            raise UpstreamUnavailable(f"Node {client.name} did not accept the upload: {fault}") from fault
         except CortexError:  # its disk may be full
             self._upload_node = ""
             raise
@@ -132,7 +128,7 @@ class CreationRoutes:
             try:
                 if all([await self._api.nodes[name].has_upload(digest) for digest in digests]):
                     return self._api.nodes[name]
-            except UpstreamFault as fault:
+            except UpstreamUnavailable as fault:
                 log.debug("%s cannot list its uploads: %s", name, fault)
         return None
 
@@ -185,11 +181,8 @@ class CreationRoutes:
         if client is None:
             raise InvalidValue("No node has all these files: send each to /api/blobs/sha256:… first.", param="files")
         repository = _repository_for(creation)
-        try:
-            await client.assemble(AssembleRequest(repository=repository, files=creation.files))
-            template = await self._template_of_files(creation, client, repository)
-        except UpstreamFault as fault:
-            raise UpstreamUnavailable(f"Node {client.name} did not respond: {fault}") from fault
+        await client.assemble(AssembleRequest(repository=repository, files=creation.files))
+        template = await self._template_of_files(creation, client, repository)
         files = FilesRequest(model_id=repository, source=repository)
         entry = created_entry(creation, None, files, None, template)
         assert isinstance(entry, ModelSpec)
@@ -243,7 +236,7 @@ async def chat_template(fleet: Fleet, nodes: Mapping[str, NodeClient], model: st
         if node.healthy and node.takes_orders:
             try:
                 return await nodes[node.name].chat_template(model)
-            except (UpstreamFault, CortexError) as problem:
+            except CortexError as problem:
                 log.debug("%s has no chat template of %s: %s", node.name, model, problem)
     return ""
 

@@ -21,7 +21,8 @@ from cortex.http.limits import UpstreamLimits
 from cortex.http.request import Headers
 from cortex.http.ticker import Ticker
 from cortex.http.tls import client_context
-from cortex.http.upstream.pool import Pool
+from cortex.http.upstream.faults import UpstreamFault
+from cortex.http.upstream.pool import Pool, UpstreamResponse
 from cortex.system import open_files
 from cortex.wire.dialects.ollama.models import BLOBS_PREFIX
 from cortex.wire.error_encoding import from_code
@@ -205,7 +206,7 @@ class NodeClient:
         )
 
     async def discovery(self) -> Discovery:
-        """Raises UpstreamFault or CortexError, as all calls do."""
+        """Raises CortexError, as all calls do: UpstreamUnavailable if there is no response."""
         return await self._get(b"/discovery", Discovery, self._poll_timeout_s)
 
     async def health(self, since: str | None = None) -> Health:
@@ -308,12 +309,12 @@ class NodeClient:
         return await self._post(b"/files/delete", request, DeletedFiles, DELETE_TIMEOUT_S)
 
     async def has_upload(self, digest: str) -> bool:
-        response = await self.pool.fetch(b"GET", _blob(digest), self.headers, timeout_s=CONTROL_TIMEOUT_S)
+        response = await self._send(b"GET", _blob(digest), self.headers, timeout_s=CONTROL_TIMEOUT_S)
         return response.status == 200
 
     async def upload(self, digest: str, body: Body) -> None:
         """Store a file on the node for `assemble`."""
-        response = await self.pool.fetch(b"POST", _blob(digest), self.headers, body, timeout_s=UPLOAD_TIMEOUT_S)
+        response = await self._send(b"POST", _blob(digest), self.headers, body, timeout_s=UPLOAD_TIMEOUT_S)
         if response.status >= 400:
             raise error_from(self.name, response.status, response.body)
 
@@ -331,6 +332,14 @@ class NodeClient:
                 return status
         return ModelStatus(id=model, state=ModelState.COLD)
 
+    async def _send(
+        self, method: bytes, target: bytes, headers: Headers, body: Body = b"", *, timeout_s: float
+    ) -> UpstreamResponse:
+        try:
+            return await self.pool.fetch(method, target, headers, body, timeout_s=timeout_s)
+        except UpstreamFault as fault:
+            raise UpstreamUnavailable(str(fault)) from fault
+
     async def _get(self, target: bytes, kind: type[T], timeout_s: float | None = None) -> T:
         return await self._fetch(b"GET", target, b"", kind, timeout_s or READ_TIMEOUT_S)
 
@@ -339,7 +348,7 @@ class NodeClient:
 
     async def _fetch(self, method: bytes, target: bytes, body: bytes, kind: type[T], timeout_s: float) -> T:
         headers = [*self.headers, (b"content-type", b"application/json")]
-        response = await self.pool.fetch(method, target, headers, body, timeout_s=timeout_s)
+        response = await self._send(method, target, headers, body, timeout_s=timeout_s)
         if response.status >= 400:
             raise error_from(self.name, response.status, response.body)
         try:

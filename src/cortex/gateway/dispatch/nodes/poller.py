@@ -9,7 +9,6 @@ from typing import Protocol
 import msgspec
 
 from cortex.gateway.dispatch.nodes.client import ForeignModel, NodeClient
-from cortex.http.upstream.faults import UpstreamFault
 from cortex.system.tasks import SupervisedTask, Supervisor
 from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import CortexError
@@ -98,7 +97,7 @@ class Poller:
         """Poll once and report the result. Returns whether the node responded."""
         try:
             discovery, health = await (self._read() if self._client.section.kind == "neuron" else self._read_foreign())
-        except (UpstreamFault, CortexError) as problem:
+        except CortexError as problem:
             self._discovery = None
             self._listener.missed(self._client.name, str(problem))
             return False

@@ -13,7 +13,7 @@ from cortex.neuron.config import DeviceEntry, NeuronConfig
 from cortex.neuron.engine.memory.reserve import MemoryReserve
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.node.memory.ceilings import Ceilings
-from cortex.neuron.node.memory.kv_host import KvHostMemory
+from cortex.neuron.node.memory.host_budget import KvHostMemory
 from cortex.neuron.node.power import PackagePower
 from cortex.neuron.servers.ready_made import usable
 from cortex.neuron.worker.discovery import DeviceReading, Inventory, discover, divided, with_amd_cards
@@ -29,6 +29,8 @@ from cortex.neuron.worker.supervisor import WorkerSupervisor
 from cortex.system.engine_packages import missing_packages
 from cortex.wire.node.protocol import Device, DeviceHealth, Fallback
 from cortex.wire.words import os_error_in_words
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
@@ -124,8 +126,6 @@ async def _ended(extra: _Extra, drain_s: float) -> None:
     if (replica := extra.replica) is not None:
         await extra.replicas.extras.remove(replica, drain_s)
 
-
-log = logging.getLogger(__name__)
 
 ReadDevices = Callable[[tuple[Device, ...]], dict[int, DeviceReading]]
 """Reads the devices' memory; blocks."""

@@ -19,8 +19,7 @@ from cortex.neuron.node.library import KnownModel, Library, file_stamps
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.model_files import ModelFiles
 from cortex.neuron.node.memory.ceilings import ModelHolding, equal_parts
-from cortex.neuron.node.memory.host_budget import HostBudget, HostModel
-from cortex.neuron.node.memory.kv_host import KvHostMemory
+from cortex.neuron.node.memory.host_budget import HostBudget, HostModel, KvHostMemory
 from cortex.neuron.node.status import ServedModel, describe_model, served_model
 from cortex.neuron.node.texts import Texts
 from cortex.neuron.text.template.prompt import PromptRules

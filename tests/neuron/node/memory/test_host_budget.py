@@ -15,11 +15,11 @@ from cortex.neuron.node.memory.host_budget import (
     HostBudget,
     HostLimits,
     HostModel,
+    KvHostMemory,
     SleepPlan,
     can_sleep,
     make_room,
 )
-from cortex.neuron.node.memory.kv_host import KvHostMemory
 from cortex.neuron.worker.supervisor import WorkerSupervisor
 from cortex.wire.errors import InsufficientCapacity
 from cortex.wire.node.protocol import Device

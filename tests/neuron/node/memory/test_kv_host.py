@@ -6,7 +6,7 @@ import pytest
 
 from cortex.neuron.engine.memory.host import HostMemory
 from cortex.neuron.engine.request import KeptPages
-from cortex.neuron.node.memory.kv_host import KvHostMemory, device_limit_bytes
+from cortex.neuron.node.memory.host_budget import KvHostMemory, device_limit_bytes
 from cortex.neuron.worker.supervisor import WorkerSupervisor
 from cortex.wire.node.protocol import HostKV
 

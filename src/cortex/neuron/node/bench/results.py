@@ -22,23 +22,13 @@ from cortex.wire.words import os_error_in_words
 
 log = logging.getLogger(__name__)
 
-
 _Hardware = tuple[str, str, int]
 """A device's kind, name and GiB; equal devices are assumed equally fast."""
-
-
 _NO_MATTER = frozenset(
-    {
-        "id",
-        "source",
-        "harness",
-        "context_tokens",
-        "min_context_tokens",
-        "memory_bytes",
-        "max_bytes_of_nodes",
-        "host_split",
-    }
-    | {"devices", "max_replicas", "control_tokens_in_messages", "chat_template", "sampling"}
+    (
+        *("id", "source", "harness", "context_tokens", "min_context_tokens", "memory_bytes", "host_split"),
+        *("devices", "max_replicas", "control_tokens_in_messages", "chat_template", "sampling"),
+    )
 )
 """Options that do not change a model's speed. Its files are in the digest, and devices are compared separately."""
 

@@ -22,7 +22,7 @@ from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.harness.command import host
 from cortex.neuron.node.harness.command.estimates import CommandEstimates, ServedFiles, SizeOfModel
 from cortex.neuron.node.harness.command.harness import CommandHarness
-from cortex.neuron.node.harness.command.host import CommandHost, ServerCommand, free_port, server_info
+from cortex.neuron.node.harness.command.host import CommandHost, ServerCommand, free_port
 from cortex.neuron.node.harness.command.server_memory import ServerMemory
 from cortex.neuron.node.library import KnownModel
 from cortex.neuron.node.node import Node
@@ -225,7 +225,7 @@ async def test_a_failed_start_leaves_no_connection(monkeypatch: pytest.MonkeyPat
         entry,
         command,
         ServerMemory((0,), free_bytes, 1),
-        server_info("fake", None),
+        None,
         Ticker(asyncio.get_running_loop()),
         free_port,
         cast(SizeOfModel, NotedSizes()),

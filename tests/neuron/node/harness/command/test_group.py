@@ -21,7 +21,7 @@ from cortex.neuron.node.harness.command.group import (
     check_reachable,
     interface_of,
 )
-from cortex.neuron.node.harness.command.host import CommandHost, ServerCommand, free_port, server_info
+from cortex.neuron.node.harness.command.host import CommandHost, ServerCommand, free_port
 from cortex.neuron.node.harness.command.server_memory import ServerMemory
 from cortex.neuron.servers.entry import HarnessEntry
 from cortex.neuron.worker.model_host import LoadRejected
@@ -231,7 +231,7 @@ async def test_group_that_ends_while_the_server_of_its_leader_starts_fails_the_l
         HarnessEntry(name="fake", cmd=START),
         ServerCommand(lambda port: [*start, str(port)], lambda *_: [], lambda _: os.environ),
         ServerMemory((0,), lambda: 0, 1),
-        server_info("fake", None),
+        None,
         Ticker(asyncio.get_running_loop()),
         free_port,
         cast(SizeOfModel, NotedSizes()),

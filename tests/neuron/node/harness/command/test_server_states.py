@@ -16,7 +16,6 @@ from cortex.neuron.node.harness.command.host import (
     ServerCommand,
     ServerTimes,
     free_port,
-    server_info,
 )
 from cortex.neuron.node.harness.command.server_memory import ServerMemory
 from cortex.neuron.servers.entry import HarnessEntry, StateRequest
@@ -54,7 +53,7 @@ def host_on(card: Card, measured: list[int], reclaim_s: float = WAIT_S, **entry:
         fake,
         ServerCommand(lambda port: [*start, str(port)], lambda *_: [], lambda _: {}),
         ServerMemory((0,), card.read, GIB, lambda _: card.process_bytes),
-        server_info("fake", None),
+        None,
         Ticker(asyncio.get_running_loop()),
         free_port,
         cast(SizeOfModel, NotedSizes(measured, 2 * GIB)),

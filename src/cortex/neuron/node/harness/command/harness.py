@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import os
 import re
@@ -20,10 +19,10 @@ from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.devices import ReadDevices
 from cortex.neuron.node.harness.command.estimates import CommandEstimates, ServedFiles, ServerSizes, SizeOfModel
 from cortex.neuron.node.harness.command.group import MemberPorts, check_reachable, interface_of
-from cortex.neuron.node.harness.command.host import CommandHost, ServerCommand, ServerTimes, free_port, server_info
+from cortex.neuron.node.harness.command.host import CommandHost, ServerCommand, ServerTimes, free_port
 from cortex.neuron.node.harness.command.server_log import ServerLog, plain_lines
 from cortex.neuron.node.harness.command.server_memory import ServerMemory
-from cortex.neuron.node.harness.command.server_process import gpu_bytes
+from cortex.neuron.node.harness.command.server_process import gpu_bytes, output_of
 from cortex.neuron.node.harness.estimates import Footprint
 from cortex.neuron.node.library import KnownModel
 from cortex.neuron.node.memory.allocation import ChosenDevices, DeviceAllocation
@@ -220,19 +219,7 @@ class CommandHarness:
         if not command:
             return ""
         try:
-            async with asyncio.timeout(_VERSION_S):
-                process = await asyncio.create_subprocess_exec(
-                    *command,
-                    env=dict(self._env),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=asyncio.subprocess.STDOUT,
-                )
-                try:
-                    output, _ = await process.communicate()
-                finally:
-                    with contextlib.suppress(ProcessLookupError):
-                        process.kill()
+            output = await output_of(command, self._env, _VERSION_S, asyncio.subprocess.STDOUT)
         except OSError as error:
             late = isinstance(error, TimeoutError)
             why = (
@@ -317,7 +304,7 @@ class CommandHarness:
             entry,
             command,
             memory,
-            server_info(entry.name, model.context_tokens),
+            model.context_tokens,
             self._ticker,
             self._choose_port,
             SizeOfModel(self.estimates, model, metadata),

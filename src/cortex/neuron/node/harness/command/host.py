@@ -117,7 +117,8 @@ class CommandHost:
     entry: HarnessEntry
     command: ServerCommand
     memory: ServerMemory
-    info: EngineInfo
+    context_tokens: int | None
+    """As configured; None: the server decides, and does not say."""
     ticker: Ticker
     choose_port: Callable[[], int]
     size: SizeOfModel
@@ -185,7 +186,7 @@ class CommandHost:
             raise
         counted = self.size.started(measured)
         self._loaded_bytes = measured
-        self.resident = Resident(replace(self.info, weight_bytes=counted), counted, measured)
+        self.resident = Resident(self._info(counted), counted, measured)
         self._watch = run_once(self._watch_end(), f"server of {self.model_id}")
         if self.link is not None:
             self._stop_watch = run_once(self._watch_stopped(self._server), f"state of {self.model_id}")
@@ -194,6 +195,13 @@ class CommandHost:
             name, self.memory, self._server, measured, self._holds, every_s=self.times.watch_s
         )
         return self.resident
+
+    def _info(self, weight_bytes: int) -> EngineInfo:
+        """The known metadata of a server's model; a context of 0 is unknown."""
+        tokens = self.context_tokens or 0
+        return EngineInfo(
+            self.entry.name, "", tokens, 0, weight_bytes=weight_bytes, kv_bytes=0, page_tokens=1, num_pages=_PAGES
+        )
 
     async def _start(self, sink: ModelSink, *, is_last: bool) -> bool:
         """Returns True when the server is healthy, and False if another program took its port first. Raises
@@ -498,8 +506,3 @@ def _is_free(port: int) -> bool:
         except OSError:
             return False
         return True
-
-
-def server_info(harness: str, context_tokens: int | None) -> EngineInfo:
-    """The known metadata of a server's model; a context of 0 is unknown."""
-    return EngineInfo(harness, "", context_tokens or 0, 0, weight_bytes=0, kv_bytes=0, page_tokens=1, num_pages=_PAGES)

@@ -23,6 +23,8 @@ from cortex.neuron.node.harness.command import guard
 from cortex.neuron.node.harness.command.server_log import ServerLog, plain_lines
 from cortex.wire.node.protocol import Device
 
+log = logging.getLogger(__name__)
+
 _PROC = Path("/proc")
 
 
@@ -100,8 +102,6 @@ def gpu_bytes(devices: Sequence[Device], processes: Sequence[int], library: Any 
     return sum(int(used.usedGpuMemory) for used in found)
 
 
-log = logging.getLogger(__name__)
-
 _GUARD = str(Path(guard.__file__).resolve())
 _NO_MEMORY = re.compile(
     rb"out of (device |host )?memory|OutOf(Device|Host)?Memory|MemoryError|cannot allocate memory|bad_alloc"
@@ -112,6 +112,25 @@ _NO_MEMORY = re.compile(
 _BLOCK_BYTES = 1 << 20
 _PID_S = 60.0
 """Time limit of the command that prints a process id."""
+
+
+async def output_of(
+    command: Sequence[str], env: Mapping[str, str], timeout_s: float, stderr: int = asyncio.subprocess.DEVNULL
+) -> bytes:
+    """What a command prints. Raises OSError, also when it takes longer than `timeout_s`; then it is killed."""
+    async with asyncio.timeout(timeout_s):
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            env=dict(env),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=stderr,
+        )
+        try:
+            return (await process.communicate())[0]
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
 
 
 class ServerProcess:
@@ -198,21 +217,8 @@ class ServerProcess:
     async def find_outside(self, command: Sequence[str], env: Mapping[str, str]) -> None:
         """Count the process whose id `command` prints, with all below it, as the server's."""
         try:
-            async with asyncio.timeout(_PID_S):
-                finder = await asyncio.create_subprocess_exec(
-                    *command,
-                    env=dict(env),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=asyncio.subprocess.DEVNULL,
-                )
-                try:
-                    output, _ = await finder.communicate()
-                finally:
-                    with contextlib.suppress(ProcessLookupError):
-                        finder.kill()
-            self._outside = int(output)
-        except (OSError, ValueError, TimeoutError) as error:
+            self._outside = int(await output_of(command, env, _PID_S))
+        except (OSError, ValueError) as error:
             log.warning("%s: cmd_pid printed no process id (%s); its memory is not measured", self._name, error)
 
     @property

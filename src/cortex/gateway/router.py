@@ -41,15 +41,17 @@ class RequestRouter:
         ollama: OllamaInference,
         control: Control,
         page: Page,
+        cross_site: CrossSiteCheck,
     ) -> None:
+        """`cross_site`: shared with the other parts; `configure` sets what it accepts."""
         self._inference = inference
         self._ollama = ollama
-        self._opaque = OpaqueInference(inference)
+        self._opaque = OpaqueInference(inference, cross_site)
         self._responses = responses
         self._batches = batches
         self._control = control
         self._page = page
-        self._cross_site = control.cross_site
+        self._cross_site = cross_site
         self._checks_host = True
         self._accepted_host: bytes | None = None
         """The `Host` header that was accepted last."""
@@ -62,10 +64,7 @@ class RequestRouter:
         section = config.gateway
         addresses = (section.listen, section.ollama_listen)
         hosts = (*section.allowed_hosts, *(address.host for address in addresses if address is not None))
-        self._cross_site = CrossSiteCheck(hosts, section.cors_origins)
-        self._control.cross_site = self._batches.cross_site = self._ollama.cross_site = self._opaque.cross_site = (
-            self._cross_site
-        )
+        self._cross_site.use(hosts, section.cors_origins)
         self._accepted_host = None
         self._checks_host = is_open and section.listen.is_loopback
 

@@ -14,6 +14,7 @@ import msgspec
 
 from cortex.fleet.catalogue import Alias, Catalogue, ModelSpec
 from cortex.fleet.idle_caps import IdleCaps
+from cortex.gateway import history
 from cortex.gateway.api.activity import ActivityRoutes, AuditRoutes, HistoryRoutes
 from cortex.gateway.api.benches import BenchRoutes
 from cortex.gateway.api.control import Control
@@ -49,8 +50,7 @@ from cortex.gateway.dispatch.operator import state as operator_state
 from cortex.gateway.dispatch.operator.audit import AuditLog, record_changed_keys
 from cortex.gateway.dispatch.operator.commands import OperatorCommands
 from cortex.gateway.dispatch.operator.state import OperatorState
-from cortex.gateway.history import store as history
-from cortex.gateway.history.store import HistoryStore
+from cortex.gateway.history import HistoryStore
 from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.listening import ListeningSockets, certificate_of
 from cortex.gateway.metrics import GaugeSample, Metrics, fleet_gauges
@@ -58,8 +58,7 @@ from cortex.gateway.node_connections import NodeConnections
 from cortex.gateway.page.conversations import Conversations
 from cortex.gateway.page.openid import check_library
 from cortex.gateway.page.page import Page
-from cortex.gateway.page.sign_in_attempts import SignInAttempts
-from cortex.gateway.page.signing_in import REST_INTERVAL_S, SigningIn
+from cortex.gateway.page.signing_in import REST_INTERVAL_S, SignInAttempts, SigningIn
 from cortex.gateway.pictures import PictureFetcher, PictureInlining
 from cortex.gateway.proxy.accounting import activity, request_log
 from cortex.gateway.proxy.accounting.activity import ActivityFile, ActivityLog
@@ -130,7 +129,7 @@ class Gateway:
             DispatchSettings.of(config, catalogue),
             measured=self._measured_sizes.read(),
         )
-        self._effects.outcomes = self.dispatcher
+        self._effects.dispatcher = self.dispatcher
         self.database = Database(config.database(directory))
         self._responses_database = self.database
         if config.responses_database(directory) != self.database.location:
@@ -172,6 +171,7 @@ class Gateway:
         self._health = GatewayHealth(self.tasks, self._certificate, is_database_away=lambda: self.database.is_failing)
         self._reloading = asyncio.Lock()
         self._streams = EventStreams(clock, self._metering)
+        cross_site = CrossSiteCheck()
         self._batches = BatchService(
             config.batches,
             config.state_directory(directory),
@@ -180,6 +180,7 @@ class Gateway:
             self._metering,
             self.tasks,
             batch_limits or BatchLimits(),
+            cross_site,
         )
         board = JobBoard()
         operator = OperatorCommands(self.dispatcher, self.event_log)
@@ -208,12 +209,10 @@ class Gateway:
             KeptPromptRoutes(api, key_routes.find, lambda: self._admission.prefix_sharing),
         )
         self._control = Control(
-            self.dispatcher,
+            api,
             self.event_log,
-            self._metering.meter,
             self._health,
-            CrossSiteCheck(),
-            self._deferred,
+            cross_site,
             self._streams,
             [route for part in parts for route in part.routes()],
             open_paths,
@@ -221,9 +220,11 @@ class Gateway:
         )
         attempts = SignInAttempts(self._audit)
         self._signing_in = SigningIn(self._metering, Conversations(self.database), attempts)
-        self._page = Page(self._metering.meter, self._signing_in, attempts, is_secure=self._certificate is not None)
-        ollama = OllamaInference(self._inference, operator, self._control.cross_site)
-        self._router = RequestRouter(self._inference, self._responses, self._batches, ollama, self._control, self._page)
+        ollama = OllamaInference(self._inference, operator, cross_site)
+        page = Page(self._metering, self._signing_in, attempts, is_secure=self._certificate is not None)
+        self._router = RequestRouter(
+            self._inference, self._responses, self._batches, ollama, self._control, page, cross_site
+        )
         self.server = api_server(
             self._router.handle,
             config,
@@ -411,7 +412,7 @@ class Gateway:
         """Raises StoreError or SettingsError, and then nothing has changed."""
         check_library(config.sign_in)
         await self._metering.use(config)
-        self._admission.meter = self._control.meter = self._page.meter = self._metering.meter
+        self._admission.meter = self._metering.meter
         await self._signing_in.use(config.sign_in)
 
     def _gauges(self) -> Iterator[GaugeSample]:

@@ -26,10 +26,15 @@ class CrossSiteCheck:
     def __init__(self, hosts: Iterable[str] = (), origins: Iterable[str] = ()) -> None:
         """`hosts`: names under which the program is reachable, in addition to those that nobody else can own.
         `origins`: web origins whose scripts may use it; `*` accepts all."""
-        self._hosts = frozenset(name.lower().rstrip(".") for name in (*hosts, socket.gethostname()))
-        self._origins = frozenset(origins)
         self._accepted_hosts: set[str] = set()
         """`Host` headers that were accepted before."""
+        self.use(hosts, origins)
+
+    def use(self, hosts: Iterable[str], origins: Iterable[str]) -> None:
+        """Use other names and origins."""
+        self._hosts = frozenset(name.lower().rstrip(".") for name in (*hosts, socket.gethostname()))
+        self._origins = frozenset(origins)
+        self._accepted_hosts.clear()
 
     def check_host(self, host: str | None) -> None:
         """Raise `CrossSiteRequest` when the `Host` header is a public DNS name that is not this program's."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cortex.fleet.devices import DeviceState
 from cortex.fleet.topology import Fleet, Node, Residency
-from cortex.gateway.history.history import Bucket, DeviceMemory, History, Ring
+from cortex.gateway.history import Bucket, DeviceMemory, History, Ring
 from cortex.gateway.proxy.accounting.activity import RequestRecord
 from cortex.wire.node.protocol import ModelState, ModelStatus
 

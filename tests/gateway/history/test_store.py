@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from cortex.gateway.config import Config
 from cortex.gateway.database import Database, Execute
 from cortex.gateway.dispatch.event_log import EventLog
-from cortex.gateway.history.store import SCHEMA, HistoryStore
+from cortex.gateway.history import SCHEMA, HistoryStore
 from cortex.gateway.ledger.keys import NewKey, generate
 from cortex.gateway.proxy.accounting.activity import ActivityLog
 from cortex.wire.node.protocol import ModelState

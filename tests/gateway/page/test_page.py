@@ -14,7 +14,7 @@ import pytest
 from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.gateway.ledger.keys import generate
 from cortex.gateway.ledger.sessions import LIFETIME_S, SECRET_FILE, Sessions
-from cortex.gateway.page.sign_in_attempts import MOST_FAILURES
+from cortex.gateway.page.signing_in import MOST_FAILURES
 
 from ...waiting import WAIT_S
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cortex.gateway.page.sign_in_attempts import MOST_ADDRESSES, MOST_FAILURES, WINDOW_S, FailedSignIns
+from cortex.gateway.page.signing_in import MOST_ADDRESSES, MOST_FAILURES, WINDOW_S, FailedSignIns
 from cortex.wire.errors import RateLimitExceeded
 
 

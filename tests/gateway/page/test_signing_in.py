@@ -19,7 +19,7 @@ from cortex.gateway.ledger.key_store import KeyStore
 from cortex.gateway.ledger.keys import generate
 from cortex.gateway.ledger.users import SignInSection
 from cortex.gateway.page.openid import OpenIDClient, roles_in
-from cortex.gateway.page.sign_in_attempts import MOST_FAILURES
+from cortex.gateway.page.signing_in import MOST_FAILURES
 from cortex.wire.errors import InvalidAPIKey, Overloaded, UpstreamUnavailable
 from cortex.wire.node.protocol import ModelState
 

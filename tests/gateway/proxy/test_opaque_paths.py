@@ -12,6 +12,7 @@ from cortex.fleet.topology import Abilities, ModelOnNode
 from cortex.gateway.dispatch.leases import Lease
 from cortex.gateway.proxy.opaque.inference import OpaqueInference
 from cortex.gateway.proxy.outgoing_body import OpaqueBody
+from cortex.http.cross_site import CrossSiteCheck
 from cortex.http.request import Request
 from cortex.wire.errors import ModelNotFound
 
@@ -22,7 +23,7 @@ def request(path: str) -> Request:
 
 def split(path: str, catalogue: Catalogue) -> tuple[str, str]:
     services = SimpleNamespace(dispatcher=SimpleNamespace(resolve=lambda name: catalogue.resolve(name, ("live/one",))))
-    inference = OpaqueInference(cast("Any", SimpleNamespace(services=services)))
+    inference = OpaqueInference(cast("Any", SimpleNamespace(services=services)), CrossSiteCheck())
     return inference._split(request(path))  # noqa: SLF001 - the rest of a request needs a gateway
 
 

@@ -17,7 +17,7 @@ import msgspec
 from cortex.gateway.api.live.event_streams import EventStreams
 from cortex.gateway.api.parts import ApiRoute, ApiServices, number_in_query, time_in_query
 from cortex.gateway.dispatch.operator.audit import AuditLog
-from cortex.gateway.history.history import WINDOWS, History
+from cortex.gateway.history import WINDOWS, History
 from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.proxy.accounting.activity import ActivityLog, Capture, RequestRecord
 from cortex.gateway.proxy.accounting.request_log import Matches, RequestLog, SearchTooLong

@@ -19,15 +19,14 @@ from cortex.gateway.api.health import GatewayHealth, is_ready
 from cortex.gateway.api.live.event_streams import EventStreams
 from cortex.gateway.api.live.fleet_feed import FleetFeed, node_statuses
 from cortex.gateway.api.live.public_view import FleetView
-from cortex.gateway.api.parts import ApiHandler, ApiRoute, listing_key
+from cortex.gateway.api.parts import ApiHandler, ApiRoute, ApiServices, listing_key
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.operator.audit import MAX_DETAIL, AuditLog
 from cortex.gateway.dispatch.view import DispatchView
 from cortex.gateway.ledger import keys
-from cortex.gateway.ledger.meter import ANONYMOUS, Meter
+from cortex.gateway.ledger.meter import ANONYMOUS
 from cortex.gateway.proxy.admission import resolve_listed
-from cortex.gateway.proxy.deferred_responses import DeferredResponses
-from cortex.gateway.proxy.listener import OLLAMA_LISTINGS, OPEN_PATHS
+from cortex.gateway.proxy.listener import OLLAMA_LISTINGS
 from cortex.gateway.proxy.redaction import shown_to
 from cortex.gateway.proxy.routes import OPAQUE, ROUTES, error_response, family_of, json_response
 from cortex.http.cross_site import CrossSiteCheck
@@ -56,30 +55,26 @@ class Control:
 
     def __init__(
         self,
-        dispatcher: DispatchView,
+        api: ApiServices,
         event_log: EventLog,
-        meter: Meter,
         health: GatewayHealth,
         cross_site: CrossSiteCheck,
-        deferred: DeferredResponses,
         streams: EventStreams,
-        routes: Iterable[ApiRoute] = (),
-        open_paths: Sequence[bytes] = OPEN_PATHS,
-        audit: AuditLog | None = None,
+        routes: Iterable[ApiRoute],
+        open_paths: Sequence[bytes],
+        audit: AuditLog,
     ) -> None:
         """`routes`: those of the other parts. `open_paths` need no key. `audit` records changes."""
         self._audit = audit
         self._open_paths = open_paths
-        self._dispatcher = dispatcher
+        self._dispatcher: DispatchView = api.dispatcher
         self._event_log = event_log
-        self.meter = meter
-        """Replaced by a reload."""
-        self.cross_site = cross_site
-        """Replaced by a reload."""
+        self._metering = api.metering
+        self._cross_site = cross_site
         self._gateway_health = health
-        self.feed = FleetFeed(dispatcher)
+        self.feed = FleetFeed(api.dispatcher)
         """Ticked by the gateway."""
-        self._deferred = deferred
+        self._deferred = api.deferred
         self._streams = streams
         self._with_effects = Router(routes)
         """Requests that may change something."""
@@ -104,7 +99,7 @@ class Control:
         request = exchange.request
         try:
             if request.path not in self._open_paths:
-                self.meter.authenticate(request)
+                self._metering.meter.authenticate(request)
             path, has_effects = path_of(request), self._with_effects.serves(request)
             is_read = request.method in (b"GET", b"HEAD") and path not in CHANGED_BY_GET
             if has_effects and not is_read and path not in READ_BY_POST:
@@ -121,15 +116,13 @@ class Control:
         except InvalidAPIKey as error:
             response = error_response(error, _family_of(request))
         except CortexError as error:
-            key = None if request.path in self._open_paths else self.meter.key(request)
+            key = None if request.path in self._open_paths else self._metering.meter.key(request)
             response = error_response(shown_to(key, error), _family_of(request))
         exchange.respond(*response)
 
     def _record(self, exchange: Exchange, path: str) -> None:
         """Record the request, which may change something, with the status of its response."""
-        if self._audit is None:
-            return
-        request, key = exchange.request, self.meter.key(exchange.request)
+        request, key = exchange.request, self._metering.meter.key(exchange.request)
         record = partial(
             self._audit.record,
             f"{request.method.decode('latin-1')} {path}",
@@ -146,11 +139,11 @@ class Control:
         `has_effects`: the request may change something. Otherwise the route itself reports the error."""
         host = _text(request.header(b"host"))
         is_public = request.path in (*self._open_paths, *OLLAMA_LISTINGS) or path.startswith("/v1/")
-        if not is_public and self.meter.key(request) is None:
-            self.cross_site.check_host(host)
+        if not is_public and self._metering.meter.key(request) is None:
+            self._cross_site.check_host(host)
         if request.method in (b"GET", b"HEAD"):
             return
-        self.cross_site.check_origin(_text(request.header(b"origin")), host, _text(request.header(b"sec-fetch-site")))
+        self._cross_site.check_origin(_text(request.header(b"origin")), host, _text(request.header(b"sec-fetch-site")))
         is_undeclared = path.startswith("/api/") and request.header(b"origin") is None  # as by Ollama's clients
         if has_effects and request.method != b"DELETE" and not is_undeclared:
             check_content_type(_text(request.header(b"content-type")), required=True)
@@ -221,17 +214,17 @@ class Control:
 
     def _is_operator(self, request: Request) -> bool:
         try:
-            self.meter.authenticate_operator(request)
+            self._metering.meter.authenticate_operator(request)
         except CortexError:
             return False
         return True
 
     def _view(self, request: Request) -> FleetView:
-        return FleetView(self._is_operator(request), self.meter.key(request))
+        return FleetView(self._is_operator(request), self._metering.meter.key(request))
 
     def _list_models(self, exchange: Exchange) -> Response | Coroutine[Any, Any, Response]:
         """The list. A long one is made on another thread, from a snapshot of the fleet."""
-        key = listing_key(self.meter, exchange.request, self._open_paths)
+        key = listing_key(self._metering.meter, exchange.request, self._open_paths)
         view = FleetView(self._is_operator(exchange.request), key)
         fleet, feasible_on = self._dispatcher.fleet, self._dispatcher.feasibility().nodes
 
@@ -253,7 +246,7 @@ class Control:
 
     def _resolve(self, request: Request, name: str) -> Resolution:
         """Raises ModelNotFound, also for a model that the key may not use."""
-        return resolve_listed(self._dispatcher, self.meter.key(request), name, "/v1/models")
+        return resolve_listed(self._dispatcher, self._metering.meter.key(request), name, "/v1/models")
 
     def _model(self, exchange: Exchange, name: str) -> Response:
         request = exchange.request

@@ -33,7 +33,7 @@ from cortex.gateway.proxy.listener import FILES_PATH, MESSAGE_BATCHES_PATH
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.cross_site import CrossSiteCheck
 from cortex.http.request import Request
-from cortex.http.routing import Route, Router, expect, query
+from cortex.http.routing import Route, Router, query
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.system.tasks import OwnedTasks, Supervisor
@@ -99,13 +99,13 @@ class BatchService:
         metering: Metering,
         tasks: Supervisor,
         limits: BatchLimits,
+        cross_site: CrossSiteCheck,
     ) -> None:
         self._files = FileStore(database, section, state_directory / section.directory.expanduser())
         self._runner = BatchRunner(inference, self._files, metering, tasks, limits)
         self._metering = metering
         self._parser = inference.services.parser
-        self.cross_site = CrossSiteCheck()
-        """Replaced by a reload."""
+        self._cross_site = cross_site
         self._tasks = OwnedTasks()
         id = "(?P<id>[^/]+)"
         self._router: Router[Callable[..., Coroutine[Any, Any, Response | None]]] = Router(
@@ -152,7 +152,7 @@ class BatchService:
         handler, values = self._router.find(request)
         key = self._metering.meter.key(request)
         if request.method not in (b"GET", b"HEAD"):
-            self.cross_site.check_origin(
+            self._cross_site.check_origin(
                 request.text(b"origin"), request.text(b"host"), request.text(b"sec-fetch-site")
             )
         try:
@@ -333,10 +333,10 @@ class BatchService:
         return json_response(_batch(await self._batch_of(key, id, "openai")))
 
     async def _cancel(self, exchange: Exchange, key: KeySection | None, id: str) -> Response:
-        return json_response(_batch(await self._cancelled(exchange.request, key, id, "openai")))
+        del exchange
+        return json_response(_batch(await self._cancelled(key, id, "openai")))
 
-    async def _cancelled(self, request: Request, key: KeySection | None, id: str, kind: Kind) -> Batch:
-        expect(request, b"POST")
+    async def _cancelled(self, key: KeySection | None, id: str, kind: Kind) -> Batch:
         found = await self._batch_of(key, id, kind)
         if not found.is_active:
             if kind == "anthropic":
@@ -385,21 +385,15 @@ class BatchService:
         data = list(map(_message_batch, found[:limit]))
         if before is not None:
             data.reverse()
-        return json_response(
-            {
-                "data": data,
-                "has_more": len(found) > limit,
-                "first_id": data[0]["id"] if data else None,
-                "last_id": data[-1]["id"] if data else None,
-            }
-        )
+        return json_response(_listed(data, has_more=len(found) > limit))
 
     async def _show_messages(self, exchange: Exchange, key: KeySection | None, id: str) -> Response:
         del exchange
         return json_response(_message_batch(await self._batch_of(key, id, "anthropic")))
 
     async def _cancel_messages(self, exchange: Exchange, key: KeySection | None, id: str) -> Response:
-        return json_response(_message_batch(await self._cancelled(exchange.request, key, id, "anthropic")))
+        del exchange
+        return json_response(_message_batch(await self._cancelled(key, id, "anthropic")))
 
     async def _delete_messages(self, exchange: Exchange, key: KeySection | None, id: str) -> Response:
         del exchange
@@ -441,16 +435,12 @@ def _page(request: Request, default: int) -> tuple[int, bool]:
 
 
 def _listing(data: list[dict[str, Any]], limit: int) -> Response:
-    shown = data[:limit]
-    return json_response(
-        {
-            "object": "list",
-            "data": shown,
-            "first_id": shown[0]["id"] if shown else None,
-            "last_id": shown[-1]["id"] if shown else None,
-            "has_more": len(data) > limit,
-        }
-    )
+    return json_response({"object": "list", **_listed(data[:limit], has_more=len(data) > limit)})
+
+
+def _listed(shown: list[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:
+    first_id, last_id = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
+    return {"data": shown, "first_id": first_id, "last_id": last_id, "has_more": has_more}
 
 
 def _file(file: StoredFile) -> dict[str, Any]:

@@ -8,12 +8,13 @@ import os
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from cortex.fleet.sleeping import WakeRules
 from cortex.fleet.topology import ModelOnNode
+from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.groups import UNLOAD_TIMEOUT_S, start_group, unload_group, wake_group
 from cortex.gateway.dispatch.model_jobs import Cause, MemberPlan
 from cortex.gateway.dispatch.nodes.client import NodeClient
@@ -30,18 +31,6 @@ T = TypeVar("T")
 
 RECYCLE_TIMEOUT_S = 60.0
 """Longer than a node waits before it kills a worker that does not exit."""
-
-
-class Outcomes(Protocol):
-    """The dispatcher's events that report how effects ended."""
-
-    def load_ended(self, target: ModelOnNode, result: ModelStatus | CortexError) -> None: ...
-    def unload_ended(self, target: ModelOnNode, error: CortexError | None) -> None: ...
-    def source_inspected(self, target: ModelOnNode, source: str, result: ModelStatus | CortexError) -> None: ...
-    def sources_inspected(self, node: str) -> None: ...
-    def recycle_ended(self, node: str, result: tuple[int, ...] | CortexError) -> None: ...
-    def suspend_ended(self, node: str, error: CortexError | None) -> None: ...
-    def wake_failed(self, node: str, error: CortexError) -> None: ...
 
 
 class NodeEffects:
@@ -61,8 +50,8 @@ class NodeEffects:
         self._clock = clock
         self._neighbours = neighbours
         self._tasks: dict[asyncio.Task[None], str] = {}
-        self.outcomes: Outcomes
-        """The dispatcher. Set once, before the first order, because the two refer to each other."""
+        self.dispatcher: Dispatcher
+        """Gets the outcomes. Set once, before the first order, because the two refer to each other."""
 
     def load(self, node: str, request: LoadRequest, others: tuple[MemberPlan, ...]) -> None:
         self._metrics.cold_starts.labels(request.model_id, node).inc()
@@ -130,7 +119,7 @@ class NodeEffects:
             result = InsufficientCapacity(result.message)
         # The next decision must see the memory that the load took or freed.
         await self._poll(node, *(other.node for other in others))
-        self.outcomes.load_ended(ModelOnNode(node, request.model_id), result)
+        self.dispatcher.load_ended(ModelOnNode(node, request.model_id), result)
 
     async def _load_group(self, members: tuple[MemberPlan, ...], request: LoadRequest) -> ModelStatus | CortexError:
         if request.wake_only:
@@ -145,7 +134,7 @@ class NodeEffects:
         result = await result_of(lambda: unload_group(self._nodes, (node, *others), request))
         await self._poll(node, *others)
         error = result if isinstance(result, CortexError) else None
-        self.outcomes.unload_ended(ModelOnNode(node, request.model_id), error)
+        self.dispatcher.unload_ended(ModelOnNode(node, request.model_id), error)
 
     async def _forget(self, node: str, request: UnloadRequest) -> None:
         result = await result_of(lambda: self._nodes[node].unload(request, timeout_s=UNLOAD_TIMEOUT_S))
@@ -156,8 +145,8 @@ class NodeEffects:
     async def _inspect(self, node: str, requests: tuple[LoadRequest, ...]) -> None:
         for request in requests:
             result = await result_of(partial(self._inspect_one, node, request))
-            self.outcomes.source_inspected(ModelOnNode(node, request.model_id), request.source or "", result)
-        self.outcomes.sources_inspected(node)
+            self.dispatcher.source_inspected(ModelOnNode(node, request.model_id), request.source or "", result)
+        self.dispatcher.sources_inspected(node)
 
     async def _inspect_one(self, node: str, request: LoadRequest) -> ModelStatus:
         return await self._nodes[node].inspect(request)
@@ -170,19 +159,19 @@ class NodeEffects:
                 break
             recycled += [index] * result
         await self._poll(node)
-        self.outcomes.recycle_ended(node, result if isinstance(result, CortexError) else tuple(recycled))
+        self.dispatcher.recycle_ended(node, result if isinstance(result, CortexError) else tuple(recycled))
 
     async def _recycle_one(self, node: str, device: int) -> bool:
         return await self._nodes[node].recycle(device, timeout_s=RECYCLE_TIMEOUT_S)
 
     async def _suspend(self, node: str) -> None:
         result = await result_of(lambda: self._nodes[node].suspend())
-        self.outcomes.suspend_ended(node, result if isinstance(result, CortexError) else None)
+        self.dispatcher.suspend_ended(node, result if isinstance(result, CortexError) else None)
 
     async def _wake(self, node: str, rules: WakeRules) -> None:
         result = await result_of(lambda: wake(rules))
         if isinstance(result, CortexError):
-            self.outcomes.wake_failed(node, result)
+            self.dispatcher.wake_failed(node, result)
         self.poll_now(node)
 
     async def _poll(self, *nodes: str) -> None:

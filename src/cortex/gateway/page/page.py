@@ -17,10 +17,9 @@ import msgspec
 
 from cortex import __version__
 from cortex.gateway.ledger.keys import KeySection
-from cortex.gateway.ledger.meter import Meter
+from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.ledger.sessions import COOKIE, LIFETIME_S, PAGE_HEADER, is_cross_site
-from cortex.gateway.page.sign_in_attempts import SignInAttempts
-from cortex.gateway.page.signing_in import SigningIn
+from cortex.gateway.page.signing_in import SignInAttempts, SigningIn
 from cortex.gateway.proxy.listener import CONVERSATIONS_PATH, PAGE_FILES, SESSION_PATH, SIGN_IN_PATHS
 from cortex.gateway.proxy.routes import error_response, json_response
 from cortex.http.request import Request
@@ -135,13 +134,12 @@ class Page:
     """Serves the page. Used on the loop's thread; files are read on another one, at the first request."""
 
     def __init__(
-        self, meter: Meter, signing_in: SigningIn, attempts: SignInAttempts, *, is_secure: bool = False
+        self, metering: Metering, signing_in: SigningIn, attempts: SignInAttempts, *, is_secure: bool = False
     ) -> None:
         """`is_secure`: browsers reach the page over HTTPS only, so that its cookie is never sent without."""
         self._is_secure = is_secure
         self._signing_in = signing_in
-        self.meter = meter
-        """Replaced by a reload."""
+        self._metering = metering
         self._attempts = attempts
         self._bundle: Mapping[str, PageFile] | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -186,7 +184,9 @@ class Page:
     def _session(self, request: Request) -> Response:
         try:
             if request.method in _READS:
-                return _described(self.meter.key(request), has_conversations=self._signing_in.has_conversations)
+                return _described(
+                    self._metering.meter.key(request), has_conversations=self._signing_in.has_conversations
+                )
             if request.header(PAGE_HEADER) is None or is_cross_site(request):
                 raise InvalidValue("/session is changed by the page only; programs send their key with every request.")
             if request.method == b"POST":
@@ -204,7 +204,7 @@ class Page:
             raise InvalidValue(f'The body must be {{"key": "…"}}: {shorten(str(problem))}') from problem
         self._attempts.check(request)
         try:
-            signed_in = self.meter.sign_in(text)
+            signed_in = self._metering.meter.sign_in(text)
         except InvalidAPIKey as error:
             self._attempts.failed(request, error)
             raise

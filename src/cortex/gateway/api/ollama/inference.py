@@ -31,8 +31,7 @@ class OllamaInference:
     def __init__(self, inference: Inference, operator: OperatorCommands, cross_site: CrossSiteCheck) -> None:
         self._inference = inference
         self._operator = operator
-        self.cross_site = cross_site
-        """Replaced by a reload."""
+        self._cross_site = cross_site
 
     def begin(self, exchange: Exchange, route: InferenceRoute) -> None:
         """Take over an exchange of `route`."""
@@ -80,7 +79,7 @@ class OllamaInference:
         """Raises OperatorOnly or CrossSiteRequest where the client may not unload."""
         if received.key is None:
             host = received.exchange.request.header(b"host")
-            self.cross_site.check_host(None if host is None else host.decode("latin-1"))
+            self._cross_site.check_host(None if host is None else host.decode("latin-1"))
         elif not received.key.operator:
             raise OperatorOnly("Only an operator's key unloads models; leave keep_alive out.")
 

@@ -24,9 +24,8 @@ from cortex.wire.request_summary import RequestSummary
 class OpaqueInference:
     """Reads only the model of a request and leaves the rest to `Inference`."""
 
-    def __init__(self, inference: Inference) -> None:
-        self.cross_site = CrossSiteCheck()
-        """Replaced by a reload."""
+    def __init__(self, inference: Inference, cross_site: CrossSiteCheck) -> None:
+        self._cross_site = cross_site
         self._inference = inference
 
     def begin(self, exchange: Exchange, route: InferenceRoute) -> None:
@@ -43,7 +42,7 @@ class OpaqueInference:
             if received.key is None or not _sends_key(request):
                 # Browsers send forms and follow links without a preflight request, also with the session of the page.
                 origin, host = request.text(b"origin"), request.text(b"host")
-                self.cross_site.check_origin(origin, host, request.text(b"sec-fetch-site"))
+                self._cross_site.check_origin(origin, host, request.text(b"sec-fetch-site"))
         except CortexError as error:
             self._inference.reject_unread(received, error)
             return

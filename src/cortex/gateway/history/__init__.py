@@ -1,1 +1,0 @@
-"""The gateway's own records of the last hour and the last day."""

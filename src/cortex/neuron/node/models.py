@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from cortex.formats.quant_names import is_same_quant
 from cortex.neuron.engine.request import EngineStats
 from cortex.neuron.node.bench.results import BenchResults
@@ -143,7 +145,7 @@ class Models:
             model,
             controller,
             inspection,
-            self._loader.estimate(model, inspection.metadata) if inspection is not None else None,
+            self._loader.estimate(self._next(model, controller), inspection.metadata) if inspection else None,
             self._texts.num_jobs(model_id),
             self._files.disk_bytes(model),
             self._max_prompt_tokens,
@@ -157,6 +159,12 @@ class Models:
         else:
             self._unused.pop(model_id, None)
         return status
+
+    def _next(self, model: KnownModel, controller: ModelController | None) -> KnownModel:
+        """The model whose size is reported. The context of an earlier load request is not that of the next one."""
+        if controller is None or controller.life.state not in (ModelState.COLD, ModelState.FAILED):
+            return model
+        return replace(model, context_tokens=self._library.find(model.id).context_tokens)
 
     def served(self, model_id: str) -> ServedModel:
         """Raises ModelNotFound."""

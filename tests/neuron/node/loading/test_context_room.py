@@ -140,6 +140,17 @@ async def test_load_of_a_gateway_evicts_nothing_and_gets_no_less_than_it_asks_fo
         assert context(await node.load(asks, wait=True)) == FULL
 
 
+async def test_context_of_an_earlier_load_is_not_that_of_the_next_one(tmp_path: Path, workers: WorkerFactory) -> None:
+    async with running(tmp_path, workers) as node:
+        loaded = await node.load(LoadRequest(model_id="long", context_tokens=2048), wait=True)
+        assert (loaded.context_tokens, loaded.full_context_tokens) == (2048, 2048)
+        await node.unload(UnloadRequest(model_id="long"))
+        cold = node.model("long")
+        assert (cold.full_context_tokens, cold.context_tokens) == (FULL, FULL)
+        longer = await load(node, "long")
+        assert (context(longer), longer.estimate_bytes) == (FULL, cold.estimate_bytes)
+
+
 async def test_empty_device_bounds_what_a_load_may_ask_for(tmp_path: Path, workers: WorkerFactory) -> None:
     source = write_source(tmp_path, seed=1, vocab_size=96, max_position_embeddings=FULL)
     config = NeuronConfig(

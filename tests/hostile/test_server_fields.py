@@ -91,20 +91,25 @@ OPAQUE: dict[str, tuple[str, str, bytes, bytes]] = {
         multipart(("model", "a"), ("models", "b")),
     ),
     "query": ("/v1/audio/speech", "", b"model=a&language=en", b"model=a&model_id=b"),
+    "pictures": (
+        *("/v1/images/generations", "application/json"),
+        b'{"model": "a", "prompt": "x", "n": 1}',
+        b'{"model": "a", "prompt": "x", "batch_size": 100}',
+    ),
 }
 
 
 @pytest.mark.parametrize("name", OPAQUE)
-async def test_media_routes_send_no_unknown_field_of_a_key_with_models(
+async def test_media_routes_send_no_unknown_field_of_a_key_with_limits(
     neurons: StartNeuron, start_gateway: StartGateway, bound: NewKey, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     async def respond(node: FakeNeuron, request: web.Request, body: Any) -> web.StreamResponse:
         return web.json_response({})
 
     monkeypatch.setattr(Seen, "body", property(lambda _: {}))
-    free = generate("free")
+    free, rich = generate("free"), generate("rich", balance_tokens=10_000)
     foreign = await neurons("foreign", sizes={"a": GB, "b": GB}, respond=respond)
-    client = await start_gateway(foreign=(foreign,), keys=(bound.section, free.section))
+    client = await start_gateway(foreign=(foreign,), keys=(bound.section, free.section, rich.section))
     path, content_type, known, unknown = OPAQUE[name]
 
     async def reply_to(key: NewKey, sent: bytes) -> tuple[int, str]:
@@ -113,11 +118,12 @@ async def test_media_routes_send_no_unknown_field_of_a_key_with_models(
         async with client.session.post(client.url + url, data=data, headers=sent_headers) as response:
             return response.status, await response.text()
 
-    for key, sent in ((bound, known), (free, known), (free, unknown)):
+    for key, sent in ((bound, known), (rich, known), (free, known), (free, unknown)):
         assert await reply_to(key, sent) == (200, "{}")
-    status, text = await reply_to(bound, unknown)
-    assert (status, "not known here" in text) == (400, True), text
-    assert len(foreign.seen) == 3
+    for key in (bound, rich):
+        status, text = await reply_to(key, unknown)
+        assert (status, "not known here" in text) == (400, True), text
+    assert len(foreign.seen) == 4
 
 
 async def test_node_is_told_which_media_requests_are_of_a_key_with_models(

@@ -120,7 +120,7 @@ class OutgoingBody:
         self.headers: Headers = _STREAM if self._route.generates and received.envelope.summary.stream else _WHOLE
         """Headers for the node about the body and the response."""
         self._has_budget = self._route.need != "relay" and admitted.reservation.token_limit is not None
-        self._access = access_of(admitted, has_budget=self._has_budget)
+        self._access = access_of(admitted, is_counted=self._has_budget)
         self._is_foreign = False
         self._translates = False
         """Whether the body is translated."""
@@ -257,12 +257,13 @@ class OutgoingBody:
         return body, ChatTranslation(self._route, request, id=response_id, model=name, show=show)
 
 
-def access_of(admitted: AdmittedRequest, *, has_budget: bool) -> Access:
-    """Which fields the key may send to a foreign server: fields unknown here could choose another model or use
-    uncounted tokens. `has_budget`: whether its tokens are counted."""
-    if has_budget:
+def access_of(admitted: AdmittedRequest, *, is_counted: bool) -> Access:
+    """Which fields the key may send to a foreign server: fields unknown here could choose another model, use uncounted
+    tokens, or ask for more pictures than are charged. `is_counted`: whether its tokens are counted for a budget."""
+    if is_counted:
         return "counted"
-    return "known" if admitted.key is not None and admitted.key.models else "any"
+    has_models = admitted.key is not None and bool(admitted.key.models)
+    return "known" if has_models or admitted.reservation.token_limit is not None else "any"
 
 
 MOST_UNASKED_TOKENS = 16_384

@@ -62,11 +62,6 @@ def access_of(request: Request) -> Access:
     return "known" if is_known_only else "any"
 
 
-def opaque_access_of(request: Request) -> Access:
-    """As `access_of`, for a request whose tokens nobody counts."""
-    return "known" if request.header(_FIELDS) is not None else "any"
-
-
 def gateway_s_of(request: Request) -> float:
     """How long a gateway held the request back; 0 for other clients."""
     value = request.header(_WAITED) or b""

@@ -75,7 +75,7 @@ class OpaqueInference:
         is_check = route.is_upstream and request.method == b"GET" and found in HEALTH_CHECKS
 
         def body(admitted: AdmittedRequest) -> OpaqueBody:
-            return OpaqueBody(request, admitted.model, found, access_of(admitted, has_budget=False))
+            return OpaqueBody(request, admitted.model, found, access_of(admitted, is_counted=False))
 
         self._inference.serve(received, make_body=body, is_check=is_check)
 

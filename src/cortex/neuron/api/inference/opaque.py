@@ -40,7 +40,7 @@ class OpaqueRoutes:
         http, shared = call.request, self.inference
         with shared.drain_gate.enter(), shared.metrics.watch("opaque") as watch, traced(shared.tracer, http, watch):
             fields = await read_fields(http)
-            access = bodies.opaque_access_of(http)
+            access = bodies.access_of(http)
             if access != "any":
                 fields.check_known()
             upstream = self._upstream(fields.model, http.path.decode(), watch)

@@ -82,9 +82,12 @@ async def test_budgets_and_usage_count_requests_without_tokens(client: Client) -
 
 
 async def test_each_picture_of_a_request_is_charged(client: Client) -> None:
+    for field in ("batch_count", "num_images_per_prompt"):
+        status, problem = await client("/v1/images/generations", json={"model": "m", "prompt": "x", field: 100})
+        assert (status, problem["error"]["param"]) == (400, field), problem
     status, received = await client("/v1/images/generations", json={"model": "m", "prompt": "x", "n": 2})
     assert status == 200, received
-    [drawn] = await client.activity(key="user")
+    drawn, *_ = await client.activity(key="user")
     assert 2400 <= drawn["prompt_tokens"] < 3400, "both pictures, and the time that they took"
     asked = {"model": "m", "prompt": "x", "n": 3}
     edited = form(("model", "m"), ("n", "3"))

@@ -29,8 +29,8 @@ import torch
 
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.loading.loading import build_model, load_model
+from cortex.neuron.engine.memory.device_limits import measure_limits, product_rate, read_rate
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
-from cortex.neuron.engine.roofline.device_limits import measure_limits, product_rate, read_rate
 from cortex.neuron.kernels.layouts import MatrixLayout
 from cortex.neuron.kernels.quantised.layout import FP4, INT4, INT8
 from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe, recipe_of

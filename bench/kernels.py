@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cortex.neuron.engine.roofline.device_limits import best_device_s
+from cortex.neuron.engine.memory.device_limits import best_device_s
 from cortex.neuron.kernels.attention.decode import decode_attention
 from cortex.neuron.kernels.attention.prefill import prefill_attention
 from cortex.neuron.kernels.attention.rules import AttentionRules

@@ -24,8 +24,8 @@ import torch
 
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.execution.runner import Runner
+from cortex.neuron.engine.memory.device_limits import measure_limits
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
-from cortex.neuron.engine.roofline.device_limits import measure_limits
 from cortex.neuron.engine.roofline.step_costs import StepCosts, StepShape
 from engine import GREEDY, random_engine
 from shapes import SHAPES

@@ -333,18 +333,26 @@ def test_detects_an_import_cycle(tmp_path: Path) -> None:
 
 
 def folder_circles(package: Path) -> list[str]:
-    """The pairs of folders of a package that import each other, whether or not their modules form a cycle."""
+    """The folders of a package that import each other, directly or through others, whether or not their modules form a
+    cycle."""
     source = next(parent.parent for parent in package.parents if parent.name == "cortex")
     name = module_name(source, package / "__init__.py")
-    imported = set()
+    imported: dict[str, set[str]] = {}
     for module, path in modules_of(source).items():
         if not module.startswith(f"{name}.") or path.parent == package:
             continue
         for entry in imports_of(source, module):
-            if entry.module.startswith(f"{name}."):
-                here, there = (each.removeprefix(f"{name}.").split(".")[0] for each in (module, entry.module))
-                imported.add((here, there))
-    return [f"{one} ↔ {other}" for one, other in sorted(imported) if one < other and (other, one) in imported]
+            here, there = (each.removeprefix(f"{name}.").split(".")[0] for each in (module, entry.module))
+            if entry.module.startswith(f"{name}.") and here != there and (package / there).is_dir():
+                imported.setdefault(here, set()).add(there)
+
+    def reached(folder: str) -> set[str]:
+        found: set[str] = set()
+        while new := set().union(*(imported.get(each, set()) for each in found or {folder})) - found:
+            found |= new
+        return found
+
+    return sorted(folder for folder in imported if folder in reached(folder))
 
 
 def test_folders_of_a_package_do_not_import_each_other() -> None:
@@ -360,12 +368,15 @@ def test_detects_folders_that_import_each_other(tmp_path: Path) -> None:
         ("b/three", "def f():\n    from cortex.wire.a import four"),
         ("a/four", ""),
         ("c/five", "from cortex.wire.a.four import x"),
+        ("d/six", "from cortex.wire.e.seven import x"),
+        ("e/seven", "from cortex.wire.f.eight import x"),
+        ("f/eight", "from cortex.wire.d import six"),
     ):
         path = tmp_path / "cortex" / "wire" / f"{module}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         (path.parent / "__init__.py").touch()
         path.write_text(code)
-    assert folder_circles(tmp_path / "cortex" / "wire") == ["a ↔ b"]
+    assert folder_circles(tmp_path / "cortex" / "wire") == ["a", "b", "d", "e", "f"]
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import torch
 
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.loading.loading import build_model
+from cortex.neuron.engine.memory.device_limits import measure_limits
 from cortex.neuron.engine.request import LoadSpec
-from cortex.neuron.engine.roofline.device_limits import measure_limits
 from cortex.neuron.engine.roofline.step_work import StepWork
 from cortex.neuron.layers.parameters import Parameters
 

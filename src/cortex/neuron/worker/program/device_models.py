@@ -218,7 +218,7 @@ class DeviceModels(dict[int, DeviceModel]):
         """The device's rates; zeros if there is no memory for a measurement."""
         import torch  # the fork server has imported it with the engine
 
-        from cortex.neuron.engine.roofline.device_limits import measure_limits
+        from cortex.neuron.engine.memory.device_limits import measure_limits
 
         try:
             limits = measure_limits(torch.device(self._device.torch_device), self.measure().free_bytes)

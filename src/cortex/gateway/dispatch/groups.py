@@ -94,9 +94,9 @@ async def start_group(
     claim_poll_s: float = CLAIM_POLL_S,
     renew_s: float = RENEW_S,
 ) -> ModelStatus:
-    """`plans`: of all members, the leader's first. Returns its status when all are ready. Raises
-    CortexError; what has started is ended then, also when this is cancelled. While another gateway starts the model on
-    these nodes, it waits for that; raises GroupClaimed once it is ready there."""
+    """`plans`: of all members, the leader's first. Returns its status when all are ready. Raises CortexError; what has
+    started is ended then, also when this is cancelled. While another gateway starts the model on these nodes, it waits
+    for that; raises GroupClaimed once it is ready there."""
     members = _Members(nodes, plans[0].node, claim_poll_s, renew_s)
     while True:
         try:

@@ -14,7 +14,6 @@ from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest
 from cortex.gateway.proxy.routes import InferenceRoute
 from cortex.gateway.proxy.services import Services
 from cortex.http.observer import Outcome
-from cortex.http.upstream.faults import UpstreamFault
 from cortex.telemetry.spans import INPUT_TOKENS, MODEL, OPERATION, OUTPUT_TOKENS, operation_name
 from cortex.telemetry.tracing import UNTRACED
 from cortex.wire.errors import CortexError, ModelNotFound
@@ -187,7 +186,7 @@ class RequestAccounting:
         try:
             if (client := self.services.nodes.get(lease.node)) is not None:
                 usage = await client.request_usage(attempt_id)
-        except (UpstreamFault, CortexError) as problem:
+        except CortexError as problem:
             budget_log.debug("usage estimated: node did not report it: %s", problem, extra={"attempt_id": attempt_id})
         self._settle(lease, outcome, usage)
 

@@ -249,8 +249,8 @@ async def test_abort_reaches_the_node_in_every_phase(harness: Harness) -> None:
 
 async def test_fetch_has_a_total_timeout_and_a_size_limit(harness: Harness) -> None:
     node = await harness.responding(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\nx")
-    with pytest.raises(UpstreamSilent):
-        await harness.pool(node.origin).fetch(b"GET", b"/", timeout_s=0.1)
+    with pytest.raises(UpstreamSilent, match=r"did not respond to /health within 0\.1 s"):
+        await harness.pool(node.origin).fetch(b"GET", b"/health?since=7", timeout_s=0.1)
     await harness.eventually(lambda: node.num_open == 0)
     node = await harness.responding(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n" + b"x" * 99)
     with pytest.raises(MalformedResponse, match="more than"):

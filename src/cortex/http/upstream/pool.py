@@ -119,7 +119,8 @@ class Pool:
             async with asyncio.timeout(timeout_s):
                 return await collector.response
         except TimeoutError:
-            raise UpstreamSilent(f"{self.origin} did not respond to {target.decode()} within {timeout_s:g} s") from None
+            path = target.partition(b"?")[0].decode()
+            raise UpstreamSilent(f"{self.origin} did not respond to {path} within {timeout_s:g} s") from None
         finally:
             call.abort()
 

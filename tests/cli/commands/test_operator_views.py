@@ -201,6 +201,9 @@ def test_audit_shows_who_did_what_oldest_first(gateway: CannedGateway, invoke: I
     shown = invoke("audit", "--since", "7d", "--key", "anna").stdout
     assert re.search(r"anna +10\.0\.0\.1 +201 +POST /keys +\{\}\n.*DELETE /keys/b", shown)
     assert re.fullmatch(r"/fleet/audit\?limit=20&key=anna&since=\d+", gateway.requests[-1][1])
+    assert invoke("audit", "--since", "7d").stderr == ""
+    cut = invoke("audit", "--since", "7d", "-n", "2")
+    assert cut.stderr == "only the latest 2 are shown: -n shows up to 1000\n", "the period may have more"
     assert [each["action"] for each in json.loads(invoke("audit", "--json").stdout)] == ["POST /keys", "DELETE /keys/b"]
     gateway.responses = AnyQuery({("GET", "/fleet/audit"): {"entries": []}})
     assert invoke("audit").stdout == "no changes and no sign-ins\n"

@@ -30,6 +30,7 @@ from cortex.gateway.ledger.usage_report import usage as read_usage
 from cortex.wire.words import plural
 
 POLL_S = 1.0
+_MOST_SHOWN = 1000
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _TITLES = ("TIME", "STATUS", "TTFT", "TOTAL", "TOK/S", "TOKENS", "NODE", "KEY", "MODEL")
 
@@ -37,7 +38,12 @@ _TITLES = ("TIME", "STATUS", "TTFT", "TOTAL", "TOK/S", "TOKENS", "NODE", "KEY", 
 @click.command(cls=Command)
 @click.option("-f", "--follow", is_flag=True, help="Keep printing new requests until Ctrl-C.")
 @click.option(
-    "-n", "--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="Maximum number of entries."
+    "-n",
+    "--limit",
+    type=click.IntRange(1, _MOST_SHOWN),
+    default=20,
+    show_default=True,
+    help="Maximum number of entries.",
 )
 @click.option(
     "--model",
@@ -93,6 +99,8 @@ def logs(
         lines.fit(map(_cells, first))
         lines.print(_TITLES, style="dim")
     _show(lines, first, as_json)
+    if since is not None:
+        _say_if_cut(len(first), limit)
     while follow:
         time.sleep(POLL_S)
         if output is not None:
@@ -106,6 +114,12 @@ def _logged(gateway: GatewayClient, limit: int, filters: dict[str, str], since: 
     options = urlencode({**filters, "limit": limit, "since": moment(since, time.time())})
     found: list[dict[str, Any]] = gateway.get(f"/fleet/activity?{options}")["requests"]
     return found[::-1]
+
+
+def _say_if_cut(num_shown: int, limit: int) -> None:
+    """Say that a period may have more entries than are shown."""
+    if num_shown >= limit:
+        click.echo(f"only the latest {num_shown} are shown: -n shows up to {_MOST_SHOWN}", err=True)
 
 
 def moment(text: str, now: float, option: str = "--since") -> str:
@@ -245,7 +259,9 @@ def _seconds(seconds: float | None) -> str:
 
 
 @click.command(cls=Command)
-@click.option("-n", "--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="Number of actions.")
+@click.option(
+    "-n", "--limit", type=click.IntRange(1, _MOST_SHOWN), default=20, show_default=True, help="Number of actions."
+)
 @click.option("--key", help="Only actions of the key with this name or id.")
 @click.option("--since", help="Start of the period: 30m, 12h, 7d, a date, or a time.")
 @gateway_options
@@ -277,6 +293,8 @@ def audit(limit: int, key: str | None, since: str | None, gateway: GatewayClient
             at, entry["key_name"], entry["client"], str(entry["status"] or ""), entry["action"], entry["detail"]
         )
     console().print(shown)
+    if since is not None:
+        _say_if_cut(len(entries), limit)
 
 
 DAY_S = 86400

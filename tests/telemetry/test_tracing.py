@@ -24,6 +24,7 @@ def test_continues_a_trace_and_passes_it_on(collector: Collector) -> None:
     call = span.call("beast")
     span.phase("prefill", 0.5, 2.0)
     call.end({"http.response.status_code": 503}, error="overloaded")
+    span.call("attic").end({}, error="no connection to http://attic: refused")
     span.end({"cortex.node": "beast"})
     tracer.close()
     by_name = {found.name: found for found in collector.spans}
@@ -35,6 +36,8 @@ def test_continues_a_trace_and_passes_it_on(collector: Collector) -> None:
     assert call.traceparent == f"00-{server.trace_id}-{by_name['beast'].span_id}-01".encode()
     assert by_name["beast"].parent_id == by_name["prefill"].parent_id == server.span_id
     assert (by_name["beast"].error, server.error) == ("overloaded", None)
+    assert by_name["beast"].attributes["error.type"] == "overloaded"
+    assert by_name["attic"].attributes["error.type"] == "_OTHER", "there are few values"
     assert by_name["prefill"].duration_s == pytest.approx(1.5)
 
 

@@ -53,6 +53,7 @@ class OtlpSpan:
     def end(self, attributes: Attributes, *, error: str | None = None) -> None:
         self._span.set_attributes(attributes)
         if error is not None:
+            self._span.set_attribute("error.type", error if error.isidentifier() else "_OTHER")
             self._span.set_status(Status(StatusCode.ERROR, error))
         self._span.end()
 

@@ -51,6 +51,7 @@ async def test_one_trace_spans_client_attempts_and_node(
         "gen_ai.request.model": "a",
         "gen_ai.usage.input_tokens": 7,
         "gen_ai.usage.output_tokens": 3,
+        "gen_ai.usage.cache_read.input_tokens": 4,
         "http.response.status_code": 200,
     }
     assert spans["a-full"].error == "status 503"

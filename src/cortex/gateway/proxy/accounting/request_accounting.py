@@ -14,7 +14,7 @@ from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest
 from cortex.gateway.proxy.routes import InferenceRoute
 from cortex.gateway.proxy.services import Services
 from cortex.http.observer import Outcome
-from cortex.telemetry.spans import INPUT_TOKENS, MODEL, OPERATION, OUTPUT_TOKENS, operation_name
+from cortex.telemetry.spans import CACHED_TOKENS, INPUT_TOKENS, MODEL, OPERATION, OUTPUT_TOKENS, operation_name
 from cortex.telemetry.tracing import UNTRACED
 from cortex.wire.errors import CortexError, ModelNotFound
 from cortex.wire.events import Usage
@@ -326,6 +326,7 @@ class RequestAccounting:
         if usage is not None:
             attributes[INPUT_TOKENS] = usage.prompt_tokens
             attributes[OUTPUT_TOKENS] = usage.completion_tokens
+            attributes[CACHED_TOKENS] = usage.cached_tokens
         self.received.span.end(attributes, error=self.failure)
 
     def _log(self, node: str, outcome: Outcome, usage: Usage | None) -> None:

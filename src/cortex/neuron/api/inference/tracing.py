@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from cortex.http.request import Request, loggable
 from cortex.neuron.api.log_context import request_id
 from cortex.neuron.api.metrics import RequestWatch
-from cortex.telemetry.spans import INPUT_TOKENS, MODEL, OPERATION, OUTPUT_TOKENS, Span, Tracer
+from cortex.telemetry.spans import CACHED_TOKENS, INPUT_TOKENS, MODEL, OPERATION, OUTPUT_TOKENS, Span, Tracer
 from cortex.telemetry.tracing import UNTRACED
 from cortex.wire.errors import CortexError
 from cortex.wire.response import total_usage
@@ -52,7 +52,7 @@ def _end(span: Span, watch: RequestWatch, error: str | None) -> None:
         usage = total_usage(watch.finishes)
         attributes[INPUT_TOKENS] = usage.prompt_tokens
         attributes[OUTPUT_TOKENS] = usage.completion_tokens
-        attributes["cortex.cached_tokens"] = usage.cached_tokens
+        attributes[CACHED_TOKENS] = usage.cached_tokens
         attributes["cortex.drafted_tokens"] = usage.drafted_tokens
         attributes["cortex.accepted_draft_tokens"] = usage.accepted_draft_tokens
     span.end(attributes, error=error)

@@ -95,6 +95,7 @@ def test_model_gets_its_full_context_of_an_idle_model_and_less_is_said_everywher
     assert [(each["kind"], each["why"]) for each in events] == [("model_loaded", limited)]
     for log in (node.log, gateway.log):
         assert limited in log.read_text()
+    order(gateway, "other", "unpin")  # this gateway keeps running next to those of other tests
 
 
 def test_rejected_prompt_has_its_model_loaded_again_once_the_other_is_no_longer_pinned(

@@ -105,6 +105,14 @@ def test_a_picture_that_is_not_in_base64_is_rejected() -> None:
         (CHAT, {"tools": [{"type": "mcp", "server_url": ADDRESS}]}),
         (CHAT, {"mm_data": {"a": {"b": ["x", ADDRESS]}}}),
         (CHAT, {"api_base": ADDRESS}),
+        *(
+            (CHAT, {"api_base": f"{before}{ADDRESS}{after}"})
+            for before, after in (("<", ">"), ("URL:", ""), ("'", "'"))
+        ),
+        *((CHAT, {"anything": f"{before}{ADDRESS}"}) for before in ("blob:", "cache:", "jar:", "@", "+", "x=")),
+        (CHAT, {"multi_modal_data": ["/etc/passwd"]}),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_pil", "image_pil": "/etc/passwd"}]}]}),
+        (EMBEDDINGS, {"input": [{"pdf": "/etc/passwd"}]}),
         (CHAT, {"audio": {"voice": {"ref_audio": "C:\\x.wav"}}}),
         (COMPLETIONS, {"prompt": {"prompt_string": "x", "multimodal_data": [ADDRESS]}}),
         (COMPLETIONS, {"prompt": [{"prompt_string": "x", "multimodal_data": ["/etc/passwd"]}]}),
@@ -285,7 +293,7 @@ def test_neither_spaces_nor_length_hide_an_address(blank: str, value: str) -> No
         check_media({"input": "x", "voice": blank + value}, SPEECH)
 
 
-@pytest.mark.parametrize("value", ["sound.wav", "etc/passwd.txt", "a b.wav!", "sound"])
+@pytest.mark.parametrize("value", ["sound.wav", "etc/passwd.txt", "etc/passwd", "home/me/secrets", "a b.wav!", "sound"])
 def test_what_holds_base64_holds_nothing_else(value: str) -> None:
     for part in ({"input_audio": {"data": value}}, {"file": {"file_data": value}}, {"image_base64": value}):
         with pytest.raises(InvalidValue, match="may not fetch"):

@@ -23,6 +23,8 @@ from cortex.wire.requests import PicturePart
 
 _ADDRESS = re.compile(r"(?:https?|wss?|ftps?|file|data):|[a-z][a-z0-9+.-]*:[/\\]{2}", re.IGNORECASE)
 """Also without slashes: some libraries add them."""
+_INNER_ADDRESS = re.compile(r"[^\s/]*:[/\\]{2}\S*")
+"""An address behind a prefix, such as `blob:` or `<`, which some libraries strip. Unlike one in a sentence."""
 _PATH = re.compile(r"[/\\~.]|[a-z]:[/\\]", re.IGNORECASE)
 _FOLDER = re.compile(r"[/\\~]|\.\.?[/\\]|[a-z]:[/\\]|.*[/\\]\.\.[/\\]", re.IGNORECASE | re.DOTALL)
 """The start of a text that is a path, while a name may have slashes and dots."""
@@ -58,11 +60,12 @@ _TREES = frozenset(
 _MEDIA = frozenset(
     (
         *("image", "images", "img", "imgs", "picture", "pictures", "photo", "photos", "mask", "masks"),
-        *("video", "videos", "audio", "audios", "wav", "media", "multimodal", "mm"),
+        *("video", "videos", "audio", "audios", "wav", "pdf", "pdfs", "media", "modal", "multimodal", "mm"),
         *("url", "urls", "uri", "uris", "path", "paths", "file", "files", "src", "href"),
     )
 )
-"""Words in the names of fields that hold media, at their end."""
+"""Words in the names of fields that hold media: nothing but a file may stand in those that end with one, and no path in
+the others."""
 _NAMES = frozenset(
     (
         *("adapter", "adapters", "checkpoint", "ckpt", "embedding", "embeddings", "lora", "loras", "vae"),
@@ -226,19 +229,19 @@ def _is_elsewhere(name: str, value: str, *, opens_paths: bool) -> bool:
         return False
     value = value[_blank_end(value) :]
     head = _HEAD.match(value)[0].translate(_IGNORED_IN_ADDRESSES)  # type: ignore[index]  # it matches any text
-    if _ADDRESS.match(head):
+    if _ADDRESS.match(head) or _INNER_ADDRESS.fullmatch(head):
         return True
     words = _words(name)
     if not words:
         return False
-    last = words[-1]
+    last, has_media = words[-1], not _MEDIA.isdisjoint(words)
     if last in _MEDIA:
         return not _is_file(value)
-    if last in _HOLDERS and not _MEDIA.isdisjoint(words):
+    if last in _HOLDERS and has_media:
         if _PATH.match(head):
             return not _is_file(value)
-        return last in _ENCODED and _base64_of(value) is None
-    if last in _NAMES or (opens_paths and last not in _PROSE):
+        return last in _ENCODED and not _is_encoded(value)
+    if last in _NAMES or ((has_media or opens_paths) and last not in _PROSE):
         return _FOLDER.match(value.translate(_IGNORED_IN_ADDRESSES)) is not None and not _is_file(value)
     return False
 
@@ -257,6 +260,12 @@ def _is_file(text: str) -> bool:
     if has_signature and not plain.startswith((b"//", b"/+")):
         return True
     return not _may_be_path(plain) and (has_signature or len(plain) > _MAX_PATH_CHARACTERS)
+
+
+def _is_encoded(text: str) -> bool:
+    """Whether a text is base64, of a file or of any bytes if it has no slashes, which relative paths have."""
+    plain = _base64_of(text)
+    return plain is not None and (b"/" not in plain or _is_file(text))
 
 
 def _base64_of(text: str) -> bytes | None:

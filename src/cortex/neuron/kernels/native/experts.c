@@ -112,56 +112,84 @@ INLINE int64_t input_bytes(const Store *s) {
     return s->form == PACKED ? chunks_of(s) * chunk_bytes(s) : (chunks_of(s) * CHUNK) * 4;
 }
 
-// The slot of a unit that a byte of a lane has, in the order of a low plane of `bits` bits.
-INLINE int slot_of(int bits, int is_book, int vector, int byte) {
-    static const int8_t spread[2][4] = {{0, 4, 1, 5}, {2, 6, 3, 7}};
-    if (bits == 2 || is_book) return spread[vector][byte];
-    return 2 * byte + vector;
+typedef uint32_t Four __attribute__((vector_size(16)));
+typedef uint16_t FourShorts __attribute__((vector_size(8)));
+#ifdef __clang__
+#define PICKED(A, B, ...) __builtin_shufflevector(A, B, __VA_ARGS__)
+#else
+#define PICKED(A, B, ...) __builtin_shuffle(A, B, (Four){__VA_ARGS__})
+#endif
+
+INLINE Four four_shorts(const void *from) {
+    FourShorts shorts;
+    memcpy(&shorts, from, sizeof shorts);
+    return __builtin_convertvector(shorts, Four);
 }
 
-INLINE int column_of(int unit, int slot) {
-    return 32 * (unit % 4) + 16 * (slot / 2 % 2) + 8 * (slot % 2) + 2 * (unit / 4) + slot / 4;
+// The bytes of a plane in the order of codes: column 32 g + 16 a + 8 b + 2 c + d is in unit 4 c + g. There it is byte 2 d + a of
+// vector b, or if codes are spread, byte 2 b + d of vector a. Those of other halves `a` than `half` are 0, unless it is below 0.
+INLINE void put_plane(const int8_t *columns, int is_spread, int half, int8_t *to) {
+    for (int vector = 0; vector < 2; vector++) {
+        Four rows[4];
+        for (int group = 0; group < 4; group++) {
+            const int8_t *from = columns + 32 * group + (is_spread ? 16 : 8) * vector;
+            const Four first = four_shorts(from), second = four_shorts(from + (is_spread ? 8 : 16));
+            const Four ones = is_spread ? first : (first | first << 8) & 0x00ff00ffu;
+            const Four others = is_spread ? second << 16 : ((second | second << 8) & 0x00ff00ffu) << 8;
+            rows[group] = (half < 0 || half == (is_spread ? vector : 0) ? ones : (Four){0}) |
+                          (half < 0 || half == (is_spread ? vector : 1) ? others : (Four){0});
+        }
+        const Four a = PICKED(rows[0], rows[1], 0, 4, 1, 5), b = PICKED(rows[2], rows[3], 0, 4, 1, 5);
+        const Four c = PICKED(rows[0], rows[1], 2, 6, 3, 7), d = PICKED(rows[2], rows[3], 2, 6, 3, 7);
+        const Four units[4] = {PICKED(a, b, 0, 1, 4, 5), PICKED(a, b, 2, 3, 6, 7), PICKED(c, d, 0, 1, 4, 5), PICKED(c, d, 2, 3, 6, 7)};
+        memcpy(to + vector * VECTOR, units, VECTOR);
+    }
 }
 
 // values: 128 columns, 0 after the last
 static void arrange(const Store *s, const float *values, uint8_t *out) {
-    float largest = 0, doubt = 0, *shifts = (float *)out, *scales = shifts + 2 * UNITS;
-    for (int i = 0; i < CHUNK; i++) {
-        const float size = values[i] < 0 ? -values[i] : values[i];
-        largest = size > largest ? size : largest;
-        doubt += values[i] * 0;  // NaN, if one is not finite
+    float *shifts = (float *)out, *scales = shifts + 2 * UNITS;
+    Floats most = {0}, doubts = {0};  // NaN, if one is not finite
+    for (int i = 0; i < CHUNK; i += LANES) {
+        const Floats some = floats_at(values + i);
+        most = larger((Floats)((Ints)some & 0x7fffffff), most);
+        doubts += some * 0;
     }
-    const float factor = largest > 1e-30f ? LARGEST / largest : 0, scale = largest / LARGEST + doubt;
+    const float largest = largest_of_lanes(most);
+    const float factor = largest > 1e-30f ? LARGEST / largest : 0, scale = largest / LARGEST + sum_of_lanes(doubts);
+    int32_t numbers[CHUNK];
     int8_t high[CHUNK], low[CHUNK];
-    float sums[8] = {0};
+    for (int i = 0; i < CHUNK; i++) numbers[i] = (int32_t)__builtin_rintf(values[i] * factor);
     for (int i = 0; i < CHUNK; i++) {
-        const int32_t number = (int32_t)__builtin_rintf(values[i] * factor);
-        const int32_t above = (number + 128) >> 8;
+        const int32_t above = (numbers[i] + 128) >> 8;
         high[i] = (int8_t)above;
-        low[i] = (int8_t)(number - (above << 8));
-        sums[i / 16] += (float)number;
+        low[i] = (int8_t)(numbers[i] - (above << 8));
+    }
+    float sums[8];
+    for (int i = 0; i < 8; i++) {
+        uint32_t sum = 0;
+        for (int k = 0; k < 16; k++) sum += (uint32_t)numbers[16 * i + k];
+        sums[i] = (float)(int32_t)sum;
     }
     const float of_sum = s->zero < 0 ? scale : -scale * (float)s->zero;
     const int halves = halves_of(s);
-    for (int unit = 0; unit < UNITS; unit++) {
-        scales[unit] = scale;
-        for (int half = 0; half < 2; half++) {
-            const float sum = halves == 2 ? sums[2 * (unit % 4) + half] : sums[2 * (unit % 4)] + sums[2 * (unit % 4) + 1];
-            shifts[half * UNITS + unit] = unit < 4 ? sum * of_sum : 0;
+    memset(shifts, 0, 2 * UNITS * sizeof(float));
+    for (int group = 0; group < 4; group++)
+        for (int half = 0; half < 2; half++)
+            shifts[half * UNITS + group] = (halves == 2 ? sums[2 * group + half] : sums[2 * group] + sums[2 * group + 1]) * of_sum;
+    for (int unit = 0; unit < UNITS; unit++) scales[unit] = scale;
+    int8_t *bytes = (int8_t *)(out + HEAD_FLOATS * 4);
+    const int mixed = is_mixed(s->low_bits, halves), is_spread = s->low_bits == 2 || s->table;
+    for (int half = 0; half <= mixed; half++) {
+        int8_t *to = bytes + half * 4 * VECTOR;
+        if (is_spread) {
+            put_plane(high, 1, -1, to);
+            put_plane(low, 1, -1, to + 2 * VECTOR);
+        } else {
+            put_plane(high, 0, mixed ? half : -1, to);
+            put_plane(low, 0, mixed ? half : -1, to + 2 * VECTOR);
         }
     }
-    int8_t *bytes = (int8_t *)(out + HEAD_FLOATS * 4);
-    const int mixed = is_mixed(s->low_bits, halves);
-    for (int half = 0; half <= mixed; half++)
-        for (int vector = 0; vector < 2; vector++)
-            for (int unit = 0; unit < UNITS; unit++)
-                for (int byte = 0; byte < 4; byte++) {
-                    const int slot = slot_of(s->low_bits, s->table != 0, vector, byte), column = column_of(unit, slot);
-                    const int is_used = !mixed || slot / 2 % 2 == half;
-                    int8_t *to = bytes + (half * 4 + vector) * VECTOR + 4 * unit + byte;
-                    to[0] = is_used ? high[column] : 0;
-                    to[2 * VECTOR] = is_used ? low[column] : 0;
-                }
 }
 
 INLINE Bytes load(const void *from) {
@@ -198,13 +226,6 @@ INLINE Bytes book_entries(const uint8_t *table, Bytes codes) {
 #endif
 }
 
-typedef uint32_t Four __attribute__((vector_size(16)));
-#ifdef __clang__
-#define PICKED(A, B, ...) __builtin_shufflevector(A, B, __VA_ARGS__)
-#else
-#define PICKED(A, B, ...) __builtin_shuffle(A, B, (Four){__VA_ARGS__})
-#endif
-
 // Four float32 numbers, by their bits, again and again in all lanes.
 INLINE Floats repeated_four(Four bits) {
 #if WIDTH == 16
@@ -219,12 +240,9 @@ INLINE Floats repeated_four(Four bits) {
 // The scales of a chunk's four groups, or of the halves of all groups, and their minimums.
 INLINE void scales_of_chunk(const uint8_t *from, int group, int has_minimums, int is_book, int has_zeros, Floats *scale,
                             Floats *minimum) {
-    typedef uint16_t FourShorts __attribute__((vector_size(8)));
     Four words, others;
     if (is_book) {
-        FourShorts shorts;
-        memcpy(&shorts, from, sizeof shorts);
-        scale[0] = repeated_four(__builtin_convertvector(shorts, Four) << 16);
+        scale[0] = repeated_four(four_shorts(from) << 16);
         return;
     }
     memcpy(&words, from, sizeof words);

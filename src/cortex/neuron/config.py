@@ -98,10 +98,10 @@ class Limits(Section, frozen=True):
     `host_mb` first. The least recently used pages are dropped, also when the host runs short of memory. 0: none.
     Absent: an eighth of the host's free memory."""
     kv_disk_mb: Megabytes = 0
-    """Disk space for KV pages that leave host memory, and for all KV pages when a model sleeps or is unloaded or the
-    node stops. Conversations then continue after a restart without being recomputed, if reading is expected to be
-    faster. The least recently used files are removed. Text of prompts and responses can be recovered from the files.
-    Needs `kv_host_mb`. 0: none; meant for SSDs."""
+    """Disk space for KV pages that leave host memory, for those that it holds when a model sleeps or is unloaded, and
+    for all when the node stops, as many as are written in 30 s. Conversations then continue after a restart without
+    being recomputed, if reading is expected to be faster. The least recently used files are removed. Text of prompts
+    and responses can be recovered from the files. Needs `kv_host_mb`. 0: none; meant for SSDs."""
     kv_disk_dir: Path | None = None
     """The folder of these files; only the user of the node can read them. Absent: `kv` in the cache of cortex."""
     max_num_seqs: Count = 256

@@ -153,8 +153,9 @@ class FaultyEngine:
     def keep_pages(self, host: None) -> None:
         """It has no pages."""
 
-    def save_pages(self) -> None:
+    def save_pages(self, *, to_disk: bool = False) -> bool:
         """It has no pages."""
+        return False
 
     def prepare(self) -> bool:
         if self._behaviour.get("prepare") == "hang":

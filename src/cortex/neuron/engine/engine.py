@@ -382,11 +382,10 @@ class Engine:
     def _names_alone(self) -> bool:
         return True
 
-    def save_pages(self) -> None:
+    def save_pages(self, *, to_disk: bool = False) -> bool:
         """Copies pages and states that are not in host memory yet, before the model sleeps or is closed. It must have
-        no work."""
-        if isinstance(self._loop, StepLoop):
-            self._loop.save_pages()
+        no work. See `HostTier.save`."""
+        return isinstance(self._loop, StepLoop) and self._loop.save_pages(to_disk=to_disk)
 
     @property
     def model_id(self) -> str:

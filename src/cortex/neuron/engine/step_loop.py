@@ -178,10 +178,9 @@ class StepLoop:
         self.end_copies()
         self._scheduler.forget(is_chosen)
 
-    def save_pages(self) -> None:
-        """Copies pages that are not in host memory yet. There must be no work."""
-        if self.host is not None:
-            self.host.save()
+    def save_pages(self, *, to_disk: bool) -> bool:
+        """Copies pages that are not in host memory yet. There must be no work. See `HostTier.save`."""
+        return self.host is not None and self.host.save(to_disk=to_disk)
 
     def prepare_first(self) -> None:
         """Builds what a short prompt and its response need."""

@@ -25,6 +25,7 @@ from cortex.neuron.engine.host_pages.disk import DiskPages
 from cortex.neuron.engine.host_pages.disk_reads import BUFFERS, DiskReader
 from cortex.neuron.engine.host_pages.rates import WORTH, CopyRate, end_of_front, saves_time
 from cortex.neuron.engine.host_pages.store import BlockKind, ChosenBlocks
+from cortex.neuron.engine.host_pages.tier import DISK_SHARE
 from cortex.neuron.engine.kv.pages import ROOT, page_digests
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
 
@@ -32,7 +33,7 @@ from ...engine_runs import run, tokens_of
 from ..test_sleep import DENSE, HYBRID
 from .engines import CPU, PROMPT, EngineMaker, new_host, respond
 from .late_copies import LateOutward
-from .test_tier import FAMILIES
+from .test_tier import FAMILIES, ROOMY
 
 TENANT = b"of one tenant..."
 
@@ -234,6 +235,46 @@ def test_blocks_that_leave_host_memory_are_on_disk(make_engine: EngineMaker, tmp
     assert [respond(again, prompt) for prompt in prompts] == [(tokens, 160) for tokens in expected]
 
 
+@pytest.mark.parametrize("num_on_disk", [6, 10])
+def test_blocks_that_host_memory_cannot_hold_are_on_disk_when_the_process_ends(
+    make_engine: EngineMaker, tmp_path: Path, num_on_disk: int
+) -> None:
+    host = new_host(folder=tmp_path)
+    engine = make_engine(ROOMY, host)
+    prompts = [tuple((index * 5 + seed) % 83 + 3 for index in range(170)) for seed in range(10)]
+    expected = [respond(engine, prompt)[0] for prompt in prompts]
+    assert engine.tier is not None
+    (kind,) = engine.tier._kinds  # noqa: SLF001
+    host.store.limit(16 * kind.num_bytes)
+    assert host.disk is not None
+    host.disk.budget_bytes = int(num_on_disk * 5 * kind.num_bytes / DISK_SHARE) + 1
+    end_s = time.monotonic() + WAIT_S
+    while engine.save_pages(to_disk=True) and host.settle(end_s):
+        pass
+    again = make_engine(ROOMY, new_host(0, folder=tmp_path))
+    found = [respond(again, prompt) for prompt in reversed(prompts)]
+    assert [tokens for tokens, _ in found] == expected[::-1]
+    assert [cached for _, cached in found[:num_on_disk]] == [160] * num_on_disk
+
+
+def test_disk_that_takes_nothing_does_not_delay_the_end_of_the_process(
+    make_engine: EngineMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = new_host(folder=tmp_path)
+    engine = make_engine(DENSE, host)
+    respond(engine)
+    tried: list[object] = []
+
+    def fail(*arguments: object) -> None:
+        tried.append(arguments)
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(block_files, "_write", fail)
+    assert engine.save_pages(to_disk=True)
+    assert not host.settle()
+    assert len(tried) <= 2
+
+
 def test_purge_removes_by_model_tenant_and_age(tmp_path: Path) -> None:
     def write(model_id: str, tenant: bytes) -> BlockFile:
         kind = BlockKind(model_id.encode().ljust(16), 0, 8)
@@ -259,6 +300,7 @@ import sys
 from pathlib import Path
 from cortex.neuron.engine.host_pages import block_files
 from cortex.neuron.engine.host_pages.store import BlockKind, ChosenBlocks
+from cortex.neuron.engine.host_pages.tier import DISK_SHARE
 kind = BlockKind(bytes(16), 0, 4096)
 number = 0
 while True:

@@ -27,6 +27,8 @@ WINDOWED: dict[str, Any] = DENSE | {
     **{"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 48, "sliding_window_pattern": 2},
     **{"num_hidden_layers": 4, "query_pre_attn_scalar": 16},
 }
+ROOMY: dict[str, Any] = DENSE | {"max_position_embeddings": 512, "head_dim": 64}
+"""Its device holds ten prompts and more, in pages of 64 kB."""
 FAMILIES = {"dense": DENSE, "hybrid": HYBRID, "latents": LATENT, "windows": WINDOWED} | HYBRIDS
 
 
@@ -167,6 +169,21 @@ def test_pages_under_pressure_are_copied_before_they_are_overwritten(make_engine
             assert respond(engine, prompt)[0] == tokens
     assert engine.stats().fetched_tokens > 0
     host.store.check_integrity()
+
+
+def test_whole_latest_prompt_is_kept_if_slabs_do_not_fill_the_budget(make_engine: EngineMaker) -> None:
+    host = new_host()
+    engine = make_engine(ROOMY, host)
+    prompts = [tuple((index * 5 + seed) % 83 + 3 for index in range(170)) for seed in range(12)]
+    for prompt in prompts:
+        respond(engine, prompt)
+    assert engine.tier is not None
+    (kind,) = engine.tier._kinds  # noqa: SLF001
+    host.store.limit(50 * kind.num_bytes)  # 16 slabs of 3 blocks
+    engine.save_pages()
+    assert host.store.num_blocks(kind) >= 45
+    again = make_engine(ROOMY, host)
+    assert [respond(again, prompt)[1] for prompt in prompts[-3:]] == [160] * 3
 
 
 def test_step_that_isolates_requests_overwrites_pages_only_when_these_are_in_host_memory(

@@ -66,11 +66,12 @@ class DeviceHostMemory:
         self.disk.save_these(self.store.kinds(model), digests, self.store, self.slabs)
         return not self.disk.is_writing
 
-    def settle(self, until_s: float = float("inf")) -> None:
-        """Waits for the writer, at most until a time of the monotonic clock."""
-        if self.disk is not None:
-            self.save(everything=True)
-            self.disk.settle(self.store, until_s)
+    def settle(self, until_s: float = float("inf")) -> bool:
+        """Waits for the writer, at most until a time of the monotonic clock. False if not everything is on disk."""
+        if self.disk is None:
+            return False
+        self.save(everything=True)
+        return self.disk.settle(self.store, until_s)
 
     def forget(self, chosen: ChosenBlocks, until_s: float) -> None:
         """Deletes blocks of loaded and earlier models, here and on disk. Waits for blocks being written, at most until

@@ -1,8 +1,8 @@
 """Blocks on disk, the tier below host memory: their index, when they are written, and how fast they return.
 
-Blocks are written in the background when they are the next to leave host memory, and all of them when their model
-sleeps or ends. Workers share the folder: each knows the files that it found at a load or a rescan, those that it has
-written since, and those that the daemon has received.
+Blocks are written in the background when they are the next to leave host memory, all that it holds when their model
+sleeps or ends, and those of devices, too, before the process ends. Workers share the folder: each knows the files that
+it found at a load or a rescan, those that it has written since, and those that the daemon has received.
 """
 
 from __future__ import annotations
@@ -196,14 +196,14 @@ class DiskPages:
         return bool(self._writes)
 
     def settle(self, store: HostPages, until_s: float = float("inf")) -> bool:
-        """Waits for writes, at most until a time of the monotonic clock. False if some have not ended."""
+        """Waits for writes, at most until a time of the monotonic clock. False if some have not ended, or failed."""
         while self._writes:
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 return False
             wait([self._writes[-1].written], timeout=None if left_s == float("inf") else left_s)
             self.end_writes(store)
-        return True
+        return time.monotonic() >= self._retry_at_s
 
     def end_writes(self, store: HostPages) -> None:
         """Unpins written blocks, so that host memory may drop them."""

@@ -37,6 +37,9 @@ FETCHED_PAGES = {"cuda": 8, "cpu": 1}
 """Fewer pages than this are computed rather than copied from host memory."""
 COPY_BYTES = 256 << 20
 """Most bytes of one copy to host memory: about 5 ms."""
+DISK_SHARE = 0.9
+"""Share of the disk that the blocks of an ending process fill at most: the headers of files take room, too, and the
+latest used blocks are written first, so that files in excess would take their place."""
 READ_DELAY_S = 0.002
 """Delay before the first block of a fetch from disk."""
 TURN_S = 0.005
@@ -478,9 +481,9 @@ class HostTier:
                 for digest in digests
                 if (id := self._id_of(part, digest)) is not None and not self._store.has(kind, digest)
             ]
-            while lacking and self._send(part, lacking[:count]):
+            while lacking and (num_sent := self._send(part, lacking[:count])):
                 self._end_outgoing(wait=True)
-                del lacking[:count]
+                del lacking[:num_sent]
                 if time.monotonic() >= until_s:
                     return False
         return True
@@ -491,15 +494,20 @@ class HostTier:
             return self._pages.groups[part].pool.page_of(digest)
         return None if self._checkpoints is None else self._checkpoints.slot_of(digest)
 
-    def save(self) -> None:
-        """Copies what the budget permits, the most recently used first, and waits: the device memory is freed next."""
-        self._remaining = None
+    def save(self, *, to_disk: bool = False) -> bool:
+        """Copies the most recently used blocks, as many as the budget permits, and waits: the device memory is freed
+        next. `to_disk`: only blocks that are not on disk yet, and that fit there. Returns whether any was copied and is
+        being written to disk."""
+        self.collect(wait=True)
+        self._remaining = self._latest_of_parts(to_disk=to_disk)
+        has_copied = False
         while self._copy_some():
-            pass
+            has_copied = True
         self.collect(wait=True)
         self._host.save(everything=True)
         if self._others is not None:
             self._others.settle()
+        return has_copied and self._disk is not None
 
     def _copy_some(self) -> bool:
         self.collect(wait=True)
@@ -507,42 +515,51 @@ class HostTier:
         if not self._store.budget_bytes:
             return False
         if self._remaining is None:
-            self._remaining = [(part, self._latest(part)) for part in range(len(self._blocks)) if self._is_used(part)]
+            self._remaining = self._latest_of_parts()
         while self._remaining:
             part, blocks = self._remaining[-1]
             count = self._num_at_once(part)
-            if not self._send(part, blocks[:count]):
+            if not (num_sent := self._send(part, blocks[:count])):
                 self._remaining.pop()
                 continue
-            del blocks[:count]
+            del blocks[:num_sent]
             self.collect(wait=True)
             return True
         return False
 
-    def _latest(self, part: int) -> list[tuple[int, Digest]]:
+    def _latest_of_parts(self, *, to_disk: bool = False) -> list[tuple[int, list[tuple[int, Digest]]]]:
+        return [(part, self._latest(part, to_disk=to_disk)) for part in range(len(self._blocks)) if self._is_used(part)]
+
+    def _latest(self, part: int, *, to_disk: bool) -> list[tuple[int, Digest]]:
         """The most recently used blocks that fit in the part's share of the budget and are not in host memory, least
-        recently used first."""
-        most = self._store.budget_bytes // len(self._blocks) // max(1, self._blocks[part].num_bytes)
-        latest = list(self._known(part))[-most:] if most else []
-        return [each for each in latest if not self._store.has(self._kinds[part], each[1])]
+        recently used first. `to_disk`: see `save`."""
+        kind, latest = self._kinds[part], list(self._known(part))
+        share = len(self._blocks) * max(1, self._blocks[part].num_bytes)
+        most = self._store.budget_bytes // share
+        if to_disk and self._disk is not None:
+            fit = int(self._disk.budget_bytes * DISK_SHARE) // share
+            latest = latest[-fit:] if fit else []
+            latest = [each for each in latest if not self._disk.has(kind, each[1])]
+        return [each for each in latest[-most:] if not self._store.has(kind, each[1])] if most else []
 
     def _is_used(self, part: int) -> bool:
         """Whether this rank, or possibly another, has layers with blocks of this part."""
         return self._blocks[part].num_bytes > 0 or self._others is not None
 
-    def _send(self, part: int, blocks: Sequence[tuple[int, Digest]]) -> bool:
+    def _send(self, part: int, blocks: Sequence[tuple[int, Digest]]) -> int:
+        """Starts to copy blocks to host memory. Returns their number: the first ones, as many as it has room for."""
         if not blocks:
-            return False
+            return 0
         if not self._blocks[part].num_bytes:
             self._keep_elsewhere(part, blocks)
-            return True
+            return len(blocks)
         group, kind = part if part < len(self._pages.groups) else None, self._kinds[part]
         outgoing = OutgoingBlocks.start(self._copies, self._blocks[part], kind, group, blocks, self._store)
         if outgoing is None:
-            return False
+            return 0
         self._outgoing = outgoing
         self._keep_elsewhere(part, blocks[: len(outgoing.places)])
-        return True
+        return len(outgoing.places)
 
     def _keep_elsewhere(self, part: int, blocks: Sequence[tuple[int, Digest]]) -> None:
         if self._others is not None:

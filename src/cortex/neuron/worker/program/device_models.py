@@ -303,15 +303,17 @@ class DeviceModels(dict[int, DeviceModel]):
             model.cancel_all()
             while model.engine.has_work and model.step():
                 pass  # the KV of requests that ran is kept, too
-            self._save_pages(model)
+            while self._save_pages(model, to_disk=True) and self._host_pages.settle(until_s):
+                pass  # host memory has room for the next ones
         self._host_pages.settle(until_s)
 
-    def _save_pages(self, model: DeviceModel) -> None:
+    def _save_pages(self, model: DeviceModel, *, to_disk: bool = False) -> bool:
         try:
-            model.engine.save_pages()
+            return model.engine.save_pages(to_disk=to_disk)
         except Exception as error:
             raise_device_fault(error, "unload")
             log.error("the pages of model %d were not kept: %s", model.handle, explain(error), exc_info=error)
+            return False
 
     def free_memory_of(self, error: Exception) -> None:
         """Frees memory held by a failure, whose traceback keeps half-loaded weights alive."""

@@ -116,8 +116,7 @@ class GatewaySection(Section, frozen=True):
     missed_polls: Count = 3
     """Polls in a row that must fail before a node counts as down."""
     strip_billing_header: bool = True
-    """Remove the line `x-anthropic-billing-header` of each request from its system prompt, in messages and chat
-    completions: it defeats prefix caching.
+    """Remove the line `x-anthropic-billing-header` of each request from its system prompt: it defeats prefix caching.
     Applies to every node behind this gateway, whatever its own setting."""
     cors_origins: tuple[str, ...] = ()
     """Origins such as `https://chat.example` whose scripts may use the API from a browser; `*` allows every origin.

@@ -227,8 +227,7 @@ class NeuronConfig(Section, frozen=True):
     """The same for files that are sent to servers (`/v1/audio/transcriptions` and others). From 1 MiB on they are
     spooled to unnamed files in `TMPDIR` or `/var/tmp` while they are relayed, at most four times this size in all."""
     strip_billing_header: bool = True
-    """Remove the line `x-anthropic-billing-header` of each request from its system prompt, in messages and chat
-    completions: it defeats prefix caching.
+    """Remove the line `x-anthropic-billing-header` of each request from its system prompt: it defeats prefix caching.
     Applies to clients that connect to this node directly; a gateway decides for its own clients."""
     log_level: logs.Level = "info"
     """The lowest level that is logged."""

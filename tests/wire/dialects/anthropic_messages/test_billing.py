@@ -43,6 +43,21 @@ def body(**fields: Any) -> bytes:
             {"messages": [{"role": "system", "content": "You are terse."}, HI]},
         ),
         ({"messages": [{"role": "developer", "content": LINE["text"]}, HI]}, {"messages": [HI]}),
+        # in responses
+        (
+            {"instructions": f"{LINE['text']}\nYou are terse.", "input": "hi"},
+            {"instructions": "You are terse.", "input": "hi"},
+        ),
+        ({"instructions": LINE["text"], "input": [HI]}, {"input": [HI]}),
+        (
+            {"input": [{"role": "developer", "content": [{**LINE, "type": "input_text"}, PROMPT]}, HI]},
+            {"input": [{"role": "developer", "content": [PROMPT]}, HI]},
+        ),
+        # with text in the same line, which is no part of it
+        ({"system": f"{LINE['text']} You are terse. x=1;\nBe kind."}, {"system": "You are terse. x=1;\nBe kind."}),
+        ({"system": f"{LINE['text'].rstrip(';')} You are terse."}, {"system": "You are terse."}),
+        ({"system": f"{LINE['text'].rstrip(';')}\r\nYou are terse."}, {"system": "You are terse."}),
+        ({"system": "x-anthropic-billing-header: in another form\nYou are terse."}, {"system": "You are terse."}),
     ],
 )
 def test_removes_only_the_billing_line(given: dict[str, Any], left: dict[str, Any]) -> None:
@@ -66,6 +81,8 @@ def test_other_values_keep_their_bytes() -> None:
         body(messages=[{"role": "user", "content": LINE["text"]}]),
         body(messages=[{"role": "assistant", "content": LINE["text"]}]),
         body(tools=[LINE]),
+        body(input=LINE["text"]),
+        body(input=[{"role": "user", "content": LINE["text"]}]),
         b'{"system": [{"text": "x-anthropic-billing-header"',
         b'"x-anthropic-billing-header"',
         body(system=[["x-anthropic-billing-header"]]),

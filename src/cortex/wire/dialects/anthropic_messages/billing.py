@@ -1,7 +1,7 @@
 """Removes the billing line from Claude Code's system prompt, the only change ever made to a prompt.
 
 The line differs for every request and comes first, so that no prefix would ever be cached. Proxies join it with other
-text, or send it as a chat completion. The setting `strip_billing_header` decides: that of the gateway for requests
+text, or send it in another dialect. The setting `strip_billing_header` decides: that of the gateway for requests
 through it, that of a node only for direct clients.
 """
 
@@ -15,11 +15,18 @@ import msgspec
 from msgspec import Raw
 
 BILLING_HEADER = "x-anthropic-billing-header"
-BILLED: Final[frozenset[str]] = frozenset({"anthropic_messages", "openai_chat"})
-"""The dialects whose bodies may have the line."""
+BILLED: Final[frozenset[str]] = frozenset(
+    {
+        *("anthropic_messages", "openai_chat", "openai_responses", "openai_compaction"),
+        *("ollama_chat", "ollama_generate"),
+    }
+)
+"""The dialects with system prompts, which may have the line."""
 
 _MARK = BILLING_HEADER.encode()
-_LINE: Final = re.compile(rf"^[ \t]*{BILLING_HEADER}:[^\n]*(?:\n+|\Z)", re.MULTILINE)
+_PAIRS: Final = r"(?:[ \t]*[\w.-]+=[^;\s]*(?:;|(?=\s|\Z)))+[ \t\r]*"
+_LINE: Final = re.compile(rf"^[ \t]*{BILLING_HEADER}:(?:{_PAIRS}\n*|[^\n]*(?:\n+|\Z))", re.MULTILINE)
+"""Text after the values is not part of it."""
 _object_decoder = msgspec.json.Decoder(dict[str, Raw])
 _array_decoder = msgspec.json.Decoder(list[Raw])
 _text_decoder = msgspec.json.Decoder(str)
@@ -34,7 +41,8 @@ def strip_billing_header(body: bytes) -> bytes:
         return body
     try:
         fields = _object_decoder.decode(body)
-        edited = [_edit(fields, "system", _strip_prompt), _edit(fields, "messages", _strip_messages)]
+        edited = [_edit(fields, name, _strip_prompt) for name in ("system", "instructions")]
+        edited += [_edit(fields, name, _strip_messages) for name in ("messages", "input")]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return body
     return msgspec.json.encode(fields) if any(edited) else body
@@ -83,6 +91,8 @@ def _strip_text(value: Raw) -> Raw | None:
 
 
 def _strip_messages(messages: Raw) -> Raw:
+    if not bytes(messages).lstrip().startswith(b"["):
+        return messages  # the text of a user
     given = _array_decoder.decode(messages)
     kept = [_strip_message(message) for message in given]
     if all(new is old for new, old in zip(kept, given, strict=True)):

@@ -39,6 +39,18 @@ CASES: list[tuple[str, dict[str, Any], str | None]] = [
     *(("openai_responses", {"input": said(role)}, None) for role in ("system", "developer", "user", "assistant")),
     ("anthropic_messages", {"messages": said("robot")}, "messages[0].role"),
     *(("anthropic_messages", {"messages": said(role)}, None) for role in ("system", "user", "assistant")),
+    ("anthropic_messages", {"messages": said("developer")}, "messages[0].role"),
+    *(
+        (dialect, {"messages": [{"role": role, **content}]}, "messages[0].content")
+        for dialect, roles in (
+            ("openai_chat", ("system", "user")),
+            ("anthropic_messages", ("system", "user", "assistant")),
+        )
+        for role in roles
+        for content in ({}, {"content": None})
+    ),
+    ("openai_chat", {"messages": [{"role": "user", "content": ""}]}, None),
+    ("openai_chat", {"messages": [{"role": "assistant", "content": None}]}, None),
     ("ollama_chat", {"messages": said("robot")}, None),
     ("ollama_chat", {"messages": said("User")}, None),
     ("openai_chat", {"response_format": {}}, "response_format.type"),
@@ -52,9 +64,16 @@ CASES: list[tuple[str, dict[str, Any], str | None]] = [
     ("openai_responses", {"reasoning": {"effort": "high"}}, None),
     ("anthropic_messages", {"output_config": {"effort": "minimal"}}, "output_config.effort"),
     ("anthropic_messages", {"output_config": {"effort": "max"}}, None),
+    ("openai_chat", {"verbosity": "extreme"}, "verbosity"),
+    ("openai_chat", {"verbosity": "high"}, None),
+    ("openai_responses", {"text": {"verbosity": "extreme"}}, "text.verbosity"),
+    ("openai_responses", {"text": {"verbosity": "medium"}}, None),
     ("openai_responses", {"include": ["everything"]}, "include"),
     ("openai_responses", {"include": ["reasoning.encrypted_content", "message.output_text.logprobs"]}, None),
     ("anthropic_messages", {"max_tokens": None}, "max_tokens"),
+    ("anthropic_messages", {"tools": [{"name": "f"}]}, "tools[0].input_schema"),
+    ("anthropic_messages", {"tools": [TOOL, TOOL]}, "tools"),
+    ("anthropic_messages", {"tools": [TOOL, {**TOOL, "name": "g"}]}, None),
     ("anthropic_messages", {"max_tokens": 9, **thinking(9)}, "thinking.budget_tokens"),
     ("anthropic_messages", {"max_tokens": 9, **thinking(8)}, None),
     ("anthropic_messages", {"max_tokens": 9, **thinking(99), "tools": [TOOL]}, None),  # a budget of several calls

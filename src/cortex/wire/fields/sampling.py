@@ -36,6 +36,7 @@ LOCAL = Bounds(temperature=100, penalty=100)
 MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 100
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+_VERBOSITIES = ("low", "medium", "high")
 _MAX_TOKEN_DIGITS = len(str(LARGEST_TOKEN))
 
 
@@ -217,6 +218,13 @@ def _read_schema(fields: Fields, name: str) -> dict[str, object]:
     if not isinstance(value, dict):
         raise fields.invalid(name, "expected a JSON schema")
     return value
+
+
+def check_verbosity(fields: Fields) -> None:
+    """A hint without effect. Raises `InvalidValue` for one that is none."""
+    verbosity = fields.text("verbosity")
+    if verbosity is not None and verbosity not in _VERBOSITIES:
+        raise fields.invalid("verbosity", f"'{shorten(verbosity)}' is not known; use {', '.join(_VERBOSITIES)}")
 
 
 def read_effort(fields: Fields, name: str) -> Thinking:

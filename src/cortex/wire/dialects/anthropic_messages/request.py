@@ -174,7 +174,7 @@ def _read_document(block: Fields) -> Iterator[Text | PicturePart]:
         )
 
 
-_ROLES: dict[str, Role] = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+_ROLES: dict[str, Role] = {"user": "user", "assistant": "assistant", "system": "system"}
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
 
@@ -256,6 +256,8 @@ def _read_system(fields: Fields, name: str) -> tuple[Text, ...]:
 def _read_message(fields: Fields) -> Iterator[Message]:
     """A user turn with tool results becomes tool messages and user messages, in the order of its blocks."""
     role = fields.role(_ROLES)
+    if fields.raw("content") is None:
+        raise fields.invalid("content", "it is required: a string or an array of blocks")
     if role == "system":
         if parts := _read_system(fields, "content"):
             yield Message(role="system", parts=parts)
@@ -295,14 +297,21 @@ def _read_tools(fields: Fields) -> ToolList:
             else:
                 found.tools.append(published)
             continue
+        parameters = tool.mapping("input_schema")
+        if parameters is None:
+            raise tool.invalid("input_schema", "it is required: the JSON schema of the arguments")
         found.tools.append(
             Tool(
                 name=tool.required_text("name"),
-                parameters=tool.mapping("input_schema") or {},
+                parameters=parameters,
                 description=tool.text("description"),
                 strict=tool.flag("strict") or False,
             )
         )
+    names = [tool.name for tool in found.tools]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise fields.invalid("tools", f"two of them are named '{shorten(twice)}'; give each a name of its own")
     return found
 
 

@@ -17,6 +17,7 @@ from cortex.wire.fields.request_class import TIER, asked_class
 from cortex.wire.fields.sampling import (
     MAX_CHOICES,
     MAX_TOP_LOGPROBS,
+    check_verbosity,
     read_effort,
     read_limits,
     read_output_format,
@@ -82,6 +83,7 @@ def parse(body: bytes) -> GenerateRequest:
     summary = read_summary(fields)
     if not fields.array("messages"):
         raise fields.invalid("messages", "it is required and must hold at least one message")
+    check_verbosity(fields)
     found = _read_tools(fields)
     as_functions = bool(fields.array("functions"))
     stream_options = read_stream_options(fields)
@@ -167,6 +169,8 @@ def _read_template_args(fields: Fields) -> dict[str, Any]:
 def _read_message(fields: Fields) -> Message:
     role = fields.role(_ROLES)
     name = fields.text("name")
+    if role in ("system", "user") and fields.raw("content") is None:
+        raise fields.invalid("content", "it is required: a string or an array of parts")
     content = tuple(_read_content(fields))
     if role == "tool":
         call_id = fields.text("tool_call_id") or name or ""

@@ -15,6 +15,7 @@ from cortex.wire.fields.prediction import read_prediction
 from cortex.wire.fields.request_class import TIER, asked_class
 from cortex.wire.fields.sampling import (
     MAX_TOP_LOGPROBS,
+    check_verbosity,
     read_effort,
     read_output_format,
     read_sampling,
@@ -97,6 +98,8 @@ def parse(body: bytes) -> GenerateRequest:
     found = _read_tools(fields)
     reasoning = fields.object("reasoning")
     text = fields.object("text")
+    if text is not None:
+        check_verbosity(text)
     read_stream_options(fields)
     return GenerateRequest(
         model=summary.model,

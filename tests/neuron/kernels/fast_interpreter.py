@@ -51,6 +51,13 @@ _constants: dict[tuple[type, str], Any] = {}
 _element_types: dict[str, Any] = {}
 _largest_bytes: dict[str, int] = {}
 _conversions: dict[tuple[Any, ...], Any] = {}
+_widths: dict[str, int] = {}
+_recordings: list[list[Any]] = []
+"""What has happened so far in each operation that is recorded, the innermost last."""
+_RECORDED = (
+    *("add", "sub", "mul", "truediv", "and_", "or_"),
+    *("equal", "not_equal", "less_than", "less_equal", "greater_than", "greater_equal"),
+)
 _NEW_AXIS = [(slice(None),) * axis + (None,) for axis in range(8)]
 
 
@@ -89,11 +96,58 @@ def _known_same_shape(block_type: Any, element_type: Any) -> Any:
     return _same_shapes[key]
 
 
+def _recorded(compute: Any) -> Any:
+    """An operation of two operands, which for every pair of types remembers what they become, what is computed from
+    both, and of which type the result is. What else it may be given is about overflow, which is not checked."""
+    known: dict[tuple[str, str], Any] = {}
+
+    def apply(semantic: Any, left: Any, right: Any, *args: Any, **kwargs: Any) -> Any:
+        key = _key(left), _key(right)
+        if (found := known.get(key)) is None:
+            _recordings.append([])
+            result = compute(semantic, left, right, *args, **kwargs)
+            known[key] = _single_step(left, right, result, _recordings.pop())
+        elif found:
+            left_example, right_example, operation, result_type = found
+            if left_example is not None:
+                left = _converted(semantic, left, left_example)
+            if right_example is not None:
+                right = _converted(semantic, right, right_example)
+            result = _Tensor(operation(semantic.builder, left.handle, right.handle), result_type)
+        else:
+            result = compute(semantic, left, right, *args, **kwargs)
+        if _recordings:
+            _recordings[-1].append(None)
+        return result
+
+    return apply
+
+
+def _key(operand: Any) -> str:
+    name: str = operand.type.name if type(operand) is _Tensor else repr(operand)
+    return name
+
+
+def _single_step(left: Any, right: Any, result: Any, recording: list[Any]) -> tuple[Any, ...]:
+    """How the result is computed, if the operands only become of a common type and then are computed with once."""
+    match recording:
+        case [(_, found_left, found_right), (operation, left_handle, right_handle)] if (
+            left_handle is found_left.handle and right_handle is found_right.handle
+        ):
+            return _example(left, found_left), _example(right, found_right), operation, result.type
+    return ()
+
+
 def _find_known_common_type(semantic: Any, left: Any, right: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    found = _known_common_type(semantic, left, right, *args, **kwargs)
+    if _recordings:
+        _recordings[-1].append((None, *found))
+    return found
+
+
+def _known_common_type(semantic: Any, left: Any, right: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """The operands as the operation needs them. numpy broadcasts their data, so only their types are of one shape."""
-    left_key = left.type.name if type(left) is _Tensor else repr(left)
-    right_key = right.type.name if type(right) is _Tensor else repr(right)
-    key = left_key, right_key, args, *kwargs.items()
+    key = _key(left), _key(right), args, *kwargs.items()
     if (known := _common_types.get(key)) is None:
         found: tuple[Any, Any] = _find_common_type(semantic, left, right, *args, **kwargs)
         _common_types[key] = _example(left, found[0]), _example(right, found[1])
@@ -151,6 +205,8 @@ def _known_element_type(handle: Any) -> Any:
 
 
 def _binary_op_of_known_size(builder: Any, left: Any, right: Any, operation: Any) -> Any:
+    if _recordings:
+        _recordings[-1].append((lambda *operands: _binary_op_of_known_size(*operands, operation), left, right))
     if left.data.dtype.kind == "b" and right.data.dtype.kind == "b":
         return _binary_op(builder, left, right, operation)
     dtype = left.dtype.scalar
@@ -161,6 +217,16 @@ def _binary_op_of_known_size(builder: Any, left: Any, right: Any, operation: Any
     if output.itemsize > largest_bytes:
         output = output.astype(_known_numpy_dtype(dtype))
     return _interpreter.TensorHandle(output, dtype)
+
+
+def _add_to_pointers(builder: Any, pointers: Any, offsets: Any) -> Any:
+    if _recordings:
+        _recordings[-1].append((_add_to_pointers, pointers, offsets))
+    name = pointers.dtype.name
+    if (width := _widths.get(name)) is None:
+        width = _widths[name] = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+    distances = offsets.data.astype(np.uint64)
+    return _interpreter.TensorHandle(pointers.data + (distances if width == 1 else width * distances), pointers.dtype)
 
 
 def _convert_by_table(data: Any, source: Any, target: Any, rounding: Any) -> Any:
@@ -242,15 +308,20 @@ def speed_up() -> None:
     _Tensor.__init__ = _init_tensor_of_known_shape
     _BlockType.with_element_ty = _known_same_shape
     _Semantic.binary_op_type_checking_impl = _find_known_common_type
+    for name in _RECORDED:
+        setattr(_Semantic, name, _recorded(getattr(_Semantic, name)))
     _Semantic.cast = _cast_where_types_differ
     _Semantic.broadcast_impl_value = _broadcast_where_shapes_differ
     _Semantic.expand_dims = _expand_known_dims
     _Semantic.to_tensor = _to_known_tensor
     _interpreter.InterpreterBuilder.binary_op = _binary_op_of_known_size
+    _interpreter.InterpreterBuilder.create_addptr = _add_to_pointers
     _interpreter.InterpreterBuilder.create_expand_dims = _with_new_axis
     _interpreter.TensorHandle.get_element_ty = _known_element_type
     _interpreter.TensorHandle.__init__ = _init_handle_unchecked
     _core._unwrap_if_constexpr = _unwrap
+    no_policy = _core._normalize_cache_policy(None, None, None)
+    _core._normalize_cache_policy = lambda *_: no_policy  # there is no cache
     _interpreter._patch_attr = _give_semantic
     _interpreter._get_np_dtype = _known_numpy_dtype
     _interpreter._convert_float = _convert_by_table

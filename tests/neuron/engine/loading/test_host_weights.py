@@ -97,7 +97,10 @@ def _tokens(loaded: LoadedModel, spec: LoadSpec) -> list[list[int]]:
         engine.close()
 
 
-@pytest.fixture(params=["cpu", "stream"])
+WAYS = ("cpu", "stream")
+
+
+@pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     rates = HostRates(1e9, 1.0) if request.param == "cpu" else HostRates(1.0, 1e9)
     monkeypatch.setattr(HostTeam, "_measured", lambda _: rates)
@@ -115,8 +118,16 @@ def test_model_larger_than_its_device_generates_the_tokens_of_one_that_fits(fami
     assert _tokens(small, small_spec) == _tokens(whole, spec)
 
 
-@pytest.mark.parametrize("layout", [Q4, Q6, Q8, FLOAT8_ROWS], ids=["Q4", "Q6", "Q8", "FP8"])
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3"])
+@pytest.mark.parametrize(
+    ("family", "layout", "way"),
+    [
+        # Each layout with both families and both ways; kernels/moe/test_hosted.py has every layout in every product.
+        pytest.param(family, layout, WAYS[(row + column) % 2], id=f"{family}-{name}")
+        for row, (name, layout) in enumerate({"Q4": Q4, "Q6": Q6, "Q8": Q8, "FP8": FLOAT8_ROWS}.items())
+        for column, family in enumerate(("qwen3_moe", "qwen3"))
+    ],
+    indirect=["way"],
+)
 def test_weights_in_each_format_generate_the_same_tokens(family: str, layout: DeviceLayout, way: str) -> None:
     whole, spec = _built(family, layout)
     small, small_spec = _built(family, layout, memory_bytes=_small_bytes(whole), host_weight_bytes=1 << 30)

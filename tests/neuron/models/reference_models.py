@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers.models.llama.modeling_llama  # noqa: F401 - what all models import; see below
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.initialization import no_init_weights
 
-get_checkpoint_conversion_mapping("llama")  # half a second once, here, rather than in each process that is forked later
+get_checkpoint_conversion_mapping("llama")  # two seconds once, here, rather than in each process that is forked later
 
 
 def randomised(build: Callable[[], Any], std: float, vector_std: float) -> Any:

@@ -11,6 +11,7 @@ import itertools
 import logging
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,6 +60,9 @@ hypothesis.settings.load_profile("suite")
 # the process that they are forked from.
 for name, value in (("GOMP_SPINCOUNT", "1000"), ("ONEDNN_JIT_PROFILE", "0"), ("OMP_NUM_THREADS", "1")):
     os.environ.setdefault(name, value)
+# Without compiled files, each of the many programs that tests start would compile the sources again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # To ask whether there is a device must not make a context, which does not survive that the processes are forked.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 gc.disable()  # until the tests are collected: little of what is imported is garbage

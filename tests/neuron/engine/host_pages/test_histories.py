@@ -52,9 +52,7 @@ SHARED_TOKENS = 70
 """The first of every second conversation; they have pages in common."""
 BUDGETS = (0, 40_000, 200_000, 64 << 20)
 EVENTS = (*["ask"] * 8, "sleep", "swap", "other", "idle", "limit", "shrink")
-FEW = hypothesis.settings(
-    max_examples=max(3, hypothesis.settings().max_examples // 10), phases=(hypothesis.Phase.generate,)
-)
+FEW = hypothesis.settings(max_examples=hypothesis.settings().max_examples // 10, phases=(hypothesis.Phase.generate,))
 """A history takes most of a second: one that fails is reported as it is, rather than made shorter for minutes."""
 DISK_EVENTS = (*["ask"] * 8, "sleep", "idle", "limit", "restart", "restart", "kill", "damage", "forget")
 DISK_HISTORIES = st.lists(st.tuples(st.sampled_from(DISK_EVENTS), st.integers(0, 1 << 30)), min_size=8, max_size=20)

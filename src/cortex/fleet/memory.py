@@ -230,7 +230,7 @@ def need_of(spec: ModelSpec, node: Node, fleet: Fleet) -> MemoryNeed | None:
     if takes_bytes is None:
         takes_bytes = fleet.measured.get((spec.id, spec.quant, spec.context_tokens), spec.vram_bytes)
         if status is not None and spec.vram_bytes is None and (takes_bytes is None or contexts is not None):
-            takes_bytes = max(takes_bytes or 0, _estimated_bytes(spec, status) or 0) or None
+            takes_bytes = max(takes_bytes or 0, estimated_bytes(spec, status) or 0) or None
     if takes_bytes is None:
         takes_bytes = _estimate_elsewhere(spec, fleet)
     if takes_bytes is None:
@@ -275,7 +275,7 @@ def contexts_of(spec: ModelSpec, status: ModelStatus) -> ContextSizes | None:
     return contexts if spec.context_tokens in (None, contexts.full_tokens) else contexts.named(spec.context_tokens)
 
 
-def _estimated_bytes(spec: ModelSpec, status: ModelStatus) -> int | None:
+def estimated_bytes(spec: ModelSpec, status: ModelStatus) -> int | None:
     """The node's estimate of the whole model, with the catalogue's context, which may differ from that of the node's
     own entry."""
     estimate_bytes, contexts = _whole(status, status.estimate_bytes), contexts_of(spec, status)
@@ -372,7 +372,7 @@ def _largest_estimate(spec: ModelSpec, fleet: Fleet) -> int | None:
         held = [each for each in every if each.status.source == spec.source]
     known = [status for each in held if (status := sized_for(spec, each.status)) is not None]
     sizes = [
-        _estimated_bytes(spec, status) if measured_bytes is None or _is_cut(status) else measured_bytes
+        estimated_bytes(spec, status) if measured_bytes is None or _is_cut(status) else measured_bytes
         for status in known
         for measured_bytes in (whole_measured_bytes(status),)
     ]

@@ -48,6 +48,16 @@ def test_model_that_is_not_loaded_has_what_the_best_node_can_give_it(context: in
     assert found["limit"] == {"context": expected, "input": expected, "output": expected}
 
 
+def test_size_before_a_load_is_that_of_the_context_that_the_entry_names() -> None:
+    (held,) = (large := node("n", FULL)).residencies.values()
+    status = msgspec.structs.replace(held.status, estimate_bytes=CONTEXTS.full_bytes)
+    large = msgspec.structs.replace(large, residencies={"m": msgspec.structs.replace(held, status=status)})
+    (size,) = described(large)["sizes"]
+    assert size["bytes"] == CONTEXTS.full_bytes
+    (size,) = described(large, context=8192)["sizes"]
+    assert size["bytes"] == CONTEXTS.named(8192).full_bytes < CONTEXTS.full_bytes / 10
+
+
 def configured_for(tokens: int, *, max_prompt_tokens: int = FULL, state: ModelState = ModelState.COLD) -> Node:
     """A node whose own configuration gives the model a context of `tokens`."""
     (held,) = (large := node("n", tokens, state)).residencies.values()

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from cortex.fleet.catalogue import MEBIBYTE, ModelSpec, is_pattern
-from cortex.fleet.memory import contexts_of, sized_for
+from cortex.fleet.memory import contexts_of, estimated_bytes, sized_for
 from cortex.fleet.topology import Fleet, Node, Residency
 from cortex.wire.model_names import is_uploaded
 from cortex.wire.node.protocol import Capabilities, ModelState, ModelStatus
@@ -114,7 +114,7 @@ def _sizes(spec: ModelSpec, held: list[tuple[Node, Residency]]) -> list[dict[str
         status = sized_for(spec, residency.status)
         form: tuple[str | None, str | None, int | None] = (spec.quant, None, None)
         if status is not None:
-            num_bytes = status.estimate_bytes if status.measured_bytes is None else status.measured_bytes
+            num_bytes = estimated_bytes(spec, status) if status.measured_bytes is None else status.measured_bytes
             form = (status.quant, status.stored.dtype if status.stored is not None else None, num_bytes)
         sizes.setdefault(form, []).append(node.name)
     return [

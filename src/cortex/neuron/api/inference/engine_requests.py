@@ -99,8 +99,8 @@ def within_limit(request: GenerateRequest, num_prompt_tokens: int, token_limit: 
     limit, wanted = left // request.num_choices, request.sampling.max_tokens
     if left < 0 or (limit < 1 and wanted != 0):
         raise InsufficientQuota(
-            f"The prompt has {num_prompt_tokens} tokens, and the budget of the key has {token_limit} left for this "
-            "request; shorten the prompt, or ask the operator for a larger budget.",
+            f"The prompt has {num_prompt_tokens} tokens, and the budget of the key or its group has {token_limit} "
+            "left; shorten the prompt, or ask the operator for a larger budget.",
             details={"prompt_tokens": num_prompt_tokens},
         )
     sampling = msgspec.structs.replace(request.sampling, max_tokens=limit if wanted is None else min(wanted, limit))

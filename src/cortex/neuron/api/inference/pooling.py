@@ -313,7 +313,7 @@ def _check_limit(num_tokens: int, limit: int | None) -> None:
     """If the server's tokens are unknown, each byte counts as one."""
     if limit is not None and num_tokens > limit:
         raise InsufficientQuota(
-            f"The texts have {num_tokens} tokens, and the budget of the key has {limit} left for this request; "
+            f"The texts have {num_tokens} tokens, and the budget of the key or its group has {limit} left; "
             "send fewer texts, or ask the operator for a larger budget.",
             details={"prompt_tokens": num_tokens},
         )

@@ -30,9 +30,19 @@ HOP_BY_HOP = frozenset(
 )
 NOT_FOR_NODES = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"accept-encoding"}
 """Request headers that are not passed on. Without `accept-encoding` a node responds uncompressed, as metering needs."""
-NOT_FOR_CLIENTS = HOP_BY_HOP | {b"content-length", b"date", b"server", b"set-cookie", b"alt-svc"}
+NOT_FOR_CLIENTS = HOP_BY_HOP | {
+    *(b"content-length", b"date", b"server", b"set-cookie", b"alt-svc"),
+    *(b"clear-site-data", b"strict-transport-security"),
+}
 """Response headers that are not passed on; the exchange writes its own length and date. What a node runs on is not for
 clients, and what browsers remember of an origin is not for nodes to say."""
+ABOUT_CONTENT = frozenset(
+    (
+        *(b"content-type", b"content-disposition", b"content-encoding", b"content-language", b"content-range"),
+        *(b"accept-ranges", b"cache-control", b"etag", b"expires", b"last-modified", b"retry-after"),
+    )
+)
+"""The only response headers of other servers that clients get: others may say where a server is, and whose."""
 
 _FRAMING = frozenset((b"connection", b"content-length", b"transfer-encoding"))
 _BREAKS = b"\r\n\0"

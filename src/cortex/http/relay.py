@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from enum import Enum
 
 from cortex.http.composed_body import Body
@@ -146,6 +146,7 @@ class Relay:
         "_mode",
         "_node_headers",
         "_observer",
+        "_passed_headers",
         "_ticker",
         "_written_at",
         "closed",
@@ -179,6 +180,7 @@ class Relay:
         self._extra_headers = extra_headers
         self._capture = capture
         self._node_headers: Headers = ()
+        self._passed_headers: Collection[bytes] | None = None
         self._call: UpstreamCall | None = None
         self._body = _NO_BODY
         self._head: ResponseHead | None = None
@@ -211,10 +213,12 @@ class Relay:
         response_headers: Headers = (),
         silence_s: float | None = None,
         silence_when_down_s: float | None = None,
+        passed_headers: Collection[bytes] | None = None,
     ) -> None:
         """Send the request to a node. Only while no other call is running; a no-op after the client disconnected.
 
         `translation` (a new one for each attempt) rewrites the response. `response_headers` are added to it.
+        `passed_headers`: those of the node that the client gets; None: all that are for clients.
         `silence_s` and `silence_when_down_s`: see `Pool.send`.
         """
         if self.closed:
@@ -223,7 +227,7 @@ class Relay:
             raise RuntimeError("a call is already running")
         self._head = None
         self._body = ResponseBody(translation)
-        self._node_headers = response_headers
+        self._node_headers, self._passed_headers = response_headers, passed_headers
         self._call = pool.send(method, target, headers, body, self, silence_s, silence_when_down_s)
         if self.exchange.paused:
             self._call.pause()
@@ -281,6 +285,8 @@ class Relay:
         self._call = call
         if status >= 400:
             self._body.tail.max_bytes = ERROR_TAIL_BYTES
+        if (passed := self._passed_headers) is not None:
+            headers = [pair for pair in headers if pair[0] in passed]
         translation = self._body.translation
         if translation is not None:
             status, headers = translation.head(status, headers)

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from cortex.gateway.ledger.keys import generate
+from cortex.gateway.ledger.keys import NewKey, generate
 from cortex.gateway.proxy.redaction import ErrorRedaction
 from cortex.http.upstream.faults import ResponseTooLarge
 from cortex.wire.error_encoding import OPENAI
@@ -238,6 +238,58 @@ async def test_key_with_models_sees_only_those_in_the_fleet(neurons: StartNeuron
         assert b"secret" not in found[1], path
     assert [(await client.get("/fleet/explain/secret-1", **bearer))[0] for bearer in bearers.values()] == [200, 404]
     assert (await client.get("/fleet/explain/secret-1", authorization=f"Bearer {owner.text}"))[0] == 200
+
+
+PLACE = "http://10.0.0.7:8000/org-secret"
+TELLING = {
+    **{"location": PLACE, "x-litellm-model-api-base": PLACE, "openai-organization": "org-secret", "via": PLACE},
+    **{
+        "x-cortex-node": "secret",
+        "www-authenticate": "Basic",
+        "clear-site-data": "*",
+        "access-control-allow-origin": "*",
+    },
+}
+PROMPTS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+    "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5},
+    "/v1/embeddings": {"input": "x"},
+    "/v1/images/generations": {"prompt": "x"},
+}
+
+
+@pytest.mark.parametrize("path", PROMPTS)
+async def test_foreign_server_shows_neither_its_place_nor_its_account(
+    neurons: StartNeuron, start_gateway: StartGateway, path: str
+) -> None:
+    status = 200
+
+    async def respond(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        choice = {"index": 0, "message": {"role": "assistant", "content": "x"}, "finish_reason": "stop"}
+        reply: dict[str, Any] = {"id": "1", "created": 1, "model": "a", "choices": [choice], "data": []}
+        if status != 200:
+            reply = {"error": {"message": f"{status} for org-secret at {PLACE}", "code": "insufficient_quota"}}
+        return web.json_response(reply, status=status, headers={**TELLING, "retry-after": "7"})
+
+    foreign = await neurons("elsewhere", sizes={"a": GB}, respond=respond)
+    operator, user = generate("operator", operator=True), generate("user", models=("a",))
+    client = await start_gateway(foreign=(foreign,), keys=(operator.section, user.section))
+
+    async def ask(key: NewKey) -> tuple[int, str, set[str]]:
+        sent, body = {"authorization": f"Bearer {key.text}"}, {"model": "a", **PROMPTS[path]}
+        async with client.session.post(client.url + path, json=body, headers=sent, allow_redirects=False) as response:
+            return response.status, await response.text(), {name.lower() for name in response.headers}
+
+    found, _, names = await ask(user)
+    assert (found, names & set(TELLING)) == (200, set())
+    for status in (307, 402, 403, 405, 409, 429):
+        found, text, names = await ask(user)
+        assert (found, names & set(TELLING)) == (429 if status == 429 else 502, set())
+        assert "org-secret" not in text
+        assert "10.0.0.7" not in text
+    assert "org-secret" in (await ask(operator))[1]
+    status = 400
+    assert "400 for" in (await ask(user))[1], "about the request"
 
 
 def test_does_not_hold_an_endless_error() -> None:

@@ -19,11 +19,12 @@ from cortex.http.request import Headers
 from cortex.http.upstream.faults import ResponseTooLarge
 from cortex.wire import errors, sse
 from cortex.wire.error_encoding import Family, public
-from cortex.wire.errors import CortexError, UpstreamInterrupted
+from cortex.wire.errors import CortexError, UpstreamInterrupted, shorten
 
 log = logging.getLogger(__name__)
 
 _ERROR_FIELD = b'"error"'
+_OF_REQUESTS = (304, 400, 404, 413, 415, 422)
 _EVENTS = re.compile(rb".+?(?:\r?\n\r?\n|\r\r|\Z)", re.DOTALL)
 
 
@@ -81,6 +82,17 @@ class ErrorRedaction:
         return body if is_unchanged else msgspec.json.encode(self._family.envelope(shown))
 
 
+class AccountRedaction(ErrorRedaction):
+    """Of an error that `is_of_account`: only its kind is for clients."""
+
+    def head(self, status: int, headers: Headers) -> tuple[int, Headers]:
+        self._status = status
+        return self._family.status(self._read(status, b"")), headers
+
+    def finish(self) -> bytes:
+        return msgspec.json.encode(self._family.envelope(self._read(self._status, bytes(self._body))))
+
+
 class StreamRedaction:
     """Rewrites error events inside the stream of a foreign server for the owner of `key`. A translation of the relay.
 
@@ -118,6 +130,21 @@ class StreamRedaction:
                 found = UpstreamInterrupted(f"The node reported: {error}")
                 return self._encode(shown_to(self._key, found))
         return event
+
+
+def is_of_account(status: int) -> bool:
+    """Whether a foreign server's response with this status is about this gateway's account there, or about where it is,
+    and not about the request."""
+    return 300 <= status < 500 and status not in _OF_REQUESTS
+
+
+def shown_of_account(key: KeySection, status: int, body: bytes) -> CortexError:
+    """What the owner of `key` sees of such an error."""
+    if body:
+        log.info("error shown to the key %s without details: status %d: %s", key.name, status, shorten(repr(body)))
+    if status == errors.RateLimitExceeded.status:
+        return errors.RateLimitExceeded("The model's server takes no more requests now. Send the request again later.")
+    return public(errors.UpstreamUnavailable(""))
 
 
 def hides_details(key: KeySection | None) -> bool:

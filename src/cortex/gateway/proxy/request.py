@@ -7,6 +7,7 @@ while the response is relayed. Its `RequestAccounting` records the result.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import msgspec
 
@@ -19,11 +20,21 @@ from cortex.gateway.proxy.accounting.request_accounting import STATUS_CODE, Requ
 from cortex.gateway.proxy.accounting.running import RunningRequest
 from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest, ResponseKeeper, narrowed_tenant
 from cortex.gateway.proxy.outgoing_body import OpaqueBody, OutgoingBody
-from cortex.gateway.proxy.redaction import ErrorRedaction, StreamRedaction, hides_errors_of, shown_to
+from cortex.gateway.proxy.redaction import (
+    AccountRedaction,
+    ErrorRedaction,
+    StreamRedaction,
+    hides_details,
+    hides_errors_of,
+    is_of_account,
+    shown_of_account,
+    shown_to,
+)
 from cortex.gateway.proxy.routes import JSON_HEADERS, error_response, loading_note
 from cortex.gateway.proxy.routes import keepalive as keepalive_of
 from cortex.gateway.proxy.services import Services
 from cortex.gateway.proxy.translation import ChatTranslation
+from cortex.http.head import ABOUT_CONTENT
 from cortex.http.observer import ObservedRelay, Outcome
 from cortex.http.relay import Relay
 from cortex.http.request import Headers
@@ -290,9 +301,9 @@ class ProxyRequest:
         whole_silence_s = services.limits.whole_silence_s
         silence_s = route.silence_s(config.idle_timeout_s, whole_silence_s, is_stream=accounting.stream)
         when_down_s = silence_s if route.outlasts_polls(lease.abilities) else None
-        self._relay.send(
-            node.pool, self._body.method, target, headers, body, translation, for_client, silence_s, when_down_s
-        )
+        passed = None if lease.abilities.reads_headers or route.is_upstream else ABOUT_CONTENT
+        request = self._body.method, target, headers, body
+        self._relay.send(node.pool, *request, translation, for_client, silence_s, when_down_s, passed)
 
     def _reply_loaded(self) -> None:
         """Respond to a request that only loads a model which a foreign server has: there is nothing to send."""
@@ -360,6 +371,9 @@ class ProxyRequest:
         if status < 400 and lease is not None and not lease.abilities.reads_headers:
             self.services.nodes[lease.node].served_needs.add((lease.model, self.route.need))
         key = self.admitted.key
+        if key is not None and self._is_of_account(key, status):
+            relay.translate(AccountRedaction(key, self.route.family, partial(shown_of_account, key)))
+            return True
         if status < 400 or lease is None:
             if self._translation is None and self.route.need == "embeddings" and are_encoded(headers):
                 relay.translate(FloatVectors(self.route.path.decode()))
@@ -403,6 +417,12 @@ class ProxyRequest:
         self._release(f"status {status}")
         self.go()
         return False
+
+    def _is_of_account(self, key: KeySection, status: int) -> bool:
+        """Whether a response is an error whose text is not for the owner of `key`: about the account of this gateway at
+        a foreign server, or about where that is."""
+        is_foreign = self._lease is not None and not self._lease.abilities.reads_headers
+        return is_foreign and not self.route.is_upstream and hides_details(key) and is_of_account(status)
 
     def _hides_errors_of_stream(self, key: KeySection, lease: Lease | None) -> bool:
         """Whether a foreign server's stream may contain errors that the owner of `key` must not see."""
@@ -463,9 +483,11 @@ class ProxyRequest:
 
     def late_response(self, relay: ObservedRelay, status: int, body: bytes) -> bytes:  # noqa: ARG002
         """Report an error after the first keepalive, inside the stream."""
-        error = self._error_of_node(status, body)
+        error, key = self._error_of_node(status, body), self.admitted.key
         self._accounting.failed_with(error)
-        return self.route.codec.stream_error(shown_to(self.admitted.key, error))
+        if key is not None and self._is_of_account(key, status):
+            return self.route.codec.stream_error(shown_of_account(key, status, body))
+        return self.route.codec.stream_error(shown_to(key, error))
 
     def _error_of_node(self, status: int, body: bytes) -> CortexError:
         node = self._lease.node if self._lease else ""

@@ -66,7 +66,7 @@ class OpaqueRoutes:
             body: Body = http.body if http.upload is None else http.upload
             sent = WrittenRequest(target_of(path.encode("latin-1"), http.query), passed_headers(http), body)
             is_check = http.method == b"GET" and path in HEALTH_CHECKS
-            await self._relay.pass_on(call, model, sent, upstream, watch, is_check=is_check)
+            await self._relay.pass_on(call, model, sent, upstream, watch, is_check=is_check, passed_headers=None)
         return None
 
     def _upstream(self, model: str, path: str | None, watch: RequestWatch) -> Upstream:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections.abc import Collection
 from dataclasses import dataclass
 
+from cortex.http.head import ABOUT_CONTENT
 from cortex.http.observer import ObservedRelay, Outcome
 from cortex.http.opaque_request import WrittenRequest, passed_headers
 from cortex.http.relay import Relay
@@ -56,9 +58,10 @@ class OpaqueRelay:
         watch: RequestWatch,
         *,
         is_check: bool = False,
+        passed_headers: Collection[bytes] | None = ABOUT_CONTENT,
     ) -> None:
         """Loads the model, waits for a slot, and relays request and response, unread unless the call translates.
-        `is_check`: a health check, which loads nothing and waits for no slot."""
+        `is_check`: a health check, which loads nothing and waits for no slot. `passed_headers`: see `Relay.send`."""
         http = call.request
         if http.method == b"HEAD":
             raise MethodNotAllowed(
@@ -82,7 +85,8 @@ class OpaqueRelay:
             slot.on_lost = response.fail
             call.load_s = time.monotonic() - arrived_s
             translation = None if call.translate is None else call.translate(model)
-            relay.send(upstream.pool(), http.method, sent.target, sent.headers, sent.body, translation)
+            request = http.method, sent.target, sent.headers, sent.body
+            relay.send(upstream.pool(), *request, translation, passed_headers=passed_headers)
             try:
                 await response.ended
             except UpstreamFault as fault:

@@ -267,6 +267,16 @@ def host_left_bytes(node: Node) -> int:
     return max(0, min(limits) - node.host.weight_bytes - reserved)
 
 
+def may_divide(node: Node, num_bytes: int) -> bool:
+    """Whether weights of this size would fit on the empty node with the most of them in host memory, if the model can
+    be divided. The memory of a CPU is the host's, unless a ceiling makes a difference."""
+    devices = [each for each in whole_ledger(node) if each.kind != "cpu" or each.ceiling_bytes is not None]
+    if node.host is None or not devices:
+        return False
+    host_bytes = host_left_bytes(node) + node.host.weight_bytes
+    return num_bytes <= max(each.capacity_bytes for each in devices) + host_bytes
+
+
 def contexts_of(spec: ModelSpec, status: ModelStatus) -> ContextSizes | None:
     """The sizes of the whole model's contexts, with the one that the catalogue names."""
     if status.contexts is None:

@@ -360,11 +360,18 @@ def test_fits_lists_the_quantisations_of_a_repository_that_is_no_model_yet(
     )
     nodes = [{"node": "attic", "verdict": "too_small"}, {"node": "beast", "verdict": "fits_after_eviction"}]
     whole = {"quant": None, "bytes": 90 << 30, "nodes": [{"node": "attic", "verdict": "too_small"}]}
-    offer = {"repository": "org/new", "variants": [{"quant": "Q4_K_M", "bytes": 9 << 30, "nodes": nodes}, whole]}
+    hosted = [{"node": "attic", "verdict": "too_small", "fits_with_host": True}]
+    variants = [
+        {"quant": "Q4_K_M", "bytes": 9 << 30, "nodes": nodes},
+        {"quant": "Q8_0", "bytes": 45 << 30, "nodes": hosted},
+        whole,
+    ]
+    offer = {"repository": "org/new", "variants": variants}
     gateway.responses["GET", "/fleet/hub/org%2Fnew"] = offer
     found = invoke("fits", "org/new")
     assert [line.split() for line in found.stdout.splitlines()][1:] == [
         ["Q4_K_M", "9.0", "GiB", "beast", "(after", "eviction)"],
+        ["Q8_0", "45.0", "GiB", "attic", "(a", "mixture", "only,", "with", "host", "memory)"],
         ["safetensors", "90.0", "GiB", "no", "node"],
     ]
     for name, rows in (("q4", ["Q4_K_M"]), ("bf16", ["safetensors"]), ("Q5_K_M", [])):
@@ -373,7 +380,7 @@ def test_fits_lists_the_quantisations_of_a_repository_that_is_no_model_yet(
         gateway.responses["GET", f"/fleet/hub/{path}"] = offer
         found = invoke("fits", f"org/new:{name}")
         assert [line.split()[0] for line in found.stdout.splitlines()][1:] == rows
-    assert (found.code, "name one that it has: Q4_K_M, safetensors" in found.error) == (5, True)
+    assert (found.code, "name one that it has: Q4_K_M, Q8_0, safetensors" in found.error) == (5, True)
     gateway.responses["GET", "/fleet/hub/org%2Fnew"] = {"repository": "org/new", "variants": [whole]}
     assert invoke("fits", "org/new").code == 7
     gateway.responses["GET", "/fleet/hub/org%2Fnew"] = 403, {"error": {"message": "operators only", "code": "y"}}

@@ -9,7 +9,7 @@ import pytest
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec, SwapGroup
 from cortex.fleet.devices import DeviceState, MemoryReservation
-from cortex.fleet.memory import host_left_bytes
+from cortex.fleet.memory import host_left_bytes, may_divide
 from cortex.fleet.placement.explain import as_json, text
 from cortex.fleet.placement.place import place
 from cortex.fleet.placement.search import search
@@ -184,6 +184,13 @@ def test_dense_model_is_divided_only_if_its_entry_says_so(setting: Any, is_divid
     assert (decision.node == "a") is is_divided
     hint = 'with `host_weights = "auto"` up to 51.0 GiB of it may be in host memory, about 10 tokens/s expected'
     assert (hint in text(decision)) is (setting is None)
+
+
+@pytest.mark.parametrize(
+    ("card", "host", "fits"), [(24, 100, True), (24, 40, True), (24, 30, False), (24, None, False)]
+)
+def test_files_that_no_node_has_read_may_fit_with_host_memory(card: int, host: int | None, fits: bool) -> None:
+    assert may_divide(node("a", card, host, other("x", 4, host=20)), 60 * GB) is fits
 
 
 def test_node_without_the_files_is_judged_by_the_report_of_another() -> None:

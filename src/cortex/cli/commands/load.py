@@ -308,7 +308,8 @@ def fits(model: str, gateway: GatewayClient, as_json: bool) -> None:
 
     Lists for each node whether all weights fit on its devices or a part needs host memory, and the expected speed. For
     a repository of the hub that is no model of the gateway, lists where each of its quantisations fits, by the size of
-    its files; this needs an operator's key. Exits with code 7 if the model fits nowhere. Changes nothing.
+    its files, and where only a mixture of experts would; this needs an operator's key. Exits with code 7 if the model
+    fits nowhere. Changes nothing.
 
     \b
       cortex fits Qwen/Qwen3-8B-GGUF
@@ -372,7 +373,7 @@ def _show_offer(offer: dict[str, Any], model: str, *, as_json: bool) -> None:
     rows = table("QUANT", ">FILES", "FITS ON")
     places: list[str] = []
     for variant in offer["variants"]:
-        held = [(node["node"], _FITS.get(node["verdict"])) for node in variant["nodes"]]
+        held = [(node["node"], _offered_fit(node)) for node in variant["nodes"]]
         named = [name if fit == "yes" else f"{name} ({fit})" for name, fit in held if fit is not None]
         places += named
         rows.add_row(_quant_name(variant), _bytes(variant["bytes"]), ", ".join(named) or "no node")
@@ -382,6 +383,12 @@ def _show_offer(offer: dict[str, Any], model: str, *, as_json: bool) -> None:
         console().print(rows)
     if not places:
         raise CommandError(f"{model} fits nowhere", "choose a smaller model or quantisation", ExitCode.NO_ROOM)
+
+
+def _offered_fit(node: dict[str, Any]) -> str | None:
+    """Whether files fit that no node has read. None: they do not."""
+    with_host = "a mixture only, with host memory" if node.get("fits_with_host") else None
+    return _FITS.get(node["verdict"], with_host)
 
 
 def _fit(node: dict[str, Any]) -> tuple[str, ...]:

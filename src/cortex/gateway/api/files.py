@@ -16,6 +16,8 @@ from typing import Annotated, Any
 import msgspec
 
 from cortex.fleet.known_models import known_repository
+from cortex.fleet.memory import may_divide
+from cortex.fleet.placement.decision import Verdict
 from cortex.fleet.topology import RESERVES, Node
 from cortex.gateway.api.jobs import Job, JobBoard
 from cortex.gateway.api.live.event_streams import FollowedWork
@@ -191,6 +193,7 @@ class FileRoutes:
                 "node": each.node,
                 "verdict": str(each.verdict),
                 "reason": each.reason,
+                "fits_with_host": each.verdict is Verdict.TOO_SMALL and may_divide(by_name[each.node], num_bytes),
                 "fits_on_disk": (disk := by_name[each.node].disk) is None or disk.free_bytes > num_bytes,
             }
             for each in decision.assessments

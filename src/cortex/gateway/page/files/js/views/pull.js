@@ -105,6 +105,10 @@ function Fit({ nodes }) {
   const named = (verdicts) => nodes.filter((each) => verdicts.includes(each.verdict)).map((each) => each.node);
   const [now, later, full] = [named(NOW), named(LATER), nodes.filter((each) => !each.fits_on_disk).map((each) => each.node)];
   const why = nodes.map((each) => `${each.node}: ${each.reason}`).join("\n");
+  const withHost = nodes.filter((each) => each.fits_with_host).map((each) => each.node);
+  if (!now.length && !later.length && withHost.length) {
+    return html`<span class="warn-text" title=${why}>fits ${places(withHost)} if it is a mixture, with host memory</span>`;
+  }
   if (!now.length && !later.length) return html`<span class="bad-text" title=${why}>fits nowhere</span>`;
   return html`<span title=${why}>
     ${now.length > 0 && html`<span class="good-text">fits ${places(now)}</span>`}

@@ -64,6 +64,23 @@ async def test_model_that_fits_leaves_nothing_to_the_host(tmp_path: Path) -> Non
         assert (await load(node)).host_bytes == 0
 
 
+@pytest.mark.parametrize(("host_mb", "is_divided"), [(None, True), (8, False)])
+async def test_model_that_fits_only_with_a_short_context_reports_the_one_that_host_memory_gives_it(
+    tmp_path: Path, host_mb: int | None, is_divided: bool
+) -> None:
+    async with running_node(tmp_path, config(tmp_path, memory_mb=900), read_host=lambda: LARGE) as node:
+        whole = (await load(node)).contexts
+    assert whole is not None
+    between_mb = (whole.sizes[0].num_bytes + whole.sizes[-1].num_bytes) // 2 >> 20
+    settings = config(tmp_path, between_mb, **({} if host_mb is None else {"host_mb": host_mb}))
+    async with running_node(tmp_path, settings, read_host=lambda: LARGE) as node:
+        status = await load(node)
+        assert status.contexts is not None
+        assert (status.host_bytes > 0) is is_divided
+        assert (status.contexts.empty_tokens == whole.wanted_tokens) is is_divided
+        assert status.contexts.empty_tokens >= 256
+
+
 @pytest.mark.parametrize(
     ("entry", "limits", "reason"),
     [

@@ -183,7 +183,8 @@ class Forecast(NodeLimits):
             expected_bytes = self._expected_bytes(model, metadata, allowed[0], usable_bytes, limit_bytes)
             splits = self.splits(model, metadata, allowed[0])
             empty_tokens = max(0, plan.context_tokens) if plan.fits else 0
-            empty_tokens = empty_tokens or self._divided_context(model, metadata, allowed[0], usable_bytes, splits)
+            divided_tokens = self._divided_context(model, metadata, allowed[0], usable_bytes, splits)
+            empty_tokens = max(empty_tokens, divided_tokens)
             contexts = self.contexts(model, metadata, allowed[0], empty_tokens)
             return Footprint(
                 model.replicas * self.least_bytes(model, metadata, allowed[0]),
@@ -195,7 +196,8 @@ class Forecast(NodeLimits):
         splits = self.splits(model, metadata, allowed[0])
         empty_tokens = max(self.empty_context(model, metadata, device) for device in allowed)
         usable_bytes = max(self._usable_when_empty(model, device) for device in allowed)
-        empty_tokens = empty_tokens or self._divided_context(model, metadata, allowed[0], usable_bytes, splits)
+        divided_tokens = self._divided_context(model, metadata, allowed[0], usable_bytes, splits)
+        empty_tokens = max(empty_tokens, divided_tokens)
         return Footprint(
             model.num_devices * min(self.least_bytes(model, metadata, device) for device in allowed),
             model.num_devices * max(self.expected_bytes(model, metadata, device) for device in allowed),
@@ -207,11 +209,15 @@ class Forecast(NodeLimits):
     def _divided_context(
         self, model: KnownModel, metadata: ModelMetadata, device: Device, usable_bytes: int, splits: HostSplits | None
     ) -> int:
-        """The context that it gets on empty devices with weights in host memory; 0 if it does not fit."""
+        """The wanted context if it gets that on empty devices with weights in host memory, else 0."""
         if splits is None:
             return 0
         least_bytes = self.context_bytes(model, metadata, device, wanted_tokens(model, metadata))
-        fits = least_bytes - splits.most_saved_bytes // model.tensor_parallel <= usable_bytes
+        limit_bytes = None if model.memory_bytes is None else model.memory_bytes // metadata.num_ranks
+        lacking_bytes = least_bytes - (smallest(usable_bytes, limit_bytes) or 0)
+        split = splits.saving(max(1, lacking_bytes * model.tensor_parallel))
+        host_mb = self.config.limits.host_mb
+        fits = split is not None and (host_mb is None or split.host_bytes <= host_mb << 20)
         return wanted_tokens(model, metadata) if fits else 0
 
     def split(self, model: KnownModel, metadata: ModelMetadata, device: Device, lacking_bytes: int) -> HostSplit | str:

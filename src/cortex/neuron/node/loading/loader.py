@@ -76,6 +76,8 @@ class Inspection:
     chat_template: str | None
     quantised: Mapping[str, Footprint]
     """The memory of dense weights with each recipe; empty if they are quantised, or cannot be here."""
+    stamps: FileStamps
+    """Of the files: it is made again once they change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +125,6 @@ class ModelLoader:
         self._host = host
         self.inspections: dict[str, Inspection] = {}
         """By model id; kept after an unload."""
-        self._inspected_files: dict[str, FileStamps] = {}
-        """By model id: the files of its inspection, which is made again once they change."""
         self._estimates: dict[str, tuple[object, Estimate]] = {}
         """By model id: the latest one, and what it was computed from."""
         self.damaged: dict[str, CortexError] = {}
@@ -151,7 +151,7 @@ class ModelLoader:
         except InsufficientCapacity as error:
             advice = _smaller_forms(inspection.quantised)
             raise error.in_words(f"{error.message}{advice}") from error
-        instance.files = (path, self._inspected_files.get(model.id, ()))
+        instance.files = (path, inspection.stamps)
         self._library.remember_quant(model.id, model.quant)
         contexts, resident = self.contexts(model), instance.host.resident
         if contexts is not None and resident is not None and (why := contexts.shortage(resident.info.context_tokens)):
@@ -334,30 +334,27 @@ class ModelLoader:
 
     async def inspect(self, model: KnownModel, path: Path) -> Inspection:
         """Reads the model's headers and chat template, once until its files change. Raises LoadFailed."""
-        known, stamps = self.inspections.get(model.id), await self._stamps(model, path)
-        wanted = (path, model.quant, model.tensor_parallel, model.speculation, model.chat_template, stamps)
+        known = self.inspections.get(model.id)
         if known is not None and self._library.draft_of(model) is None:  # a draft model's files may have arrived since
-            files = self._inspected_files.get(model.id)
             options = (known.requested_quant, known.metadata.num_ranks, known.speculation, known.chat_template)
-            if wanted == (known.metadata.path, *options, files):
+            wanted = (model.quant, model.tensor_parallel, model.speculation, model.chat_template)
+            if wanted == options and path == known.metadata.path and await self._stamps(model, path) == known.stamps:
                 return known
         inspection = self.inspections[model.id] = await self.read(model, path)
-        self._inspected_files[model.id] = stamps
         self.damaged.pop(model.id, None)
         return inspection
 
     async def read(self, model: KnownModel, path: Path) -> Inspection:
         """Like `inspect`, without keeping the result: for files other than those of a model in memory. Raises
         LoadFailed."""
-        harness = self._harnesses.of(model)
+        harness, stamps = self._harnesses.of(model), await self._stamps(model, path)  # files may change meanwhile
         metadata, quantised = await harness.read(model, path)
         text = await harness.read_text(model, path)
-        return Inspection(metadata, text, model.quant, model.speculation, model.chat_template, quantised)
+        return Inspection(metadata, text, model.quant, model.speculation, model.chat_template, quantised, stamps)
 
     def forget(self, model_id: str) -> None:
         """The model's files are gone."""
         self.inspections.pop(model_id, None)
-        self._inspected_files.pop(model_id, None)
         self._estimates.pop(model_id, None)
         self.damaged.pop(model_id, None)
         self._damaged_files.pop(model_id, None)
@@ -369,8 +366,7 @@ class ModelLoader:
         for model in self._library:
             known = self.inspections.get(model.id)
             if known is not None and not is_in_memory(model.id):
-                stamps = await self._stamps(model, known.metadata.path)
-                is_same = stamps == self._inspected_files.get(model.id)
+                is_same = await self._stamps(model, known.metadata.path) == known.stamps
                 if not is_same and self.inspections.get(model.id) is known and not is_in_memory(model.id):
                     self.forget(model.id)
             await self.inspect_listed(model)
@@ -411,7 +407,7 @@ class ModelLoader:
             self.damaged.pop(model.id, None)
             self._damaged_files.pop(model.id, None)
             if model.id not in self.inspections:  # else a load has inspected the requested form
-                self.inspections[model.id], self._inspected_files[model.id] = inspection, stamps
+                self.inspections[model.id] = inspection
 
     async def _may_be_usable(self, model_id: str) -> bool:
         """Whether to read its files: they have not failed the inspection, or have changed since."""

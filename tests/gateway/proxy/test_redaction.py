@@ -269,22 +269,29 @@ async def test_foreign_server_shows_neither_its_place_nor_its_account(
         reply: dict[str, Any] = {"id": "1", "created": 1, "model": "a", "choices": [choice], "data": []}
         if status != 200:
             reply = {"error": {"message": f"{status} for org-secret at {PLACE}", "code": "insufficient_quota"}}
-        return web.json_response(reply, status=status, headers={**TELLING, "retry-after": "7"})
+        kind = "application/json" if status in (200, 400) else "text/html"
+        headers = {**TELLING, "retry-after": "7", "content-type": kind}
+        return web.Response(body=msgspec.json.encode(reply), status=status, headers=headers)
 
     foreign = await neurons("elsewhere", sizes={"a": GB}, respond=respond)
     operator, user = generate("operator", operator=True), generate("user", models=("a",))
     client = await start_gateway(foreign=(foreign,), keys=(operator.section, user.section))
 
-    async def ask(key: NewKey) -> tuple[int, str, set[str]]:
+    async def ask(key: NewKey) -> tuple[int, str, dict[str, str]]:
         sent, body = {"authorization": f"Bearer {key.text}"}, {"model": "a", **PROMPTS[path]}
         async with client.session.post(client.url + path, json=body, headers=sent, allow_redirects=False) as response:
-            return response.status, await response.text(), {name.lower() for name in response.headers}
+            return (
+                response.status,
+                await response.text(),
+                {name.lower(): text for name, text in response.headers.items()},
+            )
 
-    found, _, names = await ask(user)
-    assert (found, names & set(TELLING)) == (200, set())
+    found, _, shown = await ask(user)
+    assert (found, set(shown) & set(TELLING)) == (200, set())
     for status in (307, 402, 403, 405, 409, 429):
-        found, text, names = await ask(user)
-        assert (found, names & set(TELLING)) == (429 if status == 429 else 502, set())
+        found, text, shown = await ask(user)
+        assert (found, set(shown) & set(TELLING)) == (429 if status == 429 else 502, set())
+        assert (shown["content-type"], shown["retry-after"]) == ("application/json", "7")
         assert "org-secret" not in text
         assert "10.0.0.7" not in text
     assert "org-secret" in (await ask(operator))[1]

@@ -14,6 +14,7 @@ import msgspec
 
 from cortex.foreign.chat_response import MAX_ERROR_BYTES
 from cortex.gateway.ledger.keys import KeySection, may_use
+from cortex.gateway.proxy.routes import JSON_HEADERS
 from cortex.http.event_boundary import EventBoundary
 from cortex.http.request import Headers
 from cortex.http.upstream.faults import ResponseTooLarge
@@ -87,7 +88,8 @@ class AccountRedaction(ErrorRedaction):
 
     def head(self, status: int, headers: Headers) -> tuple[int, Headers]:
         self._status = status
-        return self._family.status(self._read(status, b"")), headers
+        kept = (pair for pair in headers if pair[0] == b"retry-after")
+        return self._family.status(self._read(status, b"")), (*JSON_HEADERS, *kept)
 
     def finish(self) -> bytes:
         return msgspec.json.encode(self._family.envelope(self._read(self._status, bytes(self._body))))

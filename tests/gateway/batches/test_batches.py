@@ -336,6 +336,38 @@ async def test_lines_beyond_a_budget_fail_and_are_not_charged(
     assert error["response"]["body"]["error"]["code"] == "insufficient_quota"
 
 
+@pytest.mark.parametrize("more", [{}, {"max_tokens": 10**6}, {"n": 4}])
+async def test_lines_at_a_foreign_server_end_at_the_budget(
+    start_gateway: StartGateway, neurons: StartNeuron, more: dict[str, Any]
+) -> None:
+    new = keys.generate("ada", balance_tokens=2000)
+    foreign = await neurons("elsewhere", **READY)
+    gateway = await start_gateway(foreign=(foreign,), keys=(new.section,), batch_limits=ONE_TRY)
+    client = openai_client(gateway.port, new.text)
+    long = [{"role": "user", "content": "x" * 1200}]
+
+    done = await ended(client, (await submit(client, [line(0, **more), line(1, messages=long, **more)])).id)
+
+    assert len(await results(client, done.output_file_id)) == 2
+    for seen in foreign.seen:
+        body = seen.body
+        assert len(json.dumps(body["messages"])) + body["max_tokens"] * body.get("n", 1) <= 2000
+
+
+async def test_a_line_that_a_budget_can_never_cover_fails(start_gateway: StartGateway, neurons: StartNeuron) -> None:
+    new = keys.generate("ada", balance_tokens=2000)
+    foreign = await neurons("elsewhere", **READY)
+    gateway = await start_gateway(foreign=(foreign,), keys=(new.section,), batch_limits=ONE_TRY)
+    client = openai_client(gateway.port, new.text)
+    long = [{"role": "user", "content": "x" * 3000}]
+
+    done = await ended(client, (await submit(client, [line(0, messages=long)])).id)
+
+    [error] = await results(client, done.error_file_id)
+    assert error["response"]["body"]["error"]["code"] == "insufficient_quota"
+    assert not foreign.seen
+
+
 async def test_a_key_sees_neither_files_nor_batches_of_another(
     start_gateway: StartGateway, neurons: StartNeuron
 ) -> None:

@@ -479,7 +479,8 @@ class BatchRunner:
             self._send(run, text, request_id, work)
             await work.ended
             status = work.status
-            is_busy = status in _BUSY or (status == 429 and work.reserved is not None)
+            has_budget = work.reserved is not None and not work.reserved.is_exhausted
+            is_busy = status in _BUSY or (status == 429 and has_budget)
             is_cut_off = status < 400 and not batch_lines.is_json(work.body)
             is_faulty = (status in _FAULTY or is_cut_off) and run.tries[line.number] + 1 < self._limits.max_tries
             if is_busy or is_faulty or work.awaits_budget:

@@ -271,6 +271,16 @@ class Account:
         self._held_by_lines += amount
         return amount
 
+    def extend_hold(self, held: int, estimate: Estimate, now: float, *, price: int = 1) -> int:
+        """As `extend`, for what a line of a batch holds."""
+        self._held_by_lines -= held
+        amount = held
+        try:
+            amount = max(held, self._granted(estimate, now, price) * price)
+        finally:
+            self._held_by_lines += amount
+        return amount
+
     def end_hold(self, held: int, recorded: int, now: float) -> None:
         """Replace what a line holds by what the store has recorded for it."""
         self._held_by_lines -= held

@@ -39,7 +39,7 @@ from cortex.gateway.ledger.users import SignInSection
 from cortex.http.request import Request
 from cortex.settings import Listen, SettingsError
 from cortex.system.tasks import Supervisor
-from cortex.wire.errors import CortexError, InvalidAPIKey
+from cortex.wire.errors import CortexError, InsufficientQuota, InvalidAPIKey
 from cortex.wire.events import Usage
 from cortex.wire.request_summary import RequestSummary
 
@@ -268,7 +268,7 @@ class LineReservation(Reservation):
     """The hold of one batch line. The charge is written with the result, in one transaction, so that a line that runs
     twice is charged once: `spend` has the charge, `end` ends the hold."""
 
-    __slots__ = ("_charges", "_clock", "_estimate", "_full_prices", "_prices", "model", "node", "usage")
+    __slots__ = ("_charges", "_clock", "_estimate", "_full_prices", "_prices", "is_exhausted", "model", "node", "usage")
 
     def __init__(
         self, ledger: Ledger | None, key: KeySection | None, estimate: Estimate, prices: Prices, price: float
@@ -279,6 +279,8 @@ class LineReservation(Reservation):
         self.usage: Usage | None = None
         """What it has used, once it is known."""
         self.model = self.node = ""
+        self.is_exhausted = False
+        """Whether its budget has too little left for it, however long it waits."""
         self._estimate = estimate
         self._full_prices = prices
         self._prices = NoPrices(prices.input * price, prices.cached_input * price, prices.output * price)
@@ -301,11 +303,30 @@ class LineReservation(Reservation):
         """What its usage costs, at the price of a batch."""
         return cost_nano(self._prices, self.usage or Usage())
 
+    @property
+    def may_end_response(self) -> bool:
+        return self.token_limit is not None and self.token_limit < self._estimate.most_tokens
+
     def max_prompt_tokens(self, most: int) -> int:
         return self._estimate.max_prompt_tokens(most)
 
+    def extend(self, prompt_tokens: int) -> int | None:
+        if self.token_limit is None:
+            return None
+        self._estimate = self._estimate._replace(prompt_tokens=prompt_tokens)
+        now = self._clock()
+        try:
+            for charge in self._charges:
+                if charge.account.has_budget:
+                    charge.amount = charge.account.extend_hold(charge.amount, self._estimate, now, price=charge.price)
+        except InsufficientQuota as error:
+            self.is_exhausted = error.retry_after_s is None
+            raise
+        self.token_limit = _token_limit(self._charges)
+        return self.token_limit
+
     def settle(self, usage: Usage | None, *, model: str, node: str) -> None:
-        """Neither this nor `cancel` ends the hold: the batch does. Nor is it extended: a line runs with its hold."""
+        """Neither this nor `cancel` ends the hold: the batch does."""
         self.usage, self.model, self.node = usage, model, node
 
     def spend(self) -> dict[Slot, Counts]:

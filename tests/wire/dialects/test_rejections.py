@@ -54,6 +54,13 @@ CASES: list[tuple[str, dict[str, Any], str | None]] = [
     ("ollama_chat", {"messages": said("robot")}, None),
     ("ollama_chat", {"messages": said("User")}, None),
     ("openai_chat", {"response_format": {}}, "response_format.type"),
+    ("openai_chat", {"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    (
+        "openai_chat",
+        {"response_format": {"type": "json_schema", "json_schema": {}}},
+        "response_format.json_schema.schema",
+    ),
+    ("openai_responses", {"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
     ("openai_completions", {"response_format": {}}, "response_format.type"),
     ("openai_responses", {"text": {"format": {}}}, "text.format.type"),
     ("openai_responses", {"text": {}}, None),

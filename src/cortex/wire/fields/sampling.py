@@ -201,7 +201,8 @@ def read_response_format(fields: Fields) -> OutputFormat | None:
     if kind == "json_schema":
         holder = fields.object("json_schema") or fields
         if "schema" not in holder:
-            raise holder.invalid("schema", "a json_schema format needs a schema")
+            is_nested = holder is fields and fields.path == "response_format"
+            raise holder.invalid("json_schema" if is_nested else "schema", "a json_schema format needs a schema")
         return OutputFormat(kind="json_schema", schema=_read_schema(holder, "schema"), param=fields.path)
     raise fields.invalid("type", f"'{shorten(kind)}' is not known; use text, json_object or json_schema")
 

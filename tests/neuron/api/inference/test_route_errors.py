@@ -69,6 +69,23 @@ async def test_error_names_the_field_as_the_client_does(
     assert (status, reply["error"]["param"]) == (400, clients)
 
 
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        *(("/v1/chat/completions", "messages"), ("/v1/completions", "prompt"), ("/v1/responses", "input")),
+        ("/infill", "input_prefix"),
+    ],
+)
+@pytest.mark.parametrize("context_tokens", [2, 20], ids=["by its length", "by its tokens"])
+async def test_prompt_that_is_too_long_is_said_to_be_in_the_field_of_its_dialect(
+    api: Api, path: str, field: str, context_tokens: int
+) -> None:
+    api.node.context_tokens = context_tokens
+    long = {"messages": [{"role": "user", "content": "x" * 100}]} if field == "messages" else {field: "x" * 100}
+    status, reply, _ = await api.post(path, body(path, **long))
+    assert (status, reply["error"]["code"], reply["error"]["param"]) == (400, "context_length_exceeded", field)
+
+
 @pytest.mark.parametrize("path", ROUTES)
 async def test_unexpected_exception_is_an_internal_error_without_details(api: Api, path: str) -> None:
     api.node.script.fails_after = 0

@@ -47,7 +47,14 @@ from cortex.wire.dialects.dialect import EventEncoder
 from cortex.wire.dialects.openai_responses import kept
 from cortex.wire.dialects.registry import DIALECTS, client_field
 from cortex.wire.error_encoding import public
-from cortex.wire.errors import CortexError, InvalidValue, ModelNotFound, UpstreamInterrupted, UpstreamUnavailable
+from cortex.wire.errors import (
+    ContextLengthExceeded,
+    CortexError,
+    InvalidValue,
+    ModelNotFound,
+    UpstreamInterrupted,
+    UpstreamUnavailable,
+)
 from cortex.wire.events import AnyEvent, Failure, Finish, ReasoningDelta, TextDelta, ToolCallDelta, Usage
 from cortex.wire.fields.body import check_content_type
 from cortex.wire.node import headers as our_headers
@@ -118,6 +125,8 @@ class Inference:
                     with self.keep_alive_unloads.request(packed.head, is_of_gateway=is_of_gateway):
                         return await self._respond(call, name, packed, watch)
                 except CortexError as error:
+                    if isinstance(error, ContextLengthExceeded):
+                        error.param = "messages" if DIALECTS[name].is_chat else "prompt"
                     error.param = client_field(name, error.param, as_functions=packed.head.as_functions)
                     if is_of_gateway and error.status < 500 and (usage := watch.usage()) != Usage():
                         # What a request took before it was rejected is charged, too.

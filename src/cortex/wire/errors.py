@@ -440,12 +440,13 @@ def prompt_too_long_for_memory(num_tokens: int, reason: str) -> PromptTooLongFor
     )
 
 
-def text_too_long(index: int, num_tokens: int, context_tokens: int) -> ContextLengthExceeded:
-    """The error for a text that is too long for an embedding or rerank model, in words that clients recognise: OpenAI's
-    look for "maximum context length is", Ollama's for "input length exceeds"."""
+def text_too_long(index: int, num_tokens: int, context_tokens: int, field: str) -> ContextLengthExceeded:
+    """The error for a text in `field` that is too long for an embedding or rerank model, in words that clients
+    recognise: OpenAI's look for "maximum context length is", Ollama's for "input length exceeds"."""
     return ContextLengthExceeded(
         f"the input length exceeds the context length: text {index} has {num_tokens} tokens. This model's maximum "
         f"context length is {context_tokens} tokens. Send shorter texts, or have them cut off: "
         "'truncate_prompt_tokens' of -1, or 'truncate' of true on the routes of Ollama and TEI.",
+        param=field,
         details={"prompt_tokens": num_tokens, "max_prompt_tokens": context_tokens, "context_tokens": context_tokens},
     )

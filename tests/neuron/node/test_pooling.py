@@ -142,8 +142,11 @@ async def test_openai_client_embeds_texts_in_order_with_the_model_s_tokens_and_p
         assert (status, body["error"]["code"]) == (429, "insufficient_quota")
 
         # What it cannot do, and who can.
-        with pytest.raises(openai.BadRequestError, match="embedder is an embedding model and generates no text; use c"):
+        with pytest.raises(
+            openai.BadRequestError, match="embedder is an embedding model and generates no text; use c"
+        ) as caught:
             await api.sdk.chat.completions.create(model="embedder", messages=[{"role": "user", "content": "x"}])
+        assert caught.value.param == "model"
         with pytest.raises(openai.BadRequestError, match="chat is a chat model and makes no embeddings; use embedder"):
             await api.sdk.embeddings.create(model="chat", input="x")
         status, body = await api.post("/v1/embeddings", {"model": "chat", "input": "x"}, **{PRINCIPAL: "somebody"})

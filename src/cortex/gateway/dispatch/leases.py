@@ -246,7 +246,7 @@ class LeasePool:
         }
         others = sorted((name for name, can in known.items() if any(can)), key=lambda name: (not known[name][0], name))
         advice = f"use {others[0]}" if others else f"no model of this fleet has the capability `{capabilities[0]}`"
-        raise UnsupportedModality(f"{model} {problem}; {advice}.", details={"models": others[:8]})
+        raise UnsupportedModality(f"{model} {problem}; {advice}.", param="model", details={"models": others[:8]})
 
     def _check_server(self, model: str) -> None:
         """Raises UnsupportedModality for a model that is known to run on the built-in engine everywhere."""

@@ -89,8 +89,9 @@ def test_vectors_are_cut_to_lengths_that_the_model_knows() -> None:
 
 
 def test_lengths_are_limited() -> None:
-    with pytest.raises(ContextLengthExceeded, match="maximum context length is 16 tokens"):
-        check_lengths(PooledTexts(b"", (4, 17)), 16, 8)
+    with pytest.raises(ContextLengthExceeded, match="maximum context length is 16 tokens") as caught:
+        check_lengths(PooledTexts(b"", (4, 17)), 16, 8, "documents")
+    assert caught.value.param == "documents"
     with pytest.raises(InvalidValue, match="no tokens"):
         check_lengths(PooledTexts(b"", (4, 0)), 16, 8)
     with pytest.raises(InvalidValue, match="several requests"):

@@ -19,7 +19,7 @@ from cortex.neuron.text.grammar.trial import GrammarTrial
 from cortex.neuron.text.tokenizer.library import LibraryTokenizer
 from cortex.wire.requests import OutputFormat
 
-from ..conftest import known_id, load_text, write_model
+from ..conftest import known_id, load_text, local, write_model
 from ..tokenizer_shapes import SHAPES, llama, unigram_without_decoder, word_level, word_piece_without_decoder
 from .drawing import PADDED_VOCABULARY, SCHEMA, allowed, draw, request
 
@@ -196,7 +196,7 @@ def test_grammars_are_judged_and_followed_with_an_added_token_of_any_length(
     backend.add_tokens([AddedToken("z" * num_bytes, normalized=False, special=special)])
     tokenizer: Any = LibraryTokenizer(backend, {}, (2,))
     grammar = json.dumps({"grammars": [{"json_schema": SCHEMA}]})
-    assert GrammarTrial(tokenizer).verdict(grammar).problem is None
+    assert GrammarTrial(local(tokenizer)).verdict(grammar).problem is None
     assert _matcher(tokenizer, monkeypatch).compile(grammar)
 
 

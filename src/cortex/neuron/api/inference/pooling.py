@@ -165,7 +165,7 @@ def check_lengths(texts: PooledTexts, context_tokens: int, vector_width: int, fi
         if length == 0:
             raise InvalidValue(f"Text {index} has no tokens; leave it out.", param=field)
         if length > context_tokens:
-            raise text_too_long(index, length, context_tokens)
+            raise text_too_long(index, length, context_tokens, field)
 
 
 _USAGE = usage_report.HEADER.encode()

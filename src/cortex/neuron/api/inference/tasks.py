@@ -26,10 +26,10 @@ def check_task(backend: Node, model_id: str, served: ServedModel, task: Task, *,
         return
     problem = f"{model_id} is {_KINDS[actual]} and {_OUTPUTS[task]}"
     if is_of_gateway:
-        raise UnsupportedModality(f"{problem}; GET /v1/models lists what each model can.")
+        raise UnsupportedModality(f"{problem}; GET /v1/models lists what each model can.", param="model")
     others = [status.id for status in backend.models() if _can(status.capabilities, task)]
     advice = f"use {others[0]}" if others else f"no model of this node can: load {_KINDS[task]}"
-    raise UnsupportedModality(f"{problem}; {advice}.", details={"models": others[:8]})
+    raise UnsupportedModality(f"{problem}; {advice}.", param="model", details={"models": others[:8]})
 
 
 def check_pictures(backend: Node, request: GenerateRequest, *, is_of_gateway: bool) -> None:

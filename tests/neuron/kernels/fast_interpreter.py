@@ -10,6 +10,7 @@ that numpy has would take one element at a time, so a sort would take most of th
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -206,7 +207,7 @@ def _known_element_type(handle: Any) -> Any:
 
 def _binary_op_of_known_size(builder: Any, left: Any, right: Any, operation: Any) -> Any:
     if _recordings:
-        _recordings[-1].append((lambda *operands: _binary_op_of_known_size(*operands, operation), left, right))
+        _recordings[-1].append((partial(_binary_op_of_known_size, operation=operation), left, right))
     if left.data.dtype.kind == "b" and right.data.dtype.kind == "b":
         return _binary_op(builder, left, right, operation)
     dtype = left.dtype.scalar

@@ -62,14 +62,14 @@ def test_conversation_survives_sleep_and_reload_and_continues_with_the_same_toke
 def test_nothing_stays_of_a_request_that_is_not_kept(make_engine: EngineMaker, family: str) -> None:
     host, measured = new_host(), tuple(reversed(PROMPT))
     plain, engine = make_engine(FAMILIES[family], None), make_engine(FAMILIES[family], host)
-    expected, longer = respond(plain, measured)[0], respond(plain, measured, max_tokens=40)[0]
+    expected, longer = respond(plain, measured)[0], respond(plain, measured, max_tokens=24)[0]
     assert respond(engine, measured, uses_prefix_cache=False) == (expected, 0)
     assert engine.stats().cached_pages == 0
     conversation, _ = respond(engine)
     in_cache = respond(engine)[1]
     cached_pages = engine.stats().cached_pages
     for _ in range(2):
-        assert respond(engine, measured, max_tokens=40, uses_prefix_cache=False) == (longer, 0)
+        assert respond(engine, measured, max_tokens=24, uses_prefix_cache=False) == (longer, 0)
     assert engine.stats().cached_pages == cached_pages
     tokens, cached = respond(engine)
     assert tokens == conversation

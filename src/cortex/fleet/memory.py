@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from cortex.formats.quant_names import at_load, is_same_quant
-from cortex.wire.node.contexts import ContextSizes, tried
+from cortex.wire.node.contexts import ContextSizes, missing_sixteenths, tried
 from cortex.wire.node.host_splits import HostSplits
 from cortex.wire.node.load_options import ENGINE
 from cortex.wire.node.protocol import ModelState, ModelStatus
@@ -195,6 +195,12 @@ class MemoryNeed(msgspec.Struct, frozen=True, kw_only=True):
         if self.contexts is None:
             return num_bytes < self.wanted_bytes
         return self.contexts.is_short(self.contexts.tokens_in(num_bytes))
+
+    def missing_context(self, num_bytes: int) -> int:
+        """The sixteenths of the full context that a load lacks which can take `num_bytes`; 0 if unknown."""
+        if self.contexts is None:
+            return 0
+        return missing_sixteenths(self.contexts.tokens_in(num_bytes), self.contexts.full_tokens)
 
     def at_least(self, num_bytes: int) -> MemoryNeed:
         """This need, raised to at least `num_bytes`."""

@@ -84,6 +84,16 @@ def test_idle_models_are_evicted_for_the_longest_context_that_an_empty_device_ho
     assert shown(place("m", fleet(node("n", [size], cold(min(size, 66)), *others)), NOW)) == expected
 
 
+def test_node_that_gives_it_more_context_is_preferred_to_one_that_it_fills(
+    cold: Make, model: Make, node: Make, fleet: Make
+) -> None:
+    small, large = node("small", [12], cold(12)), node("large", [26], cold(24), model("other", 4))
+    decision = place("m", fleet(small, large), NOW)
+    assert (decision.node, *shown(decision)) == ("large", "load", (), 128)
+    similar = [node(name, [size], cold(size)) for name, size in (("b", 12.4), ("a", 12.1))]
+    assert place("m", fleet(*similar), NOW).node == "a", "a little more context decides nothing"
+
+
 def test_model_does_not_load_with_a_small_context_next_to_an_idle_one(
     cold: Make, model: Make, node: Make, fleet: Make
 ) -> None:

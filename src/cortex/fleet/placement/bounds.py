@@ -144,12 +144,12 @@ def _of_whole_load(
         return _TOO_SMALL
     most_bytes = available[-1]
     if need is None:
-        return (_FITS, is_elsewhere, True, 0.0, 0, 0.0, 0, True, False, 0.0, -sum(available))
-    whole_bytes = need.whole_bytes
+        return (_FITS, is_elsewhere, True, 0.0, 0, 0.0, 0, True, 0, False, 0.0, -sum(available))
+    whole_bytes, missing = need.whole_bytes, need.missing_context(most_bytes)
     if whole_bytes <= most_bytes and not is_divided:
         left_over = _left_over(available, (whole_bytes,), packs=packs)
         fits = _FITS_SHORT if need.is_short(most_bytes) else _FITS
-        return (fits, is_elsewhere, True, 0.0, 0, 0.0, 0, False, False, 0.0, left_over)
+        return (fits, is_elsewhere, True, 0.0, 0, 0.0, 0, False, missing, False, 0.0, left_over)
     if is_divided or (memory.may_divide and whole_bytes > memory.max_capacity_bytes):
         if need.least_bytes > memory.total_bytes:
             return _TOO_SMALL
@@ -164,7 +164,7 @@ def _of_whole_load(
         left_over = _left_over(available, need.tried_bytes, packs=packs)
         fits = _FITS if wanted_bytes <= most_bytes else _FITS_SHORT
         is_cut = need.takes_bytes > most_bytes
-        return (fits, is_elsewhere, True, 0.0, 0, 0.0, 0, False, is_cut, 0.0, left_over)
+        return (fits, is_elsewhere, True, 0.0, 0, 0.0, 0, False, missing, is_cut, 0.0, left_over)
     if wide := _wide(memory, least_bytes):
         return (_EVICTION_SHORT, is_elsewhere, True, 0.0, min(_missing(each, least_bytes) for each in wide))
     return _TOO_SMALL

@@ -10,6 +10,7 @@ import msgspec
 from cortex.fleet.devices import MemoryReservation
 from cortex.fleet.topology import ModelOnNode
 from cortex.wire.node.bench import BenchResult
+from cortex.wire.node.contexts import missing_sixteenths
 from cortex.wire.node.host_splits import HostSplit
 from cortex.wire.node.protocol import DeviceKind, HostKV
 
@@ -172,6 +173,13 @@ class Assessment(msgspec.Struct, frozen=True, kw_only=True):
         if self.split is not None:
             return (_SPLIT_SHORT_RANK if self.is_short else SPLIT_RANK)[self.verdict]
         return (SHORT_RANK if self.is_short else RANK)[self.verdict]
+
+    @property
+    def missing_context(self) -> int:
+        """The sixteenths of the full context that it lacks there; 0 if unknown."""
+        if self.context_tokens is None or not self.full_context_tokens:
+            return 0
+        return missing_sixteenths(self.context_tokens, self.full_context_tokens)
 
     @property
     def evictions(self) -> tuple[ModelOnNode, ...]:

@@ -63,8 +63,9 @@ def place(
 
     Order: resident and least loaded; starting; asleep; fits in free memory; fits once an unload in progress has ended;
     fits after evicting (fewest bytes, least recently used, lowest priority). Within each, nodes where the model is
-    pinned come first, then those where it is asleep; of equal ones, those where it was not measured to be slower, and
-    those that keep its KV cache in host memory. `only_on` restricts the decision to one node.
+    pinned come first, then those where it is asleep; of equal ones, those that give it more context, those where it was
+    not measured to be slower, and those that keep its KV cache in host memory. `only_on` restricts the decision to one
+    node.
     """
     spec = fleet.catalogue.spec(model_id)
     nodes = fleet.nodes if only_on is None else filter(None, [fleet.node(only_on)])
@@ -313,6 +314,7 @@ def preference(assessment: Assessment, rules: PlacementRules) -> tuple[float | s
         max((victim.last_used for victim in assessment.victims), default=0.0),
         max((victim.priority for victim in assessment.victims), default=0),
         not size_known,
+        assessment.missing_context,
         assessment.is_cut,
         assessment.slower_by + KEPT_KV_WORTH * assessment.kv_elsewhere,
         # A model of unknown size goes to the device with the most free memory.

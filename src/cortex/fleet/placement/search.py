@@ -17,7 +17,7 @@ from cortex.fleet.placement.place import ACTIONS, assess, decided, place, prefer
 from cortex.fleet.topology import Fleet, Node
 
 _FITS, _AFTER_EVICTION = RANK[Verdict.FITS], RANK[Verdict.FITS_AFTER_EVICTION]
-_BEFORE_NAME = 11
+_BEFORE_NAME = 12
 """The length of a bound without the node's name, which breaks ties."""
 SMALL_FLEET = 8
 """A decision for at most this many nodes explains all of them."""

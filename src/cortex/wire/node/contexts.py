@@ -127,6 +127,11 @@ def wanted(own_limit: int, named_tokens: int | None) -> int:
     return min(own_limit, named_tokens or AGENT_TOKENS)
 
 
+def missing_sixteenths(tokens: int, full_tokens: int) -> int:
+    """How much of the full context is missing, so that small differences do not count."""
+    return _TOLERANCE * max(0, full_tokens - tokens) // full_tokens
+
+
 def tolerated(tokens: int) -> int:
     """The smallest context accepted for a load that was decided to get `tokens`."""
     return max(1, tokens - tokens // _TOLERANCE)

@@ -80,6 +80,18 @@ async def test_takes_reports_of_the_engine_before_the_load_has_ended() -> None:
     assert instance.stats.steps == 3
 
 
+async def test_time_of_the_load_is_no_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    host = FakeHost(0)
+    instance = instance_of(host, [])
+    await host.load(instance)
+    now_s = 600.0
+    instance.loaded()
+    now_s = 607.0
+    assert instance.idle_s == 7.0
+
+
 async def test_speed_leaves_out_the_prompt_and_the_first_token_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)

@@ -157,6 +157,7 @@ class Instance:
 
     def loaded(self) -> None:
         """The model is in memory: the instance takes requests from now on."""
+        self._idle_since_s = time.monotonic()
         self._update_capacity()
 
     @property
@@ -188,7 +189,7 @@ class Instance:
 
     @property
     def idle_s(self) -> float:
-        """Seconds since the last request ended; 0 while one runs."""
+        """Seconds since the last request ended, or since the load; 0 while one runs."""
         return 0.0 if self._requests else time.monotonic() - self._idle_since_s
 
     @property

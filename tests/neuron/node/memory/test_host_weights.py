@@ -72,7 +72,7 @@ async def test_model_that_fits_only_with_a_short_context_reports_the_one_that_ho
         whole = (await load(node)).contexts
     assert whole is not None
     between_mb = (whole.sizes[0].num_bytes + whole.sizes[-1].num_bytes) // 2 >> 20
-    settings = config(tmp_path, between_mb, **({} if host_mb is None else {"host_mb": host_mb}))
+    settings = config(tmp_path, between_mb, host_mb=host_mb)
     async with running_node(tmp_path, settings, read_host=lambda: LARGE) as node:
         status = await load(node)
         assert status.contexts is not None

@@ -6,6 +6,8 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from cortex.neuron.kernels.float8.layout import FLOAT8_BLOCKS, FLOAT8_ROWS
 from cortex.neuron.kernels.jit import INTERPRETED
 from cortex.neuron.kernels.layouts import DeviceLayout
 from cortex.neuron.kernels.matrix import ExpertMatrix
+from cortex.neuron.kernels.moe import host_team
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.host_exchange import ExchangeRule, exchange_of
 from cortex.neuron.kernels.moe.host_layers import MAX_ROWS, HostBlock, HostExperts
@@ -24,6 +27,7 @@ from cortex.neuron.kernels.moe.host_team import HostRates, HostTeam
 from cortex.neuron.kernels.moe.hosted import hand_over, hosted_block, hosted_mixture
 from cortex.neuron.kernels.moe.mixture import mixture_reference
 from cortex.neuron.kernels.moe.routing import choose_rows_reference
+from cortex.neuron.kernels.native.library import native_library
 from cortex.neuron.kernels.quantised.layout import FP4, INT4, INT8, IQ4, Q2, Q3, Q4, Q5, Q6, Q8, Layout
 from cortex.neuron.kernels.storages import empty_device_matrix
 
@@ -205,6 +209,30 @@ def test_experts_in_host_memory_give_the_results_of_a_whole_mixture(name: str, s
     layer.team.rates = HostRates(1.0, 1e9) if streams else HostRates(1e9, 1.0)
     for rows in (1, 7):
         layer.check(rows, 256)
+
+
+class _Slowed:
+    """The functions in C of a host whose first products other programs slow, by different times."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        self._pauses_s = [0.02 + 0.005 * number for number in range(9)]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._library, name)
+
+    def host_experts(self, call: object) -> None:
+        if self._pauses_s:
+            time.sleep(self._pauses_s.pop())
+        self._library.host_experts(call)
+
+
+def test_probe_of_the_host_goes_on_while_other_programs_slow_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    slowed = SimpleNamespace(library=_Slowed(native_library().library))
+    monkeypatch.setattr(host_team, "native_library", lambda: slowed)
+    layer = _Layer(torch.float32, 256, 128, gated=True, biased=False)
+    assert layer.team.rates is not None
+    assert layer.team.rates.host > _TOP_K * layer.host.expert_bytes / 0.02
 
 
 @pytest.mark.parametrize("name", ["Q4", "float32"])

@@ -11,6 +11,7 @@ Attributes = Mapping[str, str | int | float]
 MODEL, OPERATION = "gen_ai.request.model", "gen_ai.operation.name"
 INPUT_TOKENS, OUTPUT_TOKENS = "gen_ai.usage.input_tokens", "gen_ai.usage.output_tokens"
 CACHED_TOKENS = "gen_ai.usage.cache_read.input_tokens"
+PROVIDER, PROVIDER_NAME = "gen_ai.provider.name", "cortex"
 
 _OPERATIONS = {"relay": "generate_content", "opaque": "generate_content", "count": "count_tokens"}
 

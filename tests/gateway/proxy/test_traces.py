@@ -48,6 +48,7 @@ async def test_one_trace_spans_client_attempts_and_node(
         "cortex.outcome": "complete",
         "cortex.attempts": 2,
         "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "cortex",
         "gen_ai.request.model": "a",
         "gen_ai.usage.input_tokens": 7,
         "gen_ai.usage.output_tokens": 3,

@@ -15,7 +15,7 @@ from prometheus_client.metrics_core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from cortex.neuron.node.node import Node
-from cortex.telemetry.spans import MODEL, OPERATION, operation_name
+from cortex.telemetry.spans import MODEL, OPERATION, PROVIDER, PROVIDER_NAME, operation_name
 from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import CortexError
 from cortex.wire.events import AnyEvent, Finish, Usage
@@ -75,7 +75,7 @@ class Metrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
         counter, histogram = self._counter, self._histogram
-        named = (MODEL.replace(".", "_"), OPERATION.replace(".", "_"))
+        named = [name.replace(".", "_") for name in (PROVIDER, MODEL, OPERATION)]
         self.requests = counter("requests", "Requests that ended, by outcome.", "model", "dialect", "outcome")
         self.errors = counter("request_errors", "Requests that ended in an error, by its code.", "model", "code")
         self.disconnects = counter("client_disconnects", "Disconnected clients, by phase.", "model", "phase")
@@ -130,7 +130,9 @@ class Metrics:
             outcome = "error" if watch.error_code else outcome
             self.requests.labels(watch.model, kind, outcome).inc()
             error_type = watch.error_code or ("" if outcome == "ok" else outcome)
-            self.duration.labels(watch.model, watch.operation, error_type).observe(time.monotonic() - watch.began_s)
+            self.duration.labels(PROVIDER_NAME, watch.model, watch.operation, error_type).observe(
+                time.monotonic() - watch.began_s
+            )
 
 
 class RequestWatch:
@@ -157,7 +159,7 @@ class RequestWatch:
         now_s = time.monotonic()
         passed_s, self._last_s = now_s - self._last_s, now_s
         if self._inter_token is None:
-            self._metrics.first_token.labels(self.model, self.operation).observe(passed_s)
+            self._metrics.first_token.labels(PROVIDER_NAME, self.model, self.operation).observe(passed_s)
             self._inter_token = self._metrics.inter_token.of(self.model)
         else:
             self._inter_token(passed_s)
@@ -167,7 +169,7 @@ class RequestWatch:
                 self.count(event.usage)
                 if (later_tokens := event.usage.completion_tokens - 1) > 0:
                     token_s = event.timing.decode_s / later_tokens
-                    self._metrics.token_time.labels(self.model, self.operation).observe(token_s)
+                    self._metrics.token_time.labels(PROVIDER_NAME, self.model, self.operation).observe(token_s)
 
     def count(self, usage: Usage) -> None:
         """Counts used tokens."""

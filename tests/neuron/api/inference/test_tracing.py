@@ -47,6 +47,7 @@ async def test_continues_the_trace_and_records_the_phases(
     assert server.attributes["cortex.request_id"] == "mine"
     assert server.attributes["gen_ai.request.model"] == "org/tiny"
     assert server.attributes["gen_ai.operation.name"] == "chat"
+    assert server.attributes["gen_ai.provider.name"] == "cortex"
     assert server.attributes["gen_ai.usage.output_tokens"] > 10
     assert {span.parent_id for name, span in spans.items() if span is not server} == {server.span_id}
     assert spans["prefill"].duration_s >= 0.09

@@ -211,7 +211,7 @@ async def test_exposes_every_metric(api: Any, chat_body: Any) -> None:
         assert response.headers["content-type"].startswith("text/plain")
         lines = (await response.text()).splitlines()
     prompt_tokens = len(api.node.submitted[0].prompt)
-    named = 'gen_ai_operation_name="chat",gen_ai_request_model="org/tiny"'
+    named = 'gen_ai_operation_name="chat",gen_ai_provider_name="cortex",gen_ai_request_model="org/tiny"'
     for expected in (
         'neuron_requests_total{dialect="openai_chat",model="org/tiny",outcome="ok"} 1.0',
         'neuron_request_errors_total{code="invalid_value",model="unknown"} 1.0',

@@ -14,7 +14,16 @@ from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest
 from cortex.gateway.proxy.routes import InferenceRoute
 from cortex.gateway.proxy.services import Services
 from cortex.http.observer import Outcome
-from cortex.telemetry.spans import CACHED_TOKENS, INPUT_TOKENS, MODEL, OPERATION, OUTPUT_TOKENS, operation_name
+from cortex.telemetry.spans import (
+    CACHED_TOKENS,
+    INPUT_TOKENS,
+    MODEL,
+    OPERATION,
+    OUTPUT_TOKENS,
+    PROVIDER,
+    PROVIDER_NAME,
+    operation_name,
+)
 from cortex.telemetry.tracing import UNTRACED
 from cortex.wire.errors import CortexError, ModelNotFound
 from cortex.wire.events import Usage
@@ -319,6 +328,7 @@ class RequestAccounting:
             "cortex.node": node,
             "cortex.outcome": self._result(outcome),
             "cortex.attempts": self.num_attempts,
+            PROVIDER: PROVIDER_NAME,
             MODEL: self.admitted.model,
             OPERATION: self.route.codec.operation if self.route.generates else operation_name(self.route.need),
             STATUS_CODE: self.status,

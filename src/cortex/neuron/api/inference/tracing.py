@@ -9,7 +9,17 @@ from contextlib import contextmanager
 from cortex.http.request import Request, loggable
 from cortex.neuron.api.log_context import request_id
 from cortex.neuron.api.metrics import RequestWatch
-from cortex.telemetry.spans import CACHED_TOKENS, INPUT_TOKENS, MODEL, OPERATION, OUTPUT_TOKENS, Span, Tracer
+from cortex.telemetry.spans import (
+    CACHED_TOKENS,
+    INPUT_TOKENS,
+    MODEL,
+    OPERATION,
+    OUTPUT_TOKENS,
+    PROVIDER,
+    PROVIDER_NAME,
+    Span,
+    Tracer,
+)
 from cortex.telemetry.tracing import UNTRACED
 from cortex.wire.errors import CortexError
 from cortex.wire.response import total_usage
@@ -40,6 +50,7 @@ def traced(tracer: Tracer, http: Request, watch: RequestWatch) -> Iterator[None]
 def _end(span: Span, watch: RequestWatch, error: str | None) -> None:
     attributes: dict[str, str | int | float] = {
         "cortex.request_id": request_id.get(),
+        PROVIDER: PROVIDER_NAME,
         MODEL: watch.model,
         OPERATION: watch.operation,
     }

@@ -114,5 +114,6 @@ PUBLISHED_LAYOUTS: Final = {"FP8": Q8, "INT8": INT8, "INT4": INT4, "INT_ORDERED"
 """The layout of each quantised type of a published checkpoint in safetensors.
 
 FP8 without a layout of its own (`float8/layout.py`) and integers whose columns were quantised in another order have no
-groups of 32 columns: their weights are quantised in eight bits, which adds a sixth of the error that FP8 has.
+groups of 32 columns: their weights are quantised in eight bits, which adds a sixth of the error that FP8 has,
+a twentieth of that of GPTQ in four bits, and as much as GPTQ in eight bits has.
 """

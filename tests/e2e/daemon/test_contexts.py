@@ -31,7 +31,7 @@ def node(start_daemon: StartDaemon, tmp_path_factory: pytest.TempPathFactory) ->
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def gateway(node: Daemon, start_gateway: StartGateway) -> Daemon:
     gateway = start_gateway('[[models]]\nid = "named"\ncontext_tokens = 32768', {"n": node})
 
@@ -106,8 +106,9 @@ def test_rejected_prompt_has_its_model_loaded_again_once_the_other_is_no_longer_
         order(gateway, model, "unload", unpin=True)
     order(gateway, "other", "pin")
     order(gateway, "long")
-    assert node.model("long")["context_tokens"] < 32_768
-    body = {"model": "long", "prompt": [5] * 30_000, "max_tokens": 1}
+    tokens = node.model("long")["context_tokens"]
+    assert tokens < 32_768
+    body = {"model": "long", "prompt": [5] * tokens, "max_tokens": 1}
 
     def is_rejected() -> bool:
         status, response = gateway.call("/v1/completions", body)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cortex.neuron.text.errors import GrammarRejected
+from cortex.neuron.text.grammar.closed_objects import closed
 from cortex.neuron.text.grammar.matcher import Matcher
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.template.prompt import PromptRules
@@ -191,3 +192,20 @@ def follows(matchers: Matcher, model: TextModel, grammar: str, text: str) -> boo
     except GrammarRejected:
         return False
     return state.is_accepting
+
+
+def test_joined_parts_do_not_make_a_small_schema_huge() -> None:
+    defs: dict[str, Any] = {"d40": {"type": "object", "properties": {"z": {"type": "string"}}}}
+    for number in range(40):
+        parts = {"allOf": [{"$ref": f"#/$defs/d{number + 1}"}]}
+        defs[f"d{number}"] = {"type": "object", "properties": {"x": parts, "y": parts}}
+    schema = {"$defs": defs, "$ref": "#/$defs/d0"}
+    assert closed(schema) == schema
+
+
+def test_many_definitions_that_extend_one_are_closed() -> None:
+    base = {"type": "object", "properties": {f"b{number}": {"type": "string"} for number in range(20)}}
+    own = {"type": "object", "properties": {"a": {"type": "string"}}}
+    extended = {f"d{number}": {"allOf": [{"$ref": "#/$defs/base"}, own]} for number in range(100)}
+    made = closed({"$defs": {"base": base, **extended}, "anyOf": [{"$ref": f"#/$defs/{name}"} for name in extended]})
+    assert all(made["$defs"][name]["additionalProperties"] is False for name in extended)

@@ -17,6 +17,14 @@ _DATA: Final = frozenset({"const", "default", "enum", "examples", "required", "x
 """Keywords whose values are not schemas."""
 _PLAIN: Final = frozenset({"type", "properties", "required", "title", "description"})
 """Keywords of an object that can be joined with others."""
+_MAX_GROWTH: Final = 8
+_MAX_ADDED: Final = 20_000
+"""Parts are joined by copies of definitions, which may have parts themselves: no schema may grow beyond this factor and
+number of schemas."""
+
+
+class _TooLarge(Exception):
+    """Joined, the schema would be much larger than it is with references."""
 
 
 def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -26,6 +34,8 @@ def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
         return _Closing(schema).root()
     except RecursionError:
         return schema  # it is rejected when the grammar is built
+    except _TooLarge:
+        return schema
 
 
 class _Closing:
@@ -33,6 +43,7 @@ class _Closing:
         self._root = root
         self._opens_definitions = False
         """Parts of an object that cannot be joined may refer to any of them."""
+        self._num_left = _MAX_ADDED + _MAX_GROWTH * sum(1 for _ in _schemas(root))
 
     def root(self) -> Mapping[str, Any]:
         for schema in _schemas(self._root):
@@ -50,6 +61,7 @@ class _Closing:
             return [self._closed(each, is_part=is_part) for each in value]
         if not isinstance(value, Mapping):
             return value
+        self._count(1)
         schema = self._joined(value)
         is_joint = is_part or _is_joint(schema)
         made = {key: self._closed_below(key, each, is_joint=is_joint) for key, each in schema.items()}
@@ -82,11 +94,17 @@ class _Closing:
                 return schema
             if part is not own and (not part.keys() <= _PLAIN or part.get("type", "object") != "object"):
                 return schema
+            self._count(len(listed))
             properties |= listed
             required += _required(part)
         if not properties or own.get("type", "object") != "object":
             return schema
         return {**own, "type": "object", "properties": properties, "required": [*dict.fromkeys(required)]}
+
+    def _count(self, num_schemas: int) -> None:
+        self._num_left -= num_schemas
+        if self._num_left < 0:
+            raise _TooLarge
 
     def _resolved(self, part: Any) -> Any:
         """The definition to which a part refers."""

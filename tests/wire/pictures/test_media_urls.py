@@ -339,3 +339,10 @@ def test_forms_and_queries_hold_no_address(name: str, value: str) -> None:
     with pytest.raises(InvalidValue, match="may not fetch"):
         check_form([("prompt", ADDRESS), (name, value)], TABLES[IMAGES])
     check_form([("prompt", ADDRESS), ("size", "1x1"), ("image", data_url(FILE))], TABLES[IMAGES])
+
+
+def test_json_in_a_form_is_not_read_if_it_would_take_much_memory() -> None:
+    check_form([("x", f"[{'0,' * 1000}0]")], TABLES[SPEECH])
+    for value in ("{},", "0,", "[[0]],"):
+        with pytest.raises(InvalidValue, match="too many values"):
+            check_form([("x", f"[{value * 100_000}0]")], TABLES[SPEECH])

@@ -100,6 +100,8 @@ _MAX_COMPONENT_CHARACTERS = 255
 _SLASHES = re.compile(rb"/{2,}")
 _BASE64 = bytes(string.ascii_letters + string.digits + "+/-_", "ascii")
 _MIN_FILE_CHARACTERS = 24
+_MAX_PARSED = 100_000
+"""Values in one field of a form: objects and arrays take many times the memory of their text."""
 _SIGNATURE_CHARACTERS = 64
 _SIGNATURES = (b"RIFF", b"ID3", b"OggS", b"fLaC", b"FORM", b"\x1aE\xdf\xa3", b"%PDF", b"#!AMR", b"PK\x03\x04")
 """First bytes of files with sound, videos and documents, besides pictures."""
@@ -132,6 +134,8 @@ def _parsed(text: str) -> Any:
     start = _blank_end(text)
     if text[start : start + 1] not in ("{", "[", '"'):
         return text
+    if sum(map(text.count, ",[{")) > _MAX_PARSED:
+        raise InvalidValue("A field of the form is JSON with too many values; send fewer.")
     try:
         return json.loads(text[start:], object_pairs_hook=_object, parse_int=float, strict=False)
     except json.JSONDecodeError:

@@ -511,3 +511,16 @@ def test_blocks_of_which_the_page_cache_has_some_are_read_from_both(tmp_path: Pa
     with mmap.mmap(-1, len(contents)) as aligned, memoryview(aligned) as view:
         assert block_files.read_blocks(file, 0, view)
         assert view == contents
+
+
+def test_blocks_are_read_where_files_cannot_be_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, contents = BlockKind(bytes(16), 0, 4096), os.urandom(4096)
+    file = block_files.write_file(tmp_path, kind, "m", [bytes(24)], [memoryview(contents)])
+
+    def unmappable(*_: object, **__: object) -> mmap.mmap:
+        raise OSError(errno.ENODEV, "no such device")
+
+    view = memoryview(bytearray(4096))
+    monkeypatch.setattr(mmap, "mmap", unmappable)
+    assert block_files.read_blocks(file, 0, view)
+    assert view == contents

@@ -246,7 +246,9 @@ def _read(file: BlockFile, offset: int, view: memoryview) -> bool:
     done = 0
     fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        cached = _num_cached_bytes(fd, offset, view.nbytes)
+        cached = 0
+        with suppress(OSError):  # a file system without mappings, or no memory for one
+            cached = _num_cached_bytes(fd, offset, view.nbytes)
         while done < cached and (count := os.preadv(fd, [view[done:cached]], offset + done)):
             done += count
         done = done // _ALIGNMENT * _ALIGNMENT if done < view.nbytes else done

@@ -329,3 +329,15 @@ async def test_prompt_that_is_too_long_for_one_replica_goes_to_another_with_more
     assert small.seen, "it was tried there first"
     assert not small.unload_requests
     assert (await client.get("/v1/models/long"))[1]["max_model_len"] == 131_072
+
+
+async def test_prompt_that_no_other_replica_has_room_for_is_not_sent_again(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    """It ran out of memory, or is over the limit of the node's configuration."""
+    sizes, states = {"long": 6 * GB}, {"long": READY}
+    large = await neurons("a-large", sizes=sizes, states=states, context_tokens=131_072, respond=rejects_60_000_tokens)
+    small = await neurons("b-small", sizes=sizes, states=states, context_tokens=32_768, respond=rejects_60_000_tokens)
+    client = await start_gateway(large, small)
+    assert (await client.chat("long"))[0] == 400
+    assert (len(large.seen), len(small.seen)) == (1, 0)

@@ -401,7 +401,8 @@ class ProxyRequest:
         elif (
             status == errors.ContextLengthExceeded.status
             and self._prompt_tokens
-            and (small := self.services.dispatcher.too_small(lease.model, self._prompt_tokens) - self._excluded)
+            and lease.node
+            in (small := self.services.dispatcher.too_small(lease.model, self._prompt_tokens) - self._excluded)
         ):
             self._excluded |= small
             self._release(f"status {status}")

@@ -284,6 +284,12 @@ class Library:
     def is_configured(self, model_id: str) -> bool:
         return model_id in self._configured
 
+    def takes_options(self, model: KnownModel) -> bool:
+        """Whether load requests decide the options of this model: it is not configured, and its files are those that
+        this node has found, unless only load requests have named it."""
+        is_found = self.find(model.id).source == model.source
+        return not self.is_configured(model.id) and (is_found or self.is_adopted(model.id))
+
     def adopt(self, request: LoadRequest) -> KnownModel:
         """The model with the options of a load request, and configured ones for the rest. A new id is kept with its
         source; other options apply to this load only (but see `keep_options`, `remember_quant`).
@@ -348,8 +354,8 @@ class Library:
         return self._neighbours.get(repository_of(model.source) or "", ())
 
     def keep_options(self, request: LoadRequest) -> KnownModel:
-        """Keep the options of an adopted request, for the size of a model known only from requests and for later loads
-        without options. Replaces options kept before."""
+        """Keep the options of an adopted request, for the size of a model that takes them and for later loads without
+        options. Replaces options kept before."""
         request = self._with_own_source(request)
         before = self.find(request.model_id)
         source = before.source

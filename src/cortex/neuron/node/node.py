@@ -359,10 +359,10 @@ class Node:
 
     async def inspect(self, request: LoadRequest) -> ModelStatus:
         """Lists a model and reads its files, to learn its size or why it cannot be loaded. The options apply to later
-        loads. Leaves configured models unchanged and reads no files of one in memory. Raises what `load` raises of a
-        request."""
+        loads, and replace those of earlier ones. Leaves configured models unchanged, and those that this node found at
+        another source; reads no files of one in memory. Raises what `load` raises of a request."""
         model = self._adopt(request)
-        if self._library.is_adopted(model.id):
+        if self._library.takes_options(model):
             before = self._models.options(model.id)
             kept = self._library.keep_options(request)
             if not self._models.is_in_memory(model.id):
@@ -386,7 +386,8 @@ class Node:
         """Returns when the model's memory is free; with `sleep`, when its device memory is. Running requests get
         `drain_s` to finish, or nothing with `force`. A model without files whose load failed is forgotten."""
         if request.forget and not self._library.is_adopted(request.model_id):
-            return self.model(request.model_id)
+            self._library.find(request.model_id)  # else the inspection would adopt it
+            return await self.inspect(LoadRequest(model_id=request.model_id))
         if request.group is not None:
             self._ports.release(request.group)
         drain_s = request.drain_s if request.drain_s is not None else self._config.drain_s

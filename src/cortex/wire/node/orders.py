@@ -53,7 +53,8 @@ class UnloadRequest(NodeValue, frozen=True, kw_only=True):
     group: str | None = None
     """Only if the model is a member of this group. Absent: in any case."""
     forget: bool = False
-    """Unload and delist the model. Has no effect on a model in the node's configuration or cache."""
+    """Unload and delist the model. A model in the node's cache or folders only loses the options of requests, and one
+    in its configuration nothing."""
 
 
 class ForgetSizeRequest(NodeValue, frozen=True):

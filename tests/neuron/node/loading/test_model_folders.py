@@ -136,6 +136,32 @@ async def test_options_that_a_catalogue_takes_back_hold_no_more(tmp_path: Path) 
         assert moved.source == str(tmp_path / "moved")
 
 
+async def test_options_of_a_catalogue_are_those_of_the_next_load_of_a_model_in_a_folder(tmp_path: Path) -> None:
+    folder, own = tmp_path / "models", write_model(tmp_path / "own")
+    for file in write_model(folder / "m", bytes=1 << 20).iterdir():
+        put_back(file)
+    config = {"model_dirs": [str(folder)], "models": [{"id": "own", "source": str(own)}]}
+    plain, given = LoadRequest(model_id="m"), LoadRequest(model_id="m", kv_dtype="fp8")
+    async with running_node(tmp_path, config) as node:
+        await until(lambda: node.model("m").estimate_bytes)
+        plain_bytes = node.model("m").estimate_bytes or 0
+        given_bytes = (await node.inspect(given)).estimate_bytes or 0
+        assert given_bytes < plain_bytes
+        assert (node.model("m").estimate_bytes, node.model("m").state) == (given_bytes, ModelState.COLD)
+        assert (await node.inspect(plain)).estimate_bytes == plain_bytes
+        await node.load(given, wait=True)
+        await node.unload(UnloadRequest(model_id="m"))
+        assert node.model("m").estimate_bytes == given_bytes
+        assert (await node.inspect(plain)).estimate_bytes == plain_bytes, "the load had options that are gone"
+        await node.inspect(given)
+        await node.unload(UnloadRequest(model_id="m", forget=True))
+        assert node.model("m").estimate_bytes == plain_bytes, "no entry names it any more"
+        await node.inspect(replace(given, source=str(own)))
+        assert node.model("m").source == str(folder / "m")
+        before = node.model("own")
+        assert await node.inspect(replace(given, model_id="own")) == before, "the node's own configuration names it"
+
+
 async def test_inspection_with_an_unknown_harness_is_rejected_and_not_kept(tmp_path: Path) -> None:
     path = write_model(tmp_path / "m")
     async with running_node(tmp_path, {"model_roots": [str(tmp_path)]}) as node:

@@ -77,6 +77,7 @@ class FakeFleet:
         self.woken: list[str] = []
         self.forgotten: list[tuple[str, str]] = []
         self.inspections: list[tuple[str, str]] = []
+        self.inspect_requests: list[LoadRequest] = []
         self.ready: dict[str, dict[str, float]] = {name: {} for name in self.sizes}
         self.running: dict[tuple[str, str], int] = {}
         self.benches: dict[tuple[str, str], BenchResult] = {}
@@ -121,6 +122,7 @@ class FakeFleet:
 
     def inspect(self, node: str, requests: tuple[LoadRequest, ...]) -> None:
         self.inspections += [(node, request.model_id) for request in requests]
+        self.inspect_requests += requests
 
     def forget(self, node: str, model: str) -> None:
         self.forgotten.append((node, model))

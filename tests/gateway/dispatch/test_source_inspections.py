@@ -1,4 +1,4 @@
-"""Models that the catalogue names by a path are sized, or found missing, before their first load."""
+"""Models of the catalogue are sized with its options, or found missing, before their first load."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from cortex.wire.errors import (
     RouteNotFound,
     ShuttingDown,
     SourceNotAllowed,
+    SourceNotFound,
     UpstreamUnavailable,
 )
+from cortex.wire.node.orders import LoadRequest
 from cortex.wire.node.protocol import ModelState, ModelStatus
 
 from ..fake_fleet import GB, FakeFleet
@@ -163,4 +165,76 @@ def test_source_that_a_node_can_read_after_all_is_no_longer_rejected() -> None:
     respond(fake, "n", SourceNotAllowed(OUTSIDE))
     respond(fake, "n", ModelStatus(id="a", state=ModelState.COLD, source="/srv/a.gguf", estimate_bytes=GB))
     fake.poll("n")  # which does not list it, as after a restart
+    assert verdicts(fake)["n"][0] is Verdict.FITS
+
+
+# Models that nodes list themselves
+
+
+def listing_fleet(spec: ModelSpec) -> FakeFleet:
+    """Both nodes have found the model, which takes 2 GB there without options."""
+    fake = FakeFleet({"n": {"a": 2 * GB}, "m": {"a": 2 * GB}}, catalogue=Catalogue(models=(spec,)))
+    fake.poll()
+    return fake
+
+
+def use(fake: FakeFleet, *specs: ModelSpec) -> None:
+    for node in ("n", "m"):
+        fake.dispatcher.sources_inspected(node)
+    fake.inspections.clear()
+    fake.catalogue = Catalogue(models=specs)
+    fake.dispatcher.reconfigure(fake.settings("n", "m"))
+    fake.poll()
+
+
+@pytest.mark.parametrize("source", [None, "org/a"])
+def test_nodes_are_asked_about_the_options_of_models_that_they_list(source: str | None) -> None:
+    fake = listing_fleet(ModelSpec(id="a", source=source, kv_dtype="fp8", host_weights="off"))
+    fake.poll()
+    assert fake.inspections == [("n", "a"), ("m", "a")]
+    assert fake.inspect_requests == [LoadRequest(model_id="a", source=source, kv_dtype="fp8", host_weights="off")] * 2
+    respond(fake, "n", ModelStatus(id="a", state=ModelState.COLD, estimate_bytes=GB), source or "")
+    assert {node: need for node, (_, need) in verdicts(fake).items()} == {"n": GB, "m": 2 * GB}
+    assert fake.forgotten == []
+
+
+def test_quantisation_and_context_of_a_listed_model_are_left_to_the_gateway() -> None:
+    fake = listing_fleet(ModelSpec(id="a", kv_dtype="fp8", quant="q4_k", context_tokens=4096))
+    assert fake.inspect_requests == [LoadRequest(model_id="a", kv_dtype="fp8")] * 2
+
+
+def test_nodes_are_asked_again_when_options_change_or_are_gone() -> None:
+    fake = listing_fleet(ModelSpec(id="a", kv_dtype="fp8"))
+    use(fake, ModelSpec(id="a", kv_dtype="fp8", vision="off"))
+    assert fake.inspections == [("n", "a"), ("m", "a")]
+    use(fake, ModelSpec(id="a"))
+    assert fake.inspections == [("n", "a"), ("m", "a")]
+    assert fake.inspect_requests[-1] == LoadRequest(model_id="a")
+    use(fake)
+    assert fake.inspections == []
+    assert fake.forgotten == [("n", "a"), ("m", "a")]
+
+
+def test_response_for_an_entry_that_is_gone_makes_the_node_forget_its_options() -> None:
+    fake = listing_fleet(ModelSpec(id="a", kv_dtype="fp8"))
+    use(fake)
+    fake.forgotten.clear()
+    respond(fake, "n", ModelStatus(id="a", state=ModelState.COLD, estimate_bytes=GB), "")
+    assert fake.forgotten == [("n", "a")]
+
+
+def test_model_in_memory_is_asked_about_once_it_is_cold() -> None:
+    fake = FakeFleet({"n": {"a": 2 * GB}}, catalogue=Catalogue(models=(ModelSpec(id="a", kv_dtype="fp8"),)))
+    fake.ready["n"]["a"] = fake.now
+    fake.poll()
+    assert fake.inspections == []
+    del fake.ready["n"]["a"]
+    fake.poll()
+    assert fake.inspections == [("n", "a")]
+
+
+def test_listed_model_is_not_rejected_for_an_error_of_its_inspection() -> None:
+    fake = listing_fleet(ModelSpec(id="a", kv_dtype="fp8"))
+    respond(fake, "n", SourceNotFound("gone"), "")
+    assert fake.forgotten == []
     assert verdicts(fake)["n"][0] is Verdict.FITS

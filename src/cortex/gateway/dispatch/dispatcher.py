@@ -424,7 +424,7 @@ class Dispatcher(DispatchView, StateMachine):
 
     @event
     def source_inspected(self, target: ModelOnNode, source: str, result: ModelStatus | CortexError) -> None:
-        """A node inspected a model that the catalogue names by its path, or named so at the request."""
+        """A node inspected a model of the catalogue, whose source was `source` at the request."""
         if target.node in self._fleet_state:
             self._inspections.responded(target, source, result)
 

@@ -1,19 +1,22 @@
-"""Asks nodes about the files of models whose `source` in the catalogue is a path, before any load.
+"""Asks nodes about models of the catalogue before any load: those whose `source` is a path, and those that they list.
 
-The node then lists the model with its size, or with the reason why it cannot be loaded there.
+The node then lists the model with its size under the catalogue's options, or with the reason why it cannot be loaded
+there.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 
-from cortex.fleet.catalogue import ModelSpec
+from msgspec.structs import replace
+
 from cortex.fleet.topology import ModelOnNode, Node
 from cortex.gateway.dispatch.fleet_state import FleetState
 from cortex.gateway.dispatch.model_jobs import Effects
 from cortex.wire.errors import CortexError, LoadFailed, SourceNotAllowed, SourceNotFound
 from cortex.wire.node.load_options import is_path
+from cortex.wire.node.orders import LoadRequest
 from cortex.wire.node.protocol import ModelState, ModelStatus
 
 log = logging.getLogger(__name__)
@@ -30,19 +33,19 @@ class SourceInspections:
         self._asked: dict[str, set[str]] = {}
         """The models that each node was asked to inspect since it came up or the catalogue changed."""
         self._listed: dict[str, set[str]] = {}
-        """The inspected models that it lists. A restarted node lists none."""
+        """The inspected models that it lists. A restarted node lists only those that it finds itself."""
         self._busy: set[str] = set()
         """The nodes with responses due."""
 
     def ask(self, name: str) -> None:
         """Ask a node that is up to inspect the models that it was not asked to, or no longer lists."""
         node = self._fleet_state.reported(name)
-        if not self._fleet_state.settings.catalogue.named_by_path or name in self._busy or not node.takes_orders:
+        if not self._fleet_state.settings.catalogue.models or name in self._busy or not node.takes_orders:
             return
         asked = self._asked.setdefault(name, set())
         known = node.residencies.keys() | {member.id for member in node.members}
         asked -= self._listed.setdefault(name, set()) - known
-        requests = tuple(spec.load_request for spec in self._named_by_path(node) if spec.id not in asked)
+        requests = tuple(self._requests(node, asked))
         if requests:
             self._busy.add(name)
             asked.update(request.model_id for request in requests)
@@ -50,10 +53,11 @@ class SourceInspections:
 
     def responded(self, target: ModelOnNode, source: str, result: ModelStatus | CortexError) -> None:
         """The node responded for one model, which was at `source` at the request."""
-        spec = self._fleet_state.settings.catalogue.spec(target.model)
-        if not is_path(spec.source or ""):  # no longer
+        catalogue = self._fleet_state.settings.catalogue
+        spec = catalogue.spec(target.model)
+        if not catalogue.has(target.model) or (is_path(source) and not is_path(spec.source or "")):  # no longer
             self._effects.forget(target.node, target.model)
-        elif spec.source != source:
+        elif (spec.source or "") != source:
             pass  # the node will get a request for the new one
         elif isinstance(result, ModelStatus):
             self._listed.setdefault(target.node, set()).add(target.model)
@@ -61,7 +65,7 @@ class SourceInspections:
             self._fleet_state.update_model(target.node, result, self._clock())
         elif isinstance(result, LoadFailed):
             log.warning("%s cannot be loaded on %s: %s", target.model, target.node, result.message)
-            if not isinstance(result, SourceNotAllowed | SourceNotFound):
+            if not is_path(source) or not isinstance(result, SourceNotAllowed | SourceNotFound):
                 return  # other reasons pass: loads are tried, and fail with theirs
             self._fleet_state.rejected_sources[target] = ModelStatus(
                 id=target.model,
@@ -83,9 +87,16 @@ class SourceInspections:
         self._listed.pop(node, None)
         self._fleet_state.rejected_sources.drop_node(node)
 
-    def _named_by_path(self, node: Node) -> Iterator[ModelSpec]:
-        for spec in self._fleet_state.settings.catalogue.named_by_path:
+    def _requests(self, node: Node, asked: Container[str]) -> Iterator[LoadRequest]:
+        """The inspections of models that are not in `asked`. A model that the node lists is inspected when cold, also
+        without options: the node may still have earlier ones. The gateway itself applies quantisation and context."""
+        for spec in self._fleet_state.settings.catalogue.models:
             is_possible = spec.harness is None or spec.harness in node.harnesses
             nodes = spec.node_names or spec.only_on
-            if is_possible and (not nodes or node.name in nodes):
-                yield spec
+            if spec.id in asked or not is_possible or (nodes and node.name not in nodes):
+                continue
+            held = node.residencies.get(spec.id)
+            if is_path(spec.source or ""):
+                yield spec.load_request
+            elif spec.num_nodes == 1 and held is not None and held.state in (ModelState.COLD, ModelState.FAILED):
+                yield replace(spec.load_request, quant=None, context_tokens=None)

@@ -168,6 +168,11 @@ class ModelSpec(Section, LoadOptions, frozen=True, kw_only=True):
         return LoadRequest(model_id=self.id, **self.shared_with(LoadRequest.__struct_fields__))
 
     @property
+    def sized_by_node(self) -> LoadRequest:
+        """`load_request` without quantisation and context, which the gateway applies to the sizes that nodes report."""
+        return msgspec.structs.replace(self.load_request, quant=None, context_tokens=None)
+
+    @property
     def policy(self) -> LoadPolicy:
         return self.load or ("pinned" if self.pinned_on else "on_demand")
 

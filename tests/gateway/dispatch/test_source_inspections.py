@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.fleet.placement.decision import Verdict
-from cortex.fleet.topology import ModelOnNode
+from cortex.fleet.topology import Measured, ModelOnNode
+from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.wire.errors import (
     CortexError,
     LoadFailed,
@@ -238,3 +241,36 @@ def test_listed_model_is_not_rejected_for_an_error_of_its_inspection() -> None:
     respond(fake, "n", SourceNotFound("gone"), "")
     assert fake.forgotten == []
     assert verdicts(fake)["n"][0] is Verdict.FITS
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+@pytest.mark.parametrize(
+    ("before", "after"), [({}, {"kv_dtype": "fp8"}), ({"vision": "off"}, {"vision": "cpu"}), ({"vision": "off"}, None)]
+)
+def test_size_that_was_measured_with_other_options_does_not_count(
+    before: dict[str, Any], after: dict[str, Any] | None, is_loaded: bool
+) -> None:
+    fake = listing_fleet(ModelSpec(id="a", **before))
+    fake.ready["n"]["a"] = fake.now
+    fake.poll()
+    if not is_loaded:
+        del fake.ready["n"]["a"]
+        fake.poll()
+    assert fake.dispatcher.fleet.measured
+    use(fake, ModelSpec(id="a", display_name="A", **before))
+    assert fake.dispatcher.fleet.measured, "the size is the same"
+    use(fake, *([] if after is None else [ModelSpec(id="a", **after)]))
+    assert not fake.dispatcher.fleet.measured
+    fake.ready["n"].pop("a", None)
+    fake.poll()
+    assert not fake.dispatcher.fleet.measured
+    fake.ready["n"]["a"] = fake.now
+    fake.poll()
+    assert fake.dispatcher.fleet.measured, "the next load is measured"
+
+
+def test_size_that_an_earlier_run_measured_counts_after_the_start() -> None:
+    fake = listing_fleet(ModelSpec(id="a", kv_dtype="fp8"))
+    measured: Measured = {("a", None, None): GB}
+    dispatcher = Dispatcher(fake, fake.event_log, lambda: fake.now, fake.settings("n"), measured=measured)
+    assert dispatcher.fleet.measured == measured

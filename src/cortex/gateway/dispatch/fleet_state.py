@@ -195,7 +195,8 @@ class FleetState:
         self._unheard: dict[str, float] = {}
         """Nodes that have never reported, with the time when the configuration named each."""
         self._resolved: dict[str, Resolution] = {}
-        self._is_reconfigured = False
+        self._resized: frozenset[str] | None = None
+        """Since a new configuration, those models whose size it may have changed; None: none is new."""
 
     def __contains__(self, node: str) -> bool:
         return node in self._reported
@@ -205,10 +206,12 @@ class FleetState:
 
     def reconfigure(self, settings: DispatchSettings, now: float) -> None:
         """Use new settings; nodes that they do not name are forgotten."""
+        old, new = self.settings.catalogue, settings.catalogue
         self.settings = settings
         self.sleeping.reconfigure({each.name: each.wake for each in settings.neurons if each.wake is not None})
         self._resolved.clear()
-        self._is_reconfigured = True
+        changed = (each for each in old.ids | new.ids if old.spec(each).sized_by_node != new.spec(each).sized_by_node)
+        self._resized = frozenset(changed) | (self._resized or frozenset())
         before, self._reported = self._reported, {}
         for neuron in settings.neurons:
             known = before.get(neuron.name, Node(name=neuron.name))
@@ -226,6 +229,8 @@ class FleetState:
         kept = tuple(self.fleet.node(name) or Node(name=name) for name in names)
         facts = {"catalogue": settings.catalogue, "rules": settings.rules, "placement": settings.placement}
         self.fleet = msgspec.structs.replace(self.fleet, nodes=kept, **facts)
+        for model in self._resized:
+            self.forget_size(model)
 
     def change_pins(self, *, added: Iterable[ModelOnNode], removed: Iterable[ModelOnNode]) -> None:
         self.pins.update(dict.fromkeys(added, True))
@@ -341,8 +346,9 @@ class FleetState:
         if self.fleet.index.listing is not before.index.listing:
             self._resolved.clear()
         measured_anew = {model for each in changed for model in memory.measured_anew(*each)}
-        models = self.fleet.live_models() if self._is_reconfigured else measured_anew
-        self._is_reconfigured = False
+        # Those that are loaded have their earlier options.
+        models = measured_anew if self._resized is None else self.fleet.live_models() - self._resized
+        self._resized = None
         measured = memory.measurements(self.fleet, models)
         self.fleet = self.fleet.with_nodes((), measured=measured)
         return changed

@@ -9,8 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Container, Iterator
 
-from msgspec.structs import replace
-
 from cortex.fleet.topology import ModelOnNode, Node
 from cortex.gateway.dispatch.fleet_state import FleetState
 from cortex.gateway.dispatch.model_jobs import Effects
@@ -89,7 +87,7 @@ class SourceInspections:
 
     def _requests(self, node: Node, asked: Container[str]) -> Iterator[LoadRequest]:
         """The inspections of models that are not in `asked`. A model that the node lists is inspected when cold, also
-        without options: the node may still have earlier ones. The gateway itself applies quantisation and context."""
+        without options: the node may still have earlier ones."""
         for spec in self._fleet_state.settings.catalogue.models:
             is_possible = spec.harness is None or spec.harness in node.harnesses
             nodes = spec.node_names or spec.only_on
@@ -99,4 +97,4 @@ class SourceInspections:
             if is_path(spec.source or ""):
                 yield spec.load_request
             elif spec.num_nodes == 1 and held is not None and held.state in (ModelState.COLD, ModelState.FAILED):
-                yield replace(spec.load_request, quant=None, context_tokens=None)
+                yield spec.sized_by_node

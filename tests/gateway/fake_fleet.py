@@ -83,6 +83,8 @@ class FakeFleet:
         self.benches: dict[tuple[str, str], BenchResult] = {}
         self.kept: dict[tuple[str, str], HostKV] = {}
         self.leaving: set[tuple[str, str]] = set()
+        self.uptime_s = 1.0
+        """Of every node."""
         self.ceiling_bytes: int | None = None
         """The ceiling of every node."""
         self.foreign_bytes = 0
@@ -197,7 +199,7 @@ class FakeFleet:
             used += sum(member.measured_bytes or 0 for member in members)
             health = Health(
                 status="ok",
-                uptime_s=1.0,
+                uptime_s=self.uptime_s,
                 devices=tuple(
                     DeviceHealth(
                         index=index,

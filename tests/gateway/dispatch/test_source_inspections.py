@@ -226,6 +226,18 @@ def test_response_for_an_entry_that_is_gone_makes_the_node_forget_its_options() 
     assert fake.forgotten == [("n", "a")]
 
 
+def test_node_that_lists_the_model_after_a_restart_is_asked_again() -> None:
+    fake = listing_fleet(ModelSpec(id="a", kv_dtype="fp8"))
+    respond(fake, "n", ModelStatus(id="a", state=ModelState.COLD, estimate_bytes=GB), "")
+    fake.inspections.clear()
+    fake.uptime_s += 1
+    fake.poll("n")
+    assert fake.inspections == []
+    fake.uptime_s = 0.5
+    fake.poll("n")
+    assert fake.inspections == [("n", "a")]
+
+
 def test_model_in_memory_is_asked_about_once_it_is_cold() -> None:
     fake = FakeFleet({"n": {"a": 2 * GB}}, catalogue=Catalogue(models=(ModelSpec(id="a", kv_dtype="fp8"),)))
     fake.ready["n"]["a"] = fake.now

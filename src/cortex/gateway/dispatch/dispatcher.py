@@ -387,7 +387,7 @@ class Dispatcher(DispatchView, StateMachine):
             self._effects.mark_down(node, is_down=False)
             self._event_log.happened("node_up", node=node, models=len(health.models))
         self._jobs.observed(node, health)
-        self._inspections.ask(node)
+        self._inspections.ask(node, health.uptime_s)
 
     @event
     def missed(self, node: str, why: str) -> None:

@@ -32,11 +32,16 @@ class SourceInspections:
         """The models that each node was asked to inspect since it came up or the catalogue changed."""
         self._listed: dict[str, set[str]] = {}
         """The inspected models that it lists. A restarted node lists only those that it finds itself."""
+        self._uptimes_s: dict[str, float] = {}
+        """At the latest report of each node."""
         self._busy: set[str] = set()
         """The nodes with responses due."""
 
-    def ask(self, name: str) -> None:
-        """Ask a node that is up to inspect the models that it was not asked to, or no longer lists."""
+    def ask(self, name: str, uptime_s: float) -> None:
+        """Ask a node that is up to inspect the models that it was not asked to since its start, or no longer lists."""
+        if uptime_s < self._uptimes_s.get(name, 0.0):
+            self.forget(name)
+        self._uptimes_s[name] = uptime_s
         node = self._fleet_state.reported(name)
         if not self._fleet_state.settings.catalogue.models or name in self._busy or not node.takes_orders:
             return

@@ -180,6 +180,16 @@ def test_kept_options_are_those_of_the_latest_request_alone(tmp_path: Path) -> N
     assert library.keep_options(plain) == bare == library.adopt(plain)
 
 
+def test_models_in_the_hub_cache_take_options_and_configured_ones_do_not() -> None:
+    library = Library(CONFIG, {})
+    library.discovered({"org/found": "org/found"})
+    given = LoadRequest(model_id="org/found", kv_dtype="fp8")
+    assert library.takes_options(library.adopt(given))
+    assert (library.keep_options(given).kv_dtype, library.find("org/found").kv_dtype) == ("fp8", "fp8")
+    assert not library.takes_options(library.adopt(replace(given, source="org/other")))
+    assert not library.takes_options(library.adopt(LoadRequest(model_id="b", kv_dtype="fp8")))
+
+
 def test_quantisation_that_was_pulled_from_the_hub_is_kept() -> None:
     library = Library(CONFIG, {})
     library.adopt(LoadRequest(model_id="org/new"))

@@ -106,12 +106,12 @@ class Demand:
         return self._contexts.get(model, (0, 0.0))[0]
 
     def may_reload(self, model: str, now: float) -> bool:
-        """Whether the model may be reloaded for a longer context, which is limited in frequency. If so, records a
-        reload."""
-        if now - self._reloads.get(model, -math.inf) < _ASKED_S:
-            return False
+        """Whether the model may be reloaded for a longer context, which is limited in frequency."""
+        return now - self._reloads.get(model, -math.inf) >= _ASKED_S
+
+    def reloads(self, model: str, now: float) -> None:
+        """The model is reloaded for a longer context."""
         self._reloads[model] = now
-        return True
 
     # Loads
 

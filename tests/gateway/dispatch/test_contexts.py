@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from cortex.fleet.topology import ModelOnNode
+from cortex.gateway.dispatch import dispatcher
 from cortex.wire.errors import InsufficientCapacity
 from cortex.wire.node.contexts import ContextSize, ContextSizes
 
@@ -204,6 +206,22 @@ def test_prompt_over_the_context_on_a_small_node_has_the_model_loaded_on_a_large
     fake.finish_load()
     exceeded("m", 100_000, "request")
     assert len(fake.loads) == 1
+
+
+def test_model_reloaded_just_before_is_not_assessed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = both_ready(16_384)
+    fake.dispatcher.ask_for_context("m", 30_000)
+    for model in ("other", "m"):
+        finish_unload_of(fake, model)
+    fake.finish_load()
+    assert len(fake.loads) == 1
+    assessed = list[str]()
+    monkeypatch.setattr(dispatcher, "to_load_again", lambda model, *_, **__: assessed.append(model))
+    fake.dispatcher.ask_for_context("m", 30_000)
+    assert not assessed
+    fake.now += 601.0
+    fake.dispatcher.ask_for_context("m", 30_000)
+    assert assessed == ["m"]
 
 
 def test_prompt_over_every_context_of_the_fleet_unloads_nothing() -> None:

@@ -146,9 +146,12 @@ class Dispatcher(DispatchView, StateMachine):
         self._demand.asks(model, tokens, now)
         if self._queues.depths.get(model) or self._leases.has_context(model, tokens):
             return
+        if not self._demand.may_reload(model, now):
+            return
         again = to_load_again(model, tokens, fleet, now, origin=origin)
         decision = again or to_load_elsewhere(model, tokens, fleet, now, origin=origin)
-        if decision is not None and self._demand.may_reload(model, now):
+        if decision is not None:
+            self._demand.reloads(model, now)
             self._event_log.decided(decision)
             self._jobs.start(decision, again=again is not None)
 

@@ -100,6 +100,8 @@ class FakeFleet:
         """The memory of every host."""
         self.context_tokens: dict[str, int] = {}
         """The contexts of models that are ready."""
+        self.max_input_tokens: dict[str, int] = {}
+        """Node → its longest prompt."""
         self.kv_tokens: int | None = None
         """That fit in the KV cache of every ready model."""
         self.event_log = EventLog()
@@ -173,6 +175,7 @@ class FakeFleet:
             contexts=self.contexts.get(model),
             host_splits=self.splits.get(model),
             context_tokens=self.context_tokens.get(model),
+            max_input_tokens=self.max_input_tokens.get(node),
             measured_bytes=None if since is None else self.sizes[node][model],
             state_age_s=0.0 if since is None else self.now - since,
             idle_s=0.0 if since is None else self.now - since,

@@ -174,7 +174,7 @@ class FakeNeuron:
             contexts=self.contexts.get(model),
             least_bytes=self.contexts[model].sizes[0].num_bytes if model in self.contexts else None,
             context_tokens=self.context_tokens,
-            max_input_tokens=30000,
+            max_input_tokens=self.context_tokens,
             max_output_tokens=8192,
             family="bert" if model in self.capabilities else None,
             capabilities=self.capabilities.get(model, Capabilities(tools=True, reasoning=True)),

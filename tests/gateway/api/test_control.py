@@ -51,7 +51,7 @@ async def test_models_are_merged_from_catalogue_nodes_and_aliases(
     assert big["loaded"] is True
     assert big["locations"] == [{"node": "beast", "status": "ready", "vram_mb": 10 * 1024}]
     assert big["max_model_len"] == 32768
-    assert big["limit"] == {"context": 32768, "input": 30000, "output": 8192}
+    assert big["limit"] == {"context": 32768, "input": 32768, "output": 8192}
     assert big["capabilities"]["tools"] is True
     assert big["cost"]["output"] == 2.0
     assert big["feasible_on"] == ["beast"]

@@ -208,6 +208,46 @@ def test_prompt_over_the_context_on_a_small_node_has_the_model_loaded_on_a_large
     assert len(fake.loads) == 1
 
 
+def test_prompt_over_the_limit_of_the_operator_unloads_nothing() -> None:
+    fake = both_ready(16_384)
+    fake.max_input_tokens["n"] = 8_192
+    fake.poll()
+    exceeded, demand = fake.dispatcher.prompt_exceeded, fake.dispatcher.fleet.demand
+    exceeded("m", 20_000, "request")
+    assert fake.unloads == [], "it would be rejected all the same"
+    assert demand is not None
+    assert demand.wanted_context("m") == 0
+    fake.max_input_tokens["n"] = 16_384
+    fake.poll()
+    exceeded("m", 20_000, "request")
+    assert fake.unloads == [("n", "other", "evicted"), ("n", "m", "evicted")]
+
+
+def test_prompt_over_the_limit_of_one_node_has_the_model_loaded_where_it_is_allowed() -> None:
+    fake = two_nodes(32_768)
+    fake.max_input_tokens["small"] = fake.max_input_tokens["large"] = 8_192
+    fake.poll("small")
+    fake.foreign_bytes = 0
+    fake.poll("large")
+    fake.dispatcher.prompt_exceeded("m", 100_000, "request")
+    assert fake.unloads == []
+    del fake.max_input_tokens["large"]
+    fake.poll("large")
+    fake.dispatcher.prompt_exceeded("m", 100_000, "request")
+    assert fake.unloads == [("large", "other", "evicted")]
+
+
+def test_model_is_loaded_elsewhere_only_where_the_operator_allows_the_prompt() -> None:
+    fake = two_nodes(32_768)
+    fake.max_input_tokens["large"] = 8_192
+    fake.foreign_bytes = 0
+    fake.poll("large")
+    fake.dispatcher.prompt_exceeded("m", 100_000, "request")
+    assert fake.unloads == [], "the small card has no room"
+    fake.dispatcher.ask_for_context("m", 100_000)
+    assert fake.unloads == [("large", "other", "evicted")], "a context is for responses, too"
+
+
 def test_model_reloaded_just_before_is_not_assessed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = both_ready(16_384)
     fake.dispatcher.ask_for_context("m", 30_000)

@@ -324,15 +324,18 @@ def preference(assessment: Assessment, rules: PlacementRules) -> tuple[float | s
 
 
 def to_load_again(
-    model_id: str, tokens: int, fleet: Fleet, now: float, *, origin: Origin = "request"
+    model_id: str, tokens: int, fleet: Fleet, now: float, *, prompt_tokens: int = 0, origin: Origin = "request"
 ) -> Decision | None:
     """The reload that gives an idle replica a context of `tokens` and evicts only idle models. None if requests would
-    be lost, or memory is lacking. Models of several nodes are not reloaded."""
+    be lost, or memory is lacking. Models of several nodes are not reloaded. `prompt_tokens`: only where the operator
+    allows such a prompt."""
     spec = fleet.catalogue.spec(model_id)
     for node in fleet.listing(model_id):
         held = node.residencies[model_id]
         is_movable = held.state is ModelState.READY and not (held.is_busy or held.closed)
         if not (is_movable and node.healthy and node.takes_orders and not node.draining) or held.status.nodes:
+            continue
+        if held.status.forbids_prompt(prompt_tokens):
             continue
         emptied = _without(node, held)
         need = need_of(spec, emptied, fleet)
@@ -348,10 +351,11 @@ def to_load_again(
 
 
 def to_load_elsewhere(
-    model_id: str, tokens: int, fleet: Fleet, now: float, *, origin: Origin = "request"
+    model_id: str, tokens: int, fleet: Fleet, now: float, *, prompt_tokens: int = 0, origin: Origin = "request"
 ) -> Decision | None:
     """The load that gives the model a context of `tokens` on a node that lists it and does not have it ready, and
-    evicts only idle models. None if it is starting somewhere, or if no such node has the memory."""
+    evicts only idle models. None if it is starting somewhere, or if no such node has the memory. `prompt_tokens`: as
+    for `to_load_again`."""
     spec = fleet.catalogue.spec(model_id)
     reserved = (reservation.model_id for node in fleet.nodes for reservation in node.reservations)
     listing = fleet.listing(model_id)
@@ -360,6 +364,8 @@ def to_load_elsewhere(
 
     def may_have(node: Node) -> bool:
         held = node.residencies[model_id]
+        if held.status.forbids_prompt(prompt_tokens):
+            return False
         contexts = contexts_of(spec, held.status)
         most_tokens = 0 if contexts is None else min(contexts.full_tokens, contexts.empty_tokens)
         return held.state is not ModelState.READY and most_tokens >= tokens

@@ -139,17 +139,18 @@ class Dispatcher(DispatchView, StateMachine):
             del kept[other]
 
     @event
-    def ask_for_context(self, model: str, tokens: int, origin: Origin = "request") -> None:
+    def ask_for_context(self, model: str, tokens: int, origin: Origin = "request", *, prompt_tokens: int = 0) -> None:
         """A request needs a context of `tokens`, which later loads get. If no replica has it, an idle one is reloaded
-        for it, or the model is loaded on another node, if idle models can be evicted."""
+        for it, or the model is loaded on another node, if idle models can be evicted. `prompt_tokens`: those of its
+        prompt, if known."""
         now, fleet = self._clock(), self.fleet
         self._demand.asks(model, tokens, now)
         if self._queues.depths.get(model) or self._leases.has_context(model, tokens):
             return
         if not self._demand.may_reload(model, now):
             return
-        again = to_load_again(model, tokens, fleet, now, origin=origin)
-        decision = again or to_load_elsewhere(model, tokens, fleet, now, origin=origin)
+        again = to_load_again(model, tokens, fleet, now, prompt_tokens=prompt_tokens, origin=origin)
+        decision = again or to_load_elsewhere(model, tokens, fleet, now, prompt_tokens=prompt_tokens, origin=origin)
         if decision is not None:
             self._demand.reloads(model, now)
             self._event_log.decided(decision)
@@ -157,9 +158,10 @@ class Dispatcher(DispatchView, StateMachine):
 
     def prompt_exceeded(self, model: str, tokens: int, origin: Origin) -> None:
         """A node rejected a prompt of `tokens` tokens, which is too long for the context that the model has there."""
-        full_tokens = [held.status.full_context_tokens or 0 for _, held in self.fleet.replicas(model)]
+        listed = [node.residencies[model].status for node in self.fleet.listing(model)]
+        full_tokens = [each.full_context_tokens or 0 for each in listed if not each.forbids_prompt(tokens)]
         if tokens < max(full_tokens, default=0):
-            self.ask_for_context(model, tokens + 1, origin)
+            self.ask_for_context(model, tokens + 1, origin, prompt_tokens=tokens)
 
     def _check_limit(self, model: str) -> None:
         """Raises RateLimitExceeded for a request beyond the `max_requests` of its model."""

@@ -285,6 +285,12 @@ class ModelStatus(NodeValue, frozen=True):
         """The context that it would have if memory did not limit it; None if unknown."""
         return None if self.contexts is None else self.contexts.full_tokens
 
+    def forbids_prompt(self, tokens: int) -> bool:
+        """Whether the operator's limit excludes a prompt of `tokens`, so that no longer context helps. False if the
+        context limits prompts to fewer tokens."""
+        most = self.max_input_tokens
+        return most is not None and most < min(tokens, self.context_tokens or 0)
+
 
 class ModelList(NodeValue, frozen=True):
     models: tuple[ModelStatus, ...]

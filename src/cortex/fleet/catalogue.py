@@ -21,7 +21,7 @@ from cortex.wire.events import Usage
 from cortex.wire.fields.body import MAX_MODEL_NAME
 from cortex.wire.model_names import plain_name, split_quant
 from cortex.wire.node.groups import MAX_NODES
-from cortex.wire.node.load_options import ENGINE, Count, LoadOptions
+from cortex.wire.node.load_options import ENGINE, Count, LoadOptions, is_path
 from cortex.wire.node.orders import LoadRequest
 from cortex.wire.preset import Preset
 
@@ -307,6 +307,11 @@ class Catalogue(Section, frozen=True, dict=True):
     def pinned(self) -> tuple[ModelSpec, ...]:
         """The models that must be kept loaded."""
         return tuple(spec for spec in self.models if spec.policy == "pinned")
+
+    @cached_property
+    def named_by_path(self) -> tuple[ModelSpec, ...]:
+        """The models whose `source` is a path on the nodes."""
+        return tuple(spec for spec in self.models if is_path(spec.source or ""))
 
     @cached_property
     def _patterns(self) -> tuple[str, ...]:

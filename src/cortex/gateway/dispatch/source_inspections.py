@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Container, Iterator
 
+from cortex.fleet.catalogue import ModelSpec
 from cortex.fleet.topology import ModelOnNode, Node
 from cortex.gateway.dispatch.fleet_state import FleetState
 from cortex.gateway.dispatch.model_jobs import Effects
@@ -93,13 +94,18 @@ class SourceInspections:
     def _requests(self, node: Node, asked: Container[str]) -> Iterator[LoadRequest]:
         """The inspections of models that are not in `asked`. A model that the node lists is inspected when cold, also
         without options: the node may still have earlier ones."""
-        for spec in self._fleet_state.settings.catalogue.models:
-            is_possible = spec.harness is None or spec.harness in node.harnesses
-            nodes = spec.node_names or spec.only_on
-            if spec.id in asked or not is_possible or (nodes and node.name not in nodes):
-                continue
-            held = node.residencies.get(spec.id)
-            if is_path(spec.source or ""):
+        catalogue = self._fleet_state.settings.catalogue
+        for spec in catalogue.named_by_path:
+            if spec.id not in asked and _is_possible(spec, node):
                 yield spec.load_request
-            elif spec.num_nodes == 1 and held is not None and held.state in (ModelState.COLD, ModelState.FAILED):
+        for model, held in node.residencies.items():  # not all models of the catalogue: this runs at every poll
+            if model in asked or held.state not in (ModelState.COLD, ModelState.FAILED) or not catalogue.has(model):
+                continue
+            spec = catalogue.spec(model)
+            if spec.num_nodes == 1 and not is_path(spec.source or "") and _is_possible(spec, node):
                 yield spec.sized_by_node
+
+
+def _is_possible(spec: ModelSpec, node: Node) -> bool:
+    nodes = spec.node_names or spec.only_on
+    return (spec.harness is None or spec.harness in node.harnesses) and (not nodes or node.name in nodes)

@@ -46,12 +46,12 @@ def functions() -> dict[str, Callable[..., tuple[bytes, float]]]:
 def pixels(spec: PictureSpec, grid: PictureGrid, param: str, body: bytes) -> tuple[bytes, float]:
     """The pixels of the file `body` as `pictures.preparing.prepare` returns them, and the seconds that this computed.
     `param`: where the client has the picture. Raises InvalidValue."""
-    began_s = time.process_time()
+    began_s = time.thread_time()  # the time of a process with a limit on it advances in ticks of milliseconds
     try:
         prepared = prepare(spec, grid, decode(body)).tobytes()
     except UnreadablePicture as problem:
         raise invalid(param, f"the picture cannot be read: {problem}") from None
-    return prepared, time.process_time() - began_s
+    return prepared, time.thread_time() - began_s
 
 
 def decode(file: bytes) -> Image.Image:

@@ -84,7 +84,7 @@ class ErrorRedaction:
 
 
 class AccountRedaction(ErrorRedaction):
-    """Of an error that `is_of_account`: only its kind is for clients."""
+    """Rewrite an error that `is_of_account`: clients get only its kind."""
 
     def head(self, status: int, headers: Headers) -> tuple[int, Headers]:
         self._status = status

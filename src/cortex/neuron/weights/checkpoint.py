@@ -26,7 +26,7 @@ _SAMPLED_BYTES: Final = 64
 _TEXT_FILES: Final = ("tokenizer", "tekken", "vocab", "merges", "added_tokens", "special_tokens_map", "chat_template")
 _PIECES: Final = 64
 _PIECE_BYTES: Final = 4096
-"""Of each text: a tokenizer has megabytes, a template some thousand bytes."""
+"""Each text is sampled in this many pieces: a tokenizer has megabytes, a template some thousand bytes."""
 
 
 class Checkpoint(Protocol):

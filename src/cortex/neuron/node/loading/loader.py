@@ -77,7 +77,7 @@ class Inspection:
     quantised: Mapping[str, Footprint]
     """The memory of dense weights with each recipe; empty if they are quantised, or cannot be here."""
     stamps: FileStamps
-    """Of the files: it is made again once they change."""
+    """The stamps of the files: once they change, the inspection is repeated."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import torch
 from cortex.neuron.private_api.triton import GLUON, Kernel
 
 gl: Any = None
+ampere: Any = None
 hopper: Any = None
 Descriptor: Any = None
 load_async: Any = None
@@ -19,6 +20,7 @@ reinterpreted: Any = None
 """(memory, dtype, shape, layout): the same shared memory with another shape."""
 if GLUON.is_usable:
     gl = import_module("triton.experimental.gluon.language")
+    ampere = import_module("triton.experimental.gluon.language.nvidia.ampere")
     hopper = import_module("triton.experimental.gluon.language.nvidia.hopper")
     Descriptor = import_module("triton.experimental.gluon.nvidia.hopper").TensorDescriptor
     load_async = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared

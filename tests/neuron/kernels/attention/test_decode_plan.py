@@ -23,6 +23,9 @@ CONTEXT = 40_960
         (32, 8, 4, 128, 32, 128, 4, True, False),
         (48, 8, 4, 128, 48, 64, 2, True, False),
         (256, 8, 4, 128, 192, 64, 2, True, False),
+        (1, 8, 8, 64, 66, 128, 2, True, False),
+        (32, 8, 8, 64, 32, 256, 4, True, False),
+        (64, 8, 8, 64, 49, 128, 2, True, False),
         (1, 4, 4, 256, 66, 32, 4, False, True),
         (8, 4, 4, 256, 64, 32, 4, False, True),
         (64, 4, 4, 256, 64, 64, 4, False, True),
@@ -39,13 +42,19 @@ def test_programs_fill_the_device_and_parts_of_large_heads_are_joined_by_a_secon
     assert plan == DecodePlan(division, warps, holds, joins)
 
 
+@pytest.mark.parametrize(("rows", "warps"), [(1, 4), (8, 4), (64, 2)])
+def test_a_window_that_one_tile_holds_is_one_tile(rows: int, warps: int) -> None:
+    plan = decode_plan(rows, 8, 128, 8, 64, 2, PROCESSORS, HOPPER)  # gpt-oss
+    assert (plan.division.tile, plan.warps) == (128, warps)
+
+
 @pytest.mark.parametrize("dim", [64, 128, 256, 512])
 @pytest.mark.parametrize("length", [1, TILE, 3 * TILE + 1])
 def test_no_part_is_shorter_than_a_tile_and_every_plan_fits(dim: int, length: int) -> None:
     for rows in (1, 7, 300, 70_000):
         plan = decode_plan(rows, 1, length, 4, dim, 2, PROCESSORS, SMALLEST)
         assert 1 <= plan.division.parts <= -(-length // TILE)
-        assert plan.division.tile in (16, 32, 64, 128)
+        assert plan.division.tile in (16, 32, 64, 128, 256)
         assert not (plan.joins and plan.division.parts == 1)
 
 

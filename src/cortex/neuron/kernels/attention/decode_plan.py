@@ -11,6 +11,8 @@ PROGRAMS_PER_PROCESSOR, LARGE_PER_PROCESSOR = 3, 2
 """This many programs saturate the memory bandwidth, or fit where heads are large; more parts only add work."""
 FEW_PER_PROCESSOR, FEW_ROWS = 4, 16
 """The keys of few rows are divided among more programs, which evens out when they end."""
+NARROW = 64
+"""Up to this head size a tile has twice as many positions, which are as many bytes."""
 LARGE, LARGE_WARPS = 256, 4
 WIDE, WIDE_WARPS = 512, 8
 """From these head sizes on, fewer warps have too few registers."""
@@ -73,16 +75,20 @@ def decode_plan(
     if is_large:
         per_processor = LARGE_PER_PROCESSOR
     at_once = per_processor * processors // kv_heads
-    most = min(MAX_PARTS, -(-max_length // TILE))
+    usual = TILE * (1 + (dim_block <= NARROW))
+    most = min(MAX_PARTS, -(-max_length // usual))
     even_parts = max(1, min(most, at_once // rows))  # where all rows are of one length
     if is_large:
         wanted = TILE if even_parts <= 2 else SHORT_TILE
     else:
         # With one part per row and at most two programs per processor, larger tiles keep more loads in flight.
-        wanted = 2 * TILE if even_parts == 1 and rows * kv_heads <= 2 * processors else TILE
+        wanted = 2 * usual if even_parts == 1 and rows * kv_heads <= 2 * processors else usual
     tile = fitting_tile(wanted, group_pad, dim_block * element_bytes, shared)
+    warps = _num_warps(tile, dim_block)
+    if dim_block <= NARROW:  # a short window is one tile
+        tile = min(tile, max(SHORT_TILE, 1 << (max_length - 1).bit_length()))
     division = KeyDivision.of(rows, at_once, most, tile)
-    return DecodePlan(division, _num_warps(tile, dim_block), holds=not is_large, joins=is_large and most > 1)
+    return DecodePlan(division, warps, holds=not is_large, joins=is_large and most > 1)
 
 
 def fitting_tile(wanted: int, group_pad: int, head_bytes: int, shared: SharedMemory) -> int:
@@ -96,4 +102,4 @@ def fitting_tile(wanted: int, group_pad: int, head_bytes: int, shared: SharedMem
 def _num_warps(tile: int, dim_block: int) -> int:
     if dim_block >= LARGE:
         return LARGE_WARPS if dim_block < WIDE else WIDE_WARPS
-    return max(1, tile // 32)
+    return max(1, tile // (SHORT_TILE * (1 + (dim_block <= NARROW))))

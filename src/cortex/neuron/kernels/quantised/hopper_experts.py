@@ -385,20 +385,24 @@ def _multiply(
             total = gl.zeros([HALF, PAIRS], gl.float32, added)
             total_2 = gl.zeros([HALF, PAIRS], gl.float32, added)
             hopper.mbarrier.wait(ready.index(step % STAGES), (step // STAGES) & 1)
-            weights = _unpacked(codes.index(4 * (step % STAGES) + GROUP).load(words), scale, added, BY_HALF, PTX)
+            weights = unpacked_operand(codes.index(4 * (step % STAGES) + GROUP).load(words), scale, added, BY_HALF, PTX)
             for chunk in range(CHUNKS):
                 stage = step % STAGES
                 after = gl.minimum(chunk + 1, CHUNKS - 1) * 4
                 scale, next_scale_2 = gl.load(scale_lines + after), gl.load(scale_lines_2 + after)
                 own = values.index(stage).permute((1, 0))
                 adding = hopper.warpgroup_mma(weights, own, total, is_async=True)
-                weights_2 = _unpacked(codes.index(4 * stage + 2 + GROUP).load(words), scale_2, added, BY_HALF, PTX)
+                weights_2 = unpacked_operand(
+                    codes.index(4 * stage + 2 + GROUP).load(words), scale_2, added, BY_HALF, PTX
+                )
                 adding_2 = hopper.warpgroup_mma(weights_2, own, total_2, is_async=True)
                 total, _ = hopper.warpgroup_mma_wait(1, deps=[adding, weights])
                 step += 1
                 if chunk + 1 < CHUNKS:
                     hopper.mbarrier.wait(ready.index(step % STAGES), (step // STAGES) & 1)
-                weights = _unpacked(codes.index(4 * (step % STAGES) + GROUP).load(words), scale, added, BY_HALF, PTX)
+                weights = unpacked_operand(
+                    codes.index(4 * (step % STAGES) + GROUP).load(words), scale, added, BY_HALF, PTX
+                )
                 total_2, _, weights = hopper.warpgroup_mma_wait(0, deps=[adding_2, weights_2, weights])
                 hopper.mbarrier.arrive(free.index(stage))
                 scale_2 = next_scale_2
@@ -410,8 +414,9 @@ def _multiply(
 
 
 @gluon_jit
-def _unpacked(word, scale, added: gl.constexpr, BY_HALF: gl.constexpr, PTX: gl.constexpr):
-    """Weights / RESTORE as the left operand of tensor cores. word and scale: [64, 16] → [64, 128]"""
+def unpacked_operand(word, scale, added: gl.constexpr, BY_HALF: gl.constexpr, PTX: gl.constexpr):
+    """Weights / RESTORE as the left operand of tensor cores. word and scale: [rows, 16] → [rows, 128]"""
+    ROWS: gl.constexpr = word.shape[0]
     scale = scale.to(gl.int32)
     a0, b0, a1, b1, a2, b2, a3, b3 = gl.inline_asm_elementwise(
         PTX,
@@ -423,10 +428,10 @@ def _unpacked(word, scale, added: gl.constexpr, BY_HALF: gl.constexpr, PTX: gl.c
     )
     first = gl.join(gl.join(a0, b0), gl.join(a1, b1))
     second = gl.join(gl.join(a2, b2), gl.join(a3, b3))
-    weights = gl.reshape(gl.join(first, second), (64, 4, 4, 2, 2, 2))
+    weights = gl.reshape(gl.join(first, second), (ROWS, 4, 4, 2, 2, 2))
     # row, t, v, j0, j1, h → row, v, j1, h, t, j0, or row, t, v, h, j0, j1 → row, v, j1, j0, t, h
     weights = gl.permute(weights, (0, 2, 4, 5, 1, 3)) if BY_HALF else gl.permute(weights, (0, 2, 5, 4, 1, 3))
-    weights = gl.reshape(weights, (64, 128))
+    weights = gl.reshape(weights, (ROWS, 128))
     return gl.convert_layout(weights, gl.DotOperandLayout(0, added, 2), assert_trivial=True)
 
 
@@ -459,7 +464,7 @@ def _store(
         inside = output < OUTPUTS if ACTIVATION else output + BLOCK < OUTPUTS
         total_2 += gl.load(bias + base + apart + output, mask=inside, other=0.0).to(gl.float32)[:, None]
     if ACTIVATION:
-        _store_block(_activated(total, total_2, ACTIVATION), pairs, count, out, place, block, OUTPUTS, False, BY_HALF)
+        _store_block(activated(total, total_2, ACTIVATION), pairs, count, out, place, block, OUTPUTS, False, BY_HALF)
     else:
         pair = gl.arange(0, PAIRS, gl.SliceLayout(0, added))
         share = gl.load(pair_weights + gl.load(pairs + pair, mask=pair < count, other=0))[None, :]
@@ -487,7 +492,7 @@ def _store_block(total, pairs, count, out, place, block, OUTPUTS: gl.constexpr, 
 
 
 @gluon_jit
-def _activated(gate, up, ACTIVATION: gl.constexpr):
+def activated(gate, up, ACTIVATION: gl.constexpr):
     """As `activations.activated`."""
     if ACTIVATION == 1:
         inner = gate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -93,7 +94,8 @@ class PackedMatrix(ExpertMatrix):
     ) -> None:
         weights = torch.ones_like(choice.weights) if activation is None else None
         pairs = ExpertPairs(choice.experts, weights, choice.experts.shape[1])
-        one_row_product(x, self.codes, out, norm, Epilogue(bias, activation=activation), pairs)
+        product = self._pairs_product(x) if activation else one_row_product
+        product(x, self.codes, out, norm, Epilogue(bias, activation=activation), pairs)
 
     def contract_rows(
         self, inner: Tensor, choice: ExpertChoice, residual: Tensor, bias: Tensor | None = None
@@ -101,8 +103,14 @@ class PackedMatrix(ExpertMatrix):
         if choice.experts.shape[1] * padded(self.inputs) <= MAX_CHUNKS * CHUNK:
             return contract_rows_product(inner, self.codes, choice, residual, bias)
         out = torch.empty(len(inner), residual.shape[1], dtype=inner.dtype, device=inner.device)
-        one_row_product(inner, self.codes, out, PLAIN, Epilogue(bias), ExpertPairs(choice.experts, choice.weights, 1))
+        product = self._pairs_product(inner) if len(residual) > 1 else one_row_product
+        product(inner, self.codes, out, PLAIN, Epilogue(bias), ExpertPairs(choice.experts, choice.weights, 1))
         return combine(out, residual)
+
+    def _pairs_product(self, x: Tensor) -> Callable[..., None]:
+        from cortex.neuron.kernels.quantised import streamed_experts
+
+        return streamed_experts.pairs_product if streamed_experts.takes(x, self.codes) else one_row_product
 
     def grouped(
         self,
@@ -115,7 +123,11 @@ class PackedMatrix(ExpertMatrix):
         load: int,  # noqa: ARG002
         bias: Tensor | None = None,
     ) -> None:
-        packed_grouped_product(x, self.codes, lists, out, pairs_per_row=pairs_per_row, activation=activation, bias=bias)
+        from cortex.neuron.kernels.quantised import streamed_experts
+
+        is_streamed = streamed_experts.takes(x, self.codes)
+        product = streamed_experts.lists_product if is_streamed else packed_grouped_product
+        product(x, self.codes, lists, out, pairs_per_row=pairs_per_row, activation=activation, bias=bias)
 
     def gated_pairs(
         self,

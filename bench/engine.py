@@ -32,7 +32,8 @@ from cortex.neuron.engine.loading.loading import build_model, load_model
 from cortex.neuron.engine.memory.device_limits import measure_limits, product_rate, read_rate
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.kernels.layouts import MatrixLayout
-from cortex.neuron.kernels.quantised.layout import FP4, INT4, INT8
+from cortex.neuron.kernels.quantised.layout import FP4, INT4, INT8, OrderedLayout
+from cortex.neuron.kernels.quantised.matrix import OrderedMatrix
 from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe, recipe_of
 from cortex.neuron.layers.parameters import Parameters
 from shapes import SHAPES
@@ -72,16 +73,17 @@ class Everything(Mapping[str, MatrixLayout]):
 
 
 class Published(Mapping[str, MatrixLayout]):
-    """Matrices with a part of a name in one layout, and all others dense."""
+    """Matrices with a part of a name in one layout, those with the part `plain` in another, and all others dense."""
 
-    def __init__(self, layout: MatrixLayout, part: str) -> None:
+    def __init__(self, layout: MatrixLayout, part: str, plain: tuple[str, MatrixLayout] | None = None) -> None:
         self._layout = layout
         self._part = part
+        self._plain = plain
 
     def __getitem__(self, name: str) -> MatrixLayout:
         if self._part not in name:
             raise KeyError(name)
-        return self._layout
+        return self._layout if self._plain is None or self._plain[0] not in name else self._plain[1]
 
     def __iter__(self) -> Iterator[str]:
         return iter(())
@@ -93,6 +95,7 @@ class Published(Mapping[str, MatrixLayout]):
 PUBLISHED = {
     "mxfp4": Published(FP4, ".experts."),  # as gpt-oss
     "int4": Published(INT4, "_proj"),  # as AWQ and GPTQ
+    "int4-act": Published(OrderedLayout(INT4, "random"), "_proj", ("down_proj", INT4)),  # as GPTQ with desc_act
     "int8": Published(INT8, "_proj"),
 }
 
@@ -120,6 +123,8 @@ def random_four_bits(rows: int, inputs: int, device: torch.device) -> tuple[torc
 def random_engine(shape: str, device: torch.device, spec: LoadSpec, quant: str | None) -> Engine:
     def fill(parameters: Parameters) -> None:
         for packed in parameters.packed_bindings:
+            if isinstance(packed.matrix, OrderedMatrix):
+                packed.matrix.put_order(torch.randperm(packed.matrix.inputs, device=device))
             for first in range(0, packed.num_rows, 4096):
                 rows, inputs = min(4096, packed.num_rows - first), packed.matrix.inputs
                 if quant == "mxfp4":

@@ -142,6 +142,14 @@ def gptq(matrix: Tensor) -> Stored:
     return {**parts, "g_idx": (torch.arange(matrix.shape[1]) // GROUP).int()}, values
 
 
+def gptq_in_order(matrix: Tensor) -> Stored:
+    """Columns in an order of their own in each matrix."""
+    place = torch.randperm(matrix.shape[1]).argsort()
+    codes, scale, zero, values = _integers(matrix[:, place.argsort()])
+    parts = {"qweight": words(codes[:, place], 4).t(), "qzeros": words((zero - 1).t(), 4), "scales": scale.t()}
+    return {**parts, "g_idx": (place // GROUP).int()}, values[:, place]
+
+
 def compressed(matrix: Tensor) -> Stored:
     codes, scale, _, values = _integers(matrix, torch.tensor(8))
     shape = torch.tensor(matrix.shape)
@@ -156,6 +164,7 @@ INTEGERS: list[tuple[Callable[[Tensor], Stored], dict[str, Any]]] = [
     (awq, {"quant_method": "awq", "bits": 4, "version": "gemm", "group_size": GROUP}),
     (gptq, {"quant_method": "gptq", "bits": 4, "desc_act": False, "checkpoint_format": "gptq", "group_size": GROUP}),
     (compressed, compressed_config(4)),
+    (gptq_in_order, {"quant_method": "gptq", "bits": 4, "desc_act": True, "group_size": GROUP}),
 ]
 
 

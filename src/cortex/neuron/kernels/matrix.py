@@ -17,7 +17,7 @@ from cortex.neuron.kernels.activations import activate
 from cortex.neuron.kernels.expert_pairs import ExpertChoice, PairLists
 from cortex.neuron.kernels.norm import rms_norm
 
-KeptForm = Literal["values", "codes", "float8"]
+KeptForm = Literal["values", "codes", "ordered", "float8"]
 
 
 class Prologue(NamedTuple):

@@ -10,13 +10,16 @@ from cortex.neuron.kernels.float8.layout import Float8Layout
 from cortex.neuron.kernels.float8.matrix import Float8Matrix
 from cortex.neuron.kernels.layouts import DeviceLayout, MatrixLayout
 from cortex.neuron.kernels.matrix import ExpertMatrix, StoredMatrix
-from cortex.neuron.kernels.quantised.matrix import PackedMatrix
+from cortex.neuron.kernels.quantised.layout import OrderedLayout
+from cortex.neuron.kernels.quantised.matrix import OrderedMatrix, PackedMatrix
 
 
 def empty_matrix(layout: MatrixLayout, outputs: int, inputs: int, device: torch.device) -> StoredMatrix:
     """Memory for a quantised matrix, contents undefined until all rows are put."""
     if isinstance(layout, CpuLayout):
         return NativeMatrix(layout, outputs, inputs, device)
+    if isinstance(layout, OrderedLayout):
+        return OrderedMatrix(layout.codes, outputs, inputs, device)
     return empty_device_matrix(layout, outputs, inputs, device)
 
 

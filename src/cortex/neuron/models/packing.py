@@ -10,7 +10,15 @@ from typing import Final
 from cortex.neuron.kernels.cpu.layout import CpuLayout, cpu_layout
 from cortex.neuron.kernels.float8.layout import FLOAT8_ROWS, float8_layout
 from cortex.neuron.kernels.layouts import DeviceLayout, MatrixLayout
-from cortex.neuron.kernels.quantised.layout import GGML_LAYOUTS, PUBLISHED_LAYOUTS, Q4, Q8, SCALED_COLUMNS, Layout
+from cortex.neuron.kernels.quantised.layout import (
+    GGML_LAYOUTS,
+    PUBLISHED_LAYOUTS,
+    Q4,
+    Q8,
+    SCALED_COLUMNS,
+    Layout,
+    OrderedLayout,
+)
 from cortex.neuron.kernels.quantised.recipes import Recipe
 from cortex.neuron.weights.safetensors.arranged import expert_infos
 from cortex.neuron.weights.stored import TensorInfo
@@ -84,10 +92,11 @@ def choose_layout(device: MatrixDevice, name: str, info: TensorInfo, recipe: Rec
     return cpu_layout(info.dtype)
 
 
-def _device_layout(info: TensorInfo, made: DeviceLayout | None) -> DeviceLayout | None:
+def _device_layout(info: TensorInfo, made: DeviceLayout | None) -> DeviceLayout | OrderedLayout | None:
     """On a GPU. `made`: what the recipe makes of it."""
     if info.dtype == "FP8":
         return float8_layout(info.shape, info.scaled) or STORED_LAYOUTS["FP8"]
     if made == FLOAT8_ROWS and float8_layout(info.shape, (1, info.shape[1])) is None:
         return Q8
-    return made or STORED_LAYOUTS.get(info.dtype)
+    layout = made or STORED_LAYOUTS.get(info.dtype)
+    return OrderedLayout(layout, info.order) if info.order is not None and isinstance(layout, Layout) else layout

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cortex.neuron.kernels.layouts import MatrixLayout
+from cortex.neuron.kernels.quantised.layout import ORDER_BYTES, OrderedLayout
 from cortex.neuron.layers.configs import (
     KV_MIXERS,
     AttentionConfig,
@@ -65,7 +66,9 @@ class WeightStorage:
         layouts = {prefix: self.packing.get(f"{prefix}.weight") for prefix in outputs}
         if None in layouts.values():
             return None
-        return sum(layout.num_bytes(outputs[prefix], inputs) for prefix, layout in layouts.items() if layout)
+        orders = {layout.order for layout in layouts.values() if isinstance(layout, OrderedLayout)}
+        codes = sum(layout.num_bytes(outputs[prefix], inputs) for prefix, layout in layouts.items() if layout)
+        return codes + len(orders) * ORDER_BYTES * inputs
 
 
 def weight_bytes(architecture: Architecture, storage: WeightStorage) -> int:

@@ -79,7 +79,8 @@ def has_groups(stored: StoredTensor) -> bool:
 def decode_groups(stored: StoredTensor, raw: torch.Tensor, start_group: int = 0) -> quants.Groups:
     """Decode whole groups of rows of a matrix, from `start_group` on, into codes, scales and minimums.
 
-    Each is [rows, groups per row, ...]. Raises Unsupported if the format is not quantised.
+    Each is [rows, groups per row, ...], with columns sorted by group (`column_order`). Raises Unsupported if the format
+    is not quantised.
     """
     if stored.scales is not None and has_groups(stored):
         groups = codes.groups_of(stored, stored.scales, raw, start_group * stored.group_rows)
@@ -99,6 +100,13 @@ def decode_groups(stored: StoredTensor, raw: torch.Tensor, start_group: int = 0)
         runs = [slice(run.start // size, run.stop // size) for run in stored.columns.runs]
         q, scale, minimum = (torch.cat([part[:, run] for run in runs], dim=1) for part in (q, scale, minimum))
     return quants.Groups(q, scale, minimum)
+
+
+def column_order(stored: StoredTensor) -> torch.Tensor:
+    """The columns of a matrix as `decode_groups` orders them: [inputs]. Requires `stored.order`."""
+    assert stored.scales is not None
+    assert stored.scales.ordered is not None
+    return codes.by_group(stored.scales.ordered)
 
 
 def decode_float8(stored: StoredTensor, raw: torch.Tensor, start_group: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 import torch
 
 from cortex.neuron.weights.checkpoint import Checkpoint
-from cortex.neuron.weights.decode import decode, decode_float8, decode_groups, has_groups
+from cortex.neuron.weights.decode import column_order, decode, decode_float8, decode_groups, has_groups
 from cortex.neuron.weights.errors import Malformed, TensorMissing
 from cortex.neuron.weights.stored import StoredTensor
 
@@ -108,7 +108,8 @@ class MatrixSink(Protocol):
 
     @property
     def keeps(self) -> str:
-        """The form of rows that it keeps without rounding them again: `codes`, `float8` or `values`."""
+        """The form of rows that it keeps without rounding them again: `codes`, `ordered` codes, `float8` or
+        `values`."""
         ...
 
     def put_values(self, first_row: int, values: torch.Tensor) -> None:
@@ -119,6 +120,14 @@ class MatrixSink(Protocol):
 
     def put_float8(self, first_row: int, codes: torch.Tensor, scales: torch.Tensor) -> None:
         """codes: [rows, inputs]; scales: [rows, blocks of columns], one for each row"""
+
+
+@runtime_checkable
+class OrderedSink(Protocol):
+    """A matrix of codes whose columns are sorted by group."""
+
+    def put_order(self, columns: torch.Tensor) -> None:
+        """Before codes. columns: [inputs], those of the inputs in the order of the codes"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +218,9 @@ class PackedTarget:
             codes, scales = decode_float8(self.stored, raw, piece.start_group)
             self.check.add_float8(codes)
             matrix.put_float8(first_row, codes, scales)
-        elif matrix.keeps == "codes" and has_groups(self.stored):
+        elif matrix.keeps == ("codes" if self.stored.order is None else "ordered") and has_groups(self.stored):
+            if isinstance(matrix, OrderedSink):
+                matrix.put_order(column_order(self.stored))
             groups = decode_groups(self.stored, raw, piece.start_group)
             self.check.add(groups.scale + groups.minimum)
             matrix.put_codes(first_row, groups.q.flatten(1), groups.scale[..., 0], groups.minimum[..., 0])

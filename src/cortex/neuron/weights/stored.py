@@ -94,7 +94,15 @@ class ScaleTensors:
     scale: StoredTensor
     zero: StoredTensor | None
     ordered: StoredTensor | None = None
-    """The group of each column, where columns were quantised in another order."""
+    """The group of each column, where columns were quantised in another order (`safetensors/act_order.py`)."""
+    order: str | None = None
+    """Names the order of the columns by group. Equal for matrices whose columns have the same order; None: the columns
+    cannot be sorted by group, or are (`is_sorted`)."""
+    is_sorted: bool = False
+    """Whether the matrix has its columns sorted by group, because the rows that make its inputs are."""
+    row_order: StoredTensor | None = None
+    """The groups by which the rows are sorted: those of the columns of the matrix that follows. The file has the
+    matrix by inputs."""
 
     @property
     def is_transposed(self) -> bool:
@@ -217,9 +225,11 @@ class StoredTensor:
         self._check_inside(columns.stop, dimension=1)
         rows, width = self.shape
         if self.scales is not None:  # whole rows are read: the scales are in separate tensors
-            self._check_block(columns, width, "columns", GROUP if self.format in GROUPED else 1)
-            order = self.columns or Order(width, (range(width),))
-            return replace(self, shape=(rows, len(columns)), columns=order.part(columns))
+            is_ordered = self.order is not None  # some columns of each group
+            self._check_block(columns, width, "columns", GROUP if self.format in GROUPED and not is_ordered else 1)
+            part = (self.columns or Order(width, (range(width),))).part(columns)
+            name = "INT_ORDERED" if is_ordered else self.format
+            return replace(self, shape=(rows, len(columns)), columns=part, format=name)
         if self.columns is not None:  # whole rows are read: the columns lie apart in the file
             return replace(self, shape=(rows, len(columns)), columns=self.columns.part(columns))
         self._check_block(columns, width, "columns", self._block_elements)
@@ -237,6 +247,11 @@ class StoredTensor:
         rows = _num_sharing(self.rows_in_file(0, self.num_rows), self.scales.rows)
         columns = _num_sharing(self.columns_in_file(), self.scales.columns, *self.row_shape)
         return None if rows is None or columns is None else (rows, columns)
+
+    @property
+    def order(self) -> str | None:
+        """Names the order of the columns by group, where the matrix has them in another one, and has all of them."""
+        return self.scales.order if self.scales is not None and self.format in GROUPED else None
 
     def columns_in_file(self) -> tuple[range, ...]:
         """Where the columns of a matrix are in the file."""
@@ -292,7 +307,9 @@ class TensorInfo:
     """As stored; a quantised tensor is larger once it is read."""
     scaled: tuple[int, int] | None = None
     """How many rows and columns share a scale, where scales are separate tensors (`StoredTensor.scaled`)."""
+    order: str | None = None
+    """See `StoredTensor.order`."""
 
     @classmethod
     def of(cls, stored: StoredTensor) -> TensorInfo:
-        return cls(stored.shape, stored.format, stored.num_bytes, stored.scaled)
+        return cls(stored.shape, stored.format, stored.num_bytes, stored.scaled, stored.order)

@@ -24,6 +24,9 @@ from cortex.neuron.engine.memory.plan import ModelSizes
 from cortex.neuron.engine.parallel.group import TorchGroup
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec, SamplingParams, StageSpec
 from cortex.neuron.kernels.dense.matrix import DenseMatrix
+from cortex.neuron.kernels.matrix import StackedMatrix
+from cortex.neuron.kernels.quantised.layout import INT4, Q8, OrderedLayout
+from cortex.neuron.kernels.quantised.matrix import OrderedMatrix, PackedMatrix
 from cortex.neuron.layers.feed_forward import MLP
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.packing import MatrixDevice, choose_layouts
@@ -59,6 +62,27 @@ def awq(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     return parts, ((codes - zero) * scale).flatten(1)
 
 
+def gptq(weight: Tensor, *, has_order: bool = True) -> tuple[dict[str, Tensor], Tensor]:
+    """`has_order`: columns in an order of their own, the same for all matrices of as many."""
+    columns = weight.shape[1]
+    order = torch.randperm(columns, generator=torch.Generator().manual_seed(columns))
+    order = order if has_order else torch.arange(columns)
+    group_of = torch.empty(columns, dtype=torch.int32)
+    group_of[order] = torch.arange(columns, dtype=torch.int32) // 64
+    grouped = weight[:, order].view(len(weight), -1, 64)
+    low, high = grouped.amin(-1), grouped.amax(-1)
+    scale = ((high - low) / 15).half().float()
+    zero = (-low / scale).round().clamp(1, 15)
+    codes = (weight / scale[:, group_of] + zero[:, group_of]).round().clamp(0, 15)
+    parts = {
+        "qweight": words(codes.int(), 4).t().contiguous(),
+        "qzeros": words((zero.int() - 1).t(), 4),
+        "scales": scale.t().half().contiguous(),
+        "g_idx": group_of,
+    }
+    return parts, (codes - zero[:, group_of]) * scale[:, group_of]
+
+
 def float8(weight: Tensor, size: int = 64) -> tuple[dict[str, Tensor], Tensor]:
     """`size`: rows and columns of a block, which need not divide the rows; 0: a row has one scale."""
     rows, columns = size or 1, size or weight.shape[1]
@@ -74,6 +98,7 @@ def float8(weight: Tensor, size: int = 64) -> tuple[dict[str, Tensor], Tensor]:
 Quantise = Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]
 FORMATS: dict[str, tuple[dict[str, Any], Quantise]] = {
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"}, awq),
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": True}, gptq),
     "fp8": ({"quant_method": "fp8", "weight_block_size": [64, 64]}, float8),
     "fp8 in blocks of 128": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, partial(float8, size=128)),
     "fp8 by row": ({"quant_method": "compressed-tensors"}, partial(float8, size=0)),
@@ -142,6 +167,66 @@ def test_published_model_agrees_with_the_reference_on_its_values(
     dense = [layer.mlp for layer in model.layers if isinstance(layer.mlp, MLP)]
     assert len(dense) == len(model.layers)
     assert any(not isinstance(mlp.down.matrix, DenseMatrix) for mlp in dense) == is_packed
+
+
+def with_indices(path: Path, change: Callable[[str, Tensor], Tensor]) -> None:
+    """Changes the groups of the columns of each matrix, by its name; its values then differ."""
+    tensors = load_file(path / "model.safetensors")
+    save_file(
+        {name: change(name, part) if name.endswith("g_idx") else part for name, part in tensors.items()},
+        path / "model.safetensors",
+    )
+
+
+@pytest.mark.parametrize("are_alike", [True, False])
+def test_columns_in_another_order_stay_in_four_bits_without_rounding(
+    tmp_path: Path, are_alike: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same input, matrices with the same order are one matrix. Down needs none: the rows before it have it."""
+    write(tmp_path, *FORMATS["gptq"])
+    if not are_alike:
+        with_indices(tmp_path, lambda _, groups: groups[torch.randperm(len(groups))])
+    expected = logits_of(tmp_path)
+    monkeypatch.setattr(loading, "matrix_layouts", lambda tensors, *_: choose_layouts(GPU, tensors, None))
+    model = loaded(tmp_path)
+    tokens = torch.randint(0, VOCAB, (40,), generator=torch.Generator().manual_seed(5))
+    [logits] = Driver(model, 1).logits([tokens], [[33, 7]])
+    assert (logits - expected).norm() / expected.norm() < 1e-5
+    for layer in model.layers:
+        assert isinstance(layer.mlp, MLP)
+        assert isinstance(layer.mlp.down.matrix, PackedMatrix)
+        assert not isinstance(layer.mlp.down.matrix, OrderedMatrix)
+        assert layer.mlp.gate_up is not None
+        assert isinstance(layer.mlp.gate_up.gate_up.matrix, OrderedMatrix if are_alike else StackedMatrix)
+    facts = inspect(tmp_path)
+    assert facts.quant == "int4"
+    planned = ModelSizes.of(facts.architecture, replace(facts.storage(GPU), item_bytes=4)).weight_bytes
+    assert planned == model.parameters.num_bytes
+
+
+def test_order_by_group_is_no_other_order(tmp_path: Path) -> None:
+    """As with static groups, which quantise columns in another order and leave their groups."""
+    write(tmp_path, *FORMATS["gptq"])
+    with_indices(tmp_path, lambda _, groups: groups.sort().values)
+    layouts = choose_layouts(GPU, inspect(tmp_path).tensors, None)
+    assert set(layouts.values()) == {INT4}
+
+
+def test_groups_of_different_sizes_become_codes_of_eight_bits(tmp_path: Path) -> None:
+    write(tmp_path, *FORMATS["gptq"])
+    with_indices(tmp_path, lambda name, groups: groups.clamp(max=0) if "q_proj" in name else groups)
+    layouts = choose_layouts(GPU, inspect(tmp_path).tensors, None)
+    assert {layout for name, layout in layouts.items() if "q_proj" in name} == {Q8}
+
+
+def test_block_with_a_norm_before_down_keeps_its_rows(tmp_path: Path) -> None:
+    write(tmp_path, *FORMATS["gptq"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    for layer in range(2):
+        tensors[f"model.layers.{layer}.mlp.ffn_sub_norm.weight"] = torch.ones(256)
+    save_file(tensors, tmp_path / "model.safetensors")
+    layouts = choose_layouts(GPU, inspect(tmp_path).tensors, None)
+    assert all(isinstance(layout, OrderedLayout) for layout in layouts.values())
 
 
 def test_preflight_counts_the_quantised_bytes_and_rejects_another_quantisation(published: tuple[Path, Any]) -> None:

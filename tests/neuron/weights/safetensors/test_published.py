@@ -18,13 +18,17 @@ from torch import Tensor
 
 from cortex.neuron.kernels.float8.layout import FLOAT8_ROWS
 from cortex.neuron.kernels.float8.matrix import Float8Matrix
+from cortex.neuron.kernels.layouts import MatrixLayout
+from cortex.neuron.kernels.quantised.layout import Layout, OrderedLayout
 from cortex.neuron.kernels.quantised.matrix import PackedMatrix
+from cortex.neuron.kernels.storages import empty_matrix
 from cortex.neuron.models.packing import STORED_LAYOUTS
 from cortex.neuron.weights.checkpoint import Checkpoint
 from cortex.neuron.weights.decode import decode, decode_float8, mapped_bytes
 from cortex.neuron.weights.errors import CheckpointError, Malformed, Unsupported
 from cortex.neuron.weights.safetensors.checkpoint import SafetensorsCheckpoint
 from cortex.neuron.weights.sharded import ShardedCheckpoint, TensorSlice
+from cortex.neuron.weights.stored import TensorInfo
 from cortex.neuron.weights.transfer import PackedPlacement, PieceSizes, Placement, load_into
 
 OUTPUTS, INPUTS, GROUP = 64, 256, 128
@@ -200,12 +204,24 @@ def test_dense_destination_gets_the_numbers_in_pieces(tmp_path: Path, matrix: Ma
     torch.testing.assert_close(destination, matrix.values, rtol=1e-6, atol=1e-6)
 
 
+def empty_packed(info: TensorInfo) -> PackedMatrix:
+    """As on a GPU, but FP8 in groups of columns."""
+    layout: MatrixLayout = STORED_LAYOUTS[info.dtype]
+    if info.order is not None:
+        assert isinstance(layout, Layout)
+        layout = OrderedLayout(layout, info.order)
+    outputs, inputs = info.shape
+    packed = empty_matrix(layout, outputs, inputs, torch.device("cpu"))
+    assert isinstance(packed, PackedMatrix)
+    return packed
+
+
 def test_packed_matrix_keeps_the_values(tmp_path: Path, matrix: Matrix) -> None:
     checkpoint = opened(tmp_path, matrix)
-    layout = STORED_LAYOUTS[checkpoint.tensors[f"{NAME}.weight"].dtype]
-    packed = PackedMatrix(layout, OUTPUTS, INPUTS, torch.device("cpu"))
+    packed = empty_packed(checkpoint.tensors[f"{NAME}.weight"])
     placement = PackedPlacement(f"{NAME}.weight", packed, 0, OUTPUTS)
     load_in_pieces(checkpoint, placement)
+    layout = packed.codes.layout
     if layout.has_zeros or layout.codebook:
         torch.testing.assert_close(packed.values(), matrix.values, rtol=2**-16, atol=1e-6)
     else:
@@ -230,7 +246,7 @@ def test_columns_of_a_matrix_are_those_of_the_whole_one(tmp_path: Path, matrix: 
     destination = torch.full((OUTPUTS, len(columns)), torch.nan)
     load_in_pieces(part, Placement(name, destination))
     assert torch.equal(destination, expected)
-    packed = PackedMatrix(STORED_LAYOUTS[part.tensors[name].dtype], OUTPUTS, len(columns), torch.device("cpu"))
+    packed = empty_packed(part.tensors[name])
     load_in_pieces(part, PackedPlacement(name, packed, 0, OUTPUTS))
     assert (packed.values() - expected).norm() / expected.norm() < 0.006
     twice = part.stored(name).with_columns(range(0, 32))

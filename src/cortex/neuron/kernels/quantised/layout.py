@@ -15,7 +15,7 @@ half of a word, because they are looked up for half a word at a time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 UNIT: Final = 8
@@ -77,6 +77,28 @@ class Layout:
         return outputs * (columns * self.bits // 8 + columns // SCALED_COLUMNS * self.scale_words * self.scale_bytes)
 
 
+@dataclass(frozen=True, slots=True)
+class OrderedLayout:
+    """A matrix whose columns are sorted by the groups that share a scale; its inputs are read in the same order."""
+
+    codes: Layout
+    order: str = field(repr=False)
+    """Names the order. Rows of matrices with the same order can be parts of one. Kernels do not depend on it."""
+
+    @property
+    def row_block(self) -> int:
+        """Rows that are packed together."""
+        return self.codes.row_block
+
+    def num_bytes(self, outputs: int, inputs: int) -> int:
+        """The size of a matrix with `outputs` rows and `inputs` columns, without the order."""
+        return self.codes.num_bytes(outputs, inputs)
+
+
+ORDER_BYTES: Final = 2
+"""Of one column in an order."""
+
+
 def padded(inputs: int) -> int:
     """Columns that are stored: whole chunks."""
     return -(-inputs // CHUNK) * CHUNK
@@ -113,7 +135,8 @@ GGML_LAYOUTS: Final = {
 PUBLISHED_LAYOUTS: Final = {"FP8": Q8, "INT8": INT8, "INT4": INT4, "INT_ORDERED": Q8, "MXFP4": FP4}
 """The layout of each quantised type of a published checkpoint in safetensors.
 
-FP8 without a layout of its own (`float8/layout.py`) and integers whose columns were quantised in another order have no
-groups of 32 columns: their weights are quantised in eight bits, which adds a sixth of the error that FP8 has,
-a twentieth of that of GPTQ in four bits, and as much as GPTQ in eight bits has.
+FP8 without a layout of its own (`float8/layout.py`) has no groups of 32 columns, and neither have integers whose
+columns were quantised in another order where they cannot be sorted: in experts, whose inputs are those of all, and on a
+rank that has only some columns of each group. Their weights are quantised in eight bits, which adds a sixth of the
+error that FP8 has, a twentieth of that of GPTQ in four bits, and as much as GPTQ in eight bits has.
 """

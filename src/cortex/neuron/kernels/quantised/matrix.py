@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from cortex.neuron.kernels.expert_pairs import ExpertChoice, ExpertPairs, PairLists
-from cortex.neuron.kernels.jit import has_kernels, num_processors
+from cortex.neuron.kernels.jit import (
+    gdc_launch_dependents,
+    gdc_wait,
+    has_kernels,
+    jit,
+    launch_options,
+    num_processors,
+    tl,
+    triton,
+)
 from cortex.neuron.kernels.matrix import PLAIN, Epilogue, ExpertMatrix, KeptForm, Prologue
 from cortex.neuron.kernels.products.grouped import combine
 from cortex.neuron.kernels.quantised.codes import empty_codes, unpacked
@@ -150,3 +159,101 @@ class PackedMatrix(ExpertMatrix):
             x, self.codes, down.codes, lists, parts, slots=slots, activation=activation, biases=biases
         )
         return True
+
+
+_ORDER_BLOCK = 1024
+"""Columns of a program, where there is no norm."""
+
+
+class OrderedMatrix(PackedMatrix):
+    """The columns are sorted by the groups that share a scale, as GPTQ with `desc_act` needs.
+
+    One launch puts inputs into the same order before a product, and computes the norm, if there is one. Holds no
+    experts. `values` and `rows` have the columns in the order of the inputs.
+    """
+
+    keeps: ClassVar[KeptForm] = "ordered"
+
+    def __init__(self, layout: Layout, outputs: int, inputs: int, device: torch.device) -> None:
+        super().__init__(layout, outputs, inputs, device)
+        self.order = torch.empty(inputs, dtype=torch.int16, device=device)
+        """Which input each column takes, in 16 bits without a sign."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*super().tensors, self.order)
+
+    def put_order(self, columns: Tensor) -> None:
+        """Before any rows. columns: [inputs], a permutation"""
+        self.order.copy_(columns.to(torch.int32).to(torch.int16))
+
+    def put_values(self, first_row: int, values: Tensor) -> None:
+        super().put_values(first_row, values.index_select(1, self._columns()))
+
+    def values(self, rows: slice = slice(None)) -> Tensor:
+        return self._unsorted(super().values(rows))
+
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        return self._unsorted(super().rows(ids, dtype))
+
+    def fuses(self, prologue: Prologue, x: Tensor) -> bool:
+        return prologue.activation is None and has_kernels(x)
+
+    def _product(self, x: Tensor, prologue: Prologue, epilogue: Epilogue, out: Tensor | None) -> Tensor:
+        return super()._product(in_order(x, self.order, prologue), PLAIN, epilogue, out)
+
+    def _columns(self) -> Tensor:
+        return self.order.long() & 0xFFFF
+
+    def _unsorted(self, values: Tensor) -> Tensor:
+        return torch.empty_like(values).index_copy_(1, self._columns(), values)
+
+
+def in_order(x: Tensor, order: Tensor, prologue: Prologue = PLAIN) -> Tensor:
+    """The columns of norm(x), or of x, that `order` names. x: [rows, inputs] → the same shape, contiguous"""
+    if not has_kernels(x):
+        return in_order_reference(x, order, prologue)
+    rows, size = x.shape
+    has_norm = prologue.norm is not None
+    block = triton.next_power_of_2(size) if has_norm else _ORDER_BLOCK
+    out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
+    _in_order_kernel[(rows, triton.cdiv(size, block))](
+        x,
+        order,
+        prologue.norm,
+        out,
+        x.stride(0),
+        size,
+        prologue.eps,
+        BLOCK=block,
+        NORM=has_norm,
+        num_warps=max(1, min(8, block // 512)),
+        **launch_options(x.device),
+    )
+    return out
+
+
+def in_order_reference(x: Tensor, order: Tensor, prologue: Prologue = PLAIN) -> Tensor:
+    """See `in_order`."""
+    return prologue.applied(x)[:, order.long() & 0xFFFF]
+
+
+@jit
+def _in_order_kernel(
+    x, order, norm_weight, out, stride, size, eps, BLOCK: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr
+):
+    """One program per row and BLOCK columns. NORM: a block is a whole row."""
+    if OVERLAP:
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    place = tl.load(order + column, mask=inside, other=0).to(tl.int32) & 0xFFFF
+    if NORM:
+        gain = tl.load(norm_weight + place, mask=inside, other=0.0).to(tl.float32)
+    if OVERLAP:
+        gdc_wait()
+    values = tl.load(x + row * stride + place, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        values = values * tl.rsqrt(tl.sum(values * values, 0) / size + eps) * gain
+    tl.store(out + row * size + column, values.to(out.dtype.element_ty), mask=inside)

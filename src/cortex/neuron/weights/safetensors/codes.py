@@ -33,7 +33,7 @@ def values_of(stored: StoredTensor, scales: ScaleTensors, raw: Tensor, first_row
         return _columns(
             stored, values * _block_scales(stored, scales, _rows(stored, first_row, len(values), raw.device))
         )
-    if scales.ordered is None:
+    if scales.ordered is None or scales.is_sorted:
         groups = groups_of(stored, scales, raw, first_row)
         return groups.values().flatten(1)
     codes = _codes(stored, scales, raw)
@@ -58,10 +58,13 @@ def float8_of(stored: StoredTensor, scales: ScaleTensors, raw: Tensor, first_row
 
 
 def groups_of(stored: StoredTensor, scales: ScaleTensors, raw: Tensor, first_row: int) -> Groups:
-    """Rows of a matrix of integers as codes, scales and minimums: [rows, groups, 32 or 1]."""
+    """Rows of a matrix of integers as codes, scales and minimums: [rows, groups, 32 or 1]. Its columns are sorted by
+    group."""
     if scales.kind == "mxfp4":
         return _mxfp4(stored, scales, raw, first_row)
     codes = _codes(stored, scales, raw)
+    if scales.ordered is not None:
+        codes = codes[:, by_group(scales.ordered).to(raw.device)]
     rows = _rows(stored, first_row, len(codes), raw.device)
     if scales.kind == "plain":
         scale = _block_scales(stored, scales, rows)[:, ::GROUP]
@@ -73,6 +76,11 @@ def groups_of(stored: StoredTensor, scales: ScaleTensors, raw: Tensor, first_row
         repeats = scales.columns // GROUP
         scale, zero = scale.repeat_interleave(repeats, 1), zero.repeat_interleave(repeats, 1)
     return _groups(stored, codes, scale, -zero * scale)
+
+
+def by_group(groups: StoredTensor) -> Tensor:
+    """The columns of a matrix in the order of their groups, in which kernels read them: [inputs]"""
+    return torch.argsort(_read(groups), stable=True)
 
 
 def _groups(stored: StoredTensor, codes: Tensor, scale: Tensor, minimum: Tensor) -> Groups:
@@ -102,12 +110,17 @@ def _codes(stored: StoredTensor, scales: ScaleTensors, raw: Tensor) -> Tensor:
         codes = _unpacked(words.view(inputs, -1), 4)[..., _AWQ_ORDER].reshape(inputs, outputs).t()
     else:
         codes = _unpacked(words.view(-1, outputs).t().contiguous(), scales.bits).flatten(1)
-    return codes.contiguous() if stored.rows is None else codes[_rows(stored, 0, stored.num_rows, raw.device)]
+    if stored.rows is None and scales.row_order is None:
+        return codes.contiguous()
+    return codes[_rows(stored, 0, stored.num_rows, raw.device)]
 
 
 def _rows(stored: StoredTensor, first_row: int, num_rows: int, device: torch.device) -> Tensor:
     """Where some rows are in the file: [rows]"""
-    return _positions(stored.rows_in_file(first_row, num_rows), device)
+    rows = _positions(stored.rows_in_file(first_row, num_rows), device)
+    if stored.scales is None or stored.scales.row_order is None:
+        return rows
+    return by_group(stored.scales.row_order).to(device)[rows]
 
 
 def _positions(runs: tuple[range, ...], device: torch.device) -> Tensor:

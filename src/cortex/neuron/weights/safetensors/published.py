@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from cortex.neuron.weights.errors import Malformed, Unsupported
+from cortex.neuron.weights.safetensors.act_order import is_in_order, sorted_by_group
 from cortex.neuron.weights.stored import GROUP, ScaleTensors, StoredTensor
 
 _FORMATS: Final = {4: "INT4", 8: "INT8"}
@@ -76,7 +77,8 @@ class _Assembly:
                 self._replace(matrix, self._plain(matrix, tensor))
             elif part == "weight_scale_2":
                 raise self._nvfp4(matrix)
-        return {name: tensor for name, tensor in self._left.items() if name.rpartition(".")[2] not in _UNREAD}
+        kept = {name: tensor for name, tensor in self._left.items() if name.rpartition(".")[2] not in _UNREAD}
+        return sorted_by_group(kept)
 
     def _replace(self, matrix: str, tensor: StoredTensor) -> None:
         parts = ("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv")
@@ -206,6 +208,8 @@ class _Assembly:
         if ordered is not None and ordered.shape != (shape[1],):
             raise self._malformed(matrix, f"has group indices for {ordered.shape} columns of {shape[1]}")
         self._check_integers(matrix, kind, codes, bits, scale, zero, ordered)
+        if ordered is not None and is_in_order(ordered, group):
+            ordered = None
         scales = ScaleTensors(matrix, kind, bits, 1, group, scale, zero, ordered)
         name = _FORMATS[bits] if ordered is None else "INT_ORDERED"
         return replace(codes, shape=shape, format=name, scales=scales)

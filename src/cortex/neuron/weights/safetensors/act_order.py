@@ -1,0 +1,104 @@
+"""Matrices that GPTQ quantised column by column in another order than theirs (`desc_act`). Needs no torch.
+
+A tensor of the file has the group of each column. In a GPU's memory such columns are sorted by group, which takes their
+inputs in the same order. The inputs of a down projection are the outputs of gate and up: their rows are read in that
+order instead, and the inputs have it already. The model computes the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import Final
+
+from cortex.neuron.weights.stored import ScaleTensors, StoredTensor
+
+_TYPES: Final = {"I32": "i", "I64": "q"}
+_FORMATS: Final = {4: "INT4", 8: "INT8"}
+_MAX_COLUMNS: Final = 1 << 16
+"""Kernels have the columns of an order in 16 bits."""
+_BLOCKS: Final = {"down_proj": ("gate_proj", "up_proj"), "w2": ("w1", "w3")}
+"""The last matrix of a feed-forward block, and those before it."""
+_BY_INPUTS: Final = ("gptq", "gptq_v2")
+
+
+def is_in_order(index: StoredTensor, group: int) -> bool:
+    """Whether the columns are in the order of their groups. `index`: the group of each column. Raises CheckpointError,
+    also where `sorted_by_group` does."""
+    return _read(index) == _in_order(index.format, index.num_elements, group)
+
+
+def sorted_by_group(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint with the matrices in another order as memory can hold them, sorted by group."""
+    found = dict(tensors)
+    ordered = [name for name, tensor in tensors.items() if tensor.format == "INT_ORDERED" and _has_whole_groups(tensor)]
+    if not ordered:
+        return found
+    members: dict[str, set[str]] = defaultdict(set)
+    for name in tensors:
+        prefix, _, member = name.removesuffix(".weight").rpartition(".")
+        members[prefix].add(member)
+    for name in ordered:
+        prefix, _, member = name.removesuffix(".weight").rpartition(".")
+        before = [f"{prefix}.{each}.weight" for each in _BLOCKS.get(member, ()) if each in members[prefix]]
+        # Any other tensor of the block, as a norm, would need the order as well, and so would a bias.
+        is_block = len(before) == len(members[prefix]) - 1 and not any(
+            f"{prefix}.{each}" in members for each in members[prefix] - {member}
+        )
+        if before and is_block and all(_takes_row_order(found[each], tensors[name]) for each in before):
+            found[name] = _with(found[name], is_sorted=True)
+            for each in before:
+                found[each] = _with(found[each], row_order=_scales(tensors[name]).ordered)
+        elif ".experts." not in name:  # experts are one matrix, and each has an order of its own
+            index = _scales(tensors[name]).ordered
+            assert index is not None
+            digest = hashlib.blake2b(_read(index), digest_size=16).hexdigest()
+            found[name] = _with(found[name], order=digest)
+    return found
+
+
+def _with(
+    tensor: StoredTensor, *, order: str | None = None, is_sorted: bool = False, row_order: StoredTensor | None = None
+) -> StoredTensor:
+    scales = _scales(tensor)
+    if row_order is not None:
+        return replace(tensor, scales=replace(scales, row_order=row_order))
+    return replace(tensor, format=_FORMATS[scales.bits], scales=replace(scales, order=order, is_sorted=is_sorted))
+
+
+def _scales(tensor: StoredTensor) -> ScaleTensors:
+    assert tensor.scales is not None
+    return tensor.scales
+
+
+def _takes_row_order(tensor: StoredTensor, following: StoredTensor) -> bool:
+    """Whether its rows, which are the columns of `following`, can be read in another order."""
+    is_known = tensor.scales is not None and tensor.scales.kind in _BY_INPUTS
+    return is_known and tensor.num_rows == following.shape[1]
+
+
+def _has_whole_groups(tensor: StoredTensor) -> bool:
+    """Whether each group has as many columns as the others."""
+    index = _scales(tensor).ordered
+    assert index is not None
+    if index.num_elements > _MAX_COLUMNS:
+        return False
+    groups = array(_TYPES[index.format])
+    groups.frombytes(_read(index))
+    in_order = array(_TYPES[index.format], sorted(groups)).tobytes()
+    return in_order == _in_order(index.format, index.num_elements, _scales(tensor).columns)
+
+
+def _read(index: StoredTensor) -> bytes:
+    raw = bytearray(index.num_bytes)
+    index.file.read_into(memoryview(raw), index.offset)
+    return bytes(raw)
+
+
+@lru_cache(maxsize=16)
+def _in_order(kind: str, columns: int, group: int) -> bytes:
+    return array(_TYPES[kind], (column // group for column in range(columns))).tobytes()

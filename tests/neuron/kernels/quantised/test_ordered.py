@@ -1,0 +1,77 @@
+"""Matrices whose columns are sorted by group: what is packed comes back, and products agree with it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.neuron.kernels.conftest import combinations, relative_error
+from torch import Tensor
+
+from cortex.neuron.kernels.jit import INTERPRETED
+from cortex.neuron.kernels.matrix import PLAIN, Epilogue, Prologue
+from cortex.neuron.kernels.quantised.layout import INT4, INT8, Layout
+from cortex.neuron.kernels.quantised.matrix import OrderedMatrix, PackedMatrix, in_order, in_order_reference
+
+OUTPUTS, INPUTS = 72, 160
+ROWS = (1, 7, 70) if INTERPRETED else (1, 7, 64, 300)
+_LAYOUTS = (INT4, INT8)
+_PARTS = ("nothing", "norm", "bias and residual", "activation")
+
+
+def random_matrix(layout: Layout, inputs: int, device: torch.device) -> tuple[OrderedMatrix, PackedMatrix, Tensor]:
+    """The matrix, the same without an order, and its order."""
+    code = torch.randint(0, 1 << layout.bits, (OUTPUTS, inputs), dtype=torch.uint8, device=device)
+    scale = (torch.rand(OUTPUTS, inputs // 32, device=device) / (1 << layout.bits)).half().float()
+    minimum = -torch.randint(0, 1 << layout.bits, scale.shape, device=device) * scale
+    order = torch.randperm(inputs, device=device)
+    ordered = OrderedMatrix(layout, OUTPUTS, inputs, device)
+    ordered.put_order(order)
+    ordered.put_codes(0, code, scale, minimum)
+    plain = PackedMatrix(layout, OUTPUTS, inputs, device)
+    plain.put_codes(0, code, scale, minimum)
+    return ordered, plain, order
+
+
+@pytest.mark.parametrize("layout", _LAYOUTS, ids=["4 bits", "8 bits"])
+def test_values_have_the_columns_of_the_inputs(layout: Layout, device: torch.device) -> None:
+    ordered, plain, order = random_matrix(layout, INPUTS, device)
+    assert torch.equal(ordered.values()[:, order], plain.values())
+    ids = torch.tensor([3, 71, 3], device=device)
+    assert torch.equal(ordered.rows(ids, torch.float32)[:, order], plain.rows(ids, torch.float32))
+    ordered.put_values(0, ordered.values())
+    torch.testing.assert_close(ordered.values()[:, order], plain.values(), rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize(("rows", "layout", "part"), combinations(ROWS, _LAYOUTS, _PARTS, one_of=3))
+def test_product_is_that_of_the_inputs_in_order(
+    rows: int, layout: Layout, part: str, device: torch.device, dtype: torch.dtype
+) -> None:
+    ordered, plain, order = random_matrix(layout, INPUTS, device)
+    x = torch.randn(rows, INPUTS, device=device).to(dtype)
+    weight = torch.rand(INPUTS, device=device).to(dtype)
+    bias = torch.randn(OUTPUTS, device=device).to(dtype)
+    residual = torch.randn(rows, OUTPUTS, device=device).to(dtype)
+    prologue = Prologue(weight, 1e-6) if part == "norm" else PLAIN
+    epilogue = Epilogue(activation="silu") if part == "activation" else Epilogue()
+    expected = plain.product(x[:, order], prologue._replace(norm=weight[order]) if part == "norm" else PLAIN, epilogue)
+    if part == "bias and residual":
+        epilogue, expected = Epilogue(bias, residual.clone()), expected + bias + residual
+    out = ordered.product(x, prologue, epilogue)
+    assert relative_error(out, expected) < (1e-2 if dtype == torch.bfloat16 else 1e-5)
+    if part == "nothing":
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize(("rows", "size"), [(1, 160), (5, 1184), (3, 65536)])
+@pytest.mark.parametrize("has_norm", [True, False])
+def test_inputs_in_order_agree_with_the_reference(
+    rows: int, size: int, has_norm: bool, device: torch.device, dtype: torch.dtype
+) -> None:
+    x = torch.randn(rows, size + 8, device=device).to(dtype)[:, :size]
+    matrix = OrderedMatrix(INT4, 1, size, device)
+    matrix.put_order(torch.randperm(size, device=device))
+    prologue = Prologue(torch.rand(size, device=device).to(dtype), 1e-5) if has_norm else PLAIN
+    expected = in_order_reference(x, matrix.order, prologue)
+    out = in_order(x, matrix.order, prologue)
+    assert relative_error(out, expected) < (1e-2 if dtype == torch.bfloat16 else 1e-5)
+    assert has_norm or torch.equal(out, expected)

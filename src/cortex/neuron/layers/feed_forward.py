@@ -13,6 +13,7 @@ from torch import Tensor
 from cortex.neuron.kernels.activations import relu_squared_
 from cortex.neuron.kernels.moe.host_layers import HostBlock
 from cortex.neuron.kernels.moe.hosted import hosted_block
+from cortex.neuron.kernels.quantised.matrix import in_order
 from cortex.neuron.layers.configs import MLPConfig, PerLayerInputConfig, PerLayerInputsConfig
 from cortex.neuron.layers.embedding import Embedding
 from cortex.neuron.layers.linear import GatedLinear, Linear, RowParallelLinear, prologue_of
@@ -50,8 +51,10 @@ class HostedMLP:
         assert parameters.host is not None
         inputs, down = config.input_rows(prefix), f"{prefix}.down_proj"
         self._team, self._group = parameters.host, parameters.group
+        gate_up = parameters.hosted_matrix({f"{name}.weight": rows for name, rows in inputs.items()}, config.hidden)
+        self._order = gate_up.order
         self.host = HostBlock(
-            parameters.hosted_matrix({f"{name}.weight": rows for name, rows in inputs.items()}, config.hidden),
+            gate_up,
             parameters.hosted_matrix({f"{down}.weight": config.hidden}, config.inner),
             self._team.dtype,
             gated=config.gated,
@@ -67,8 +70,9 @@ class HostedMLP:
 
     def __call__(self, x: Tensor, norm: RMSNorm | None, residual: Tensor | None = None) -> Tensor:
         """x: [tokens, hidden] → residual + mlp(norm(x)). `residual` may be overwritten: use the result."""
-        own_residual = residual if self._group.shard.is_first else None
-        return self._group.all_reduce(hosted_block(prologue_of(norm).applied(x), self.host, self._team, own_residual))
+        own_residual, prologue = residual if self._group.shard.is_first else None, prologue_of(norm)
+        x = prologue.applied(x) if self._order is None else in_order(x, self._order, prologue)
+        return self._group.all_reduce(hosted_block(x, self.host, self._team, own_residual))
 
 
 ACTIVATIONS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {

@@ -19,6 +19,7 @@ from cortex.neuron.kernels.layouts import DeviceLayout, MatrixLayout
 from cortex.neuron.kernels.matrix import ExpertMatrix, Matrix, StackedMatrix, StoredMatrix
 from cortex.neuron.kernels.moe.host_memory import HostMatrix, MakeMatrix
 from cortex.neuron.kernels.moe.host_team import HostTeam
+from cortex.neuron.kernels.quantised.layout import OrderedLayout
 from cortex.neuron.kernels.storages import empty_device_matrix, empty_matrix
 from cortex.neuron.layers.parallel import SINGLE_RANK, ParallelGroup
 
@@ -161,10 +162,16 @@ class Parameters:
     def hosted_matrix(self, sources: Mapping[str, int], inputs: int) -> HostMatrix:
         """A matrix in host memory for the rows of `sources` (name → rows), in order. Quantised if all of them are in
         one layout."""
-        return self._hosted(self._expert_memory(sources, inputs), [sources], inputs, num_spare=0)
+        layout = self.packing.get(next(iter(sources)))
+        order = self.empty(inputs, dtype=torch.int16) if isinstance(layout, OrderedLayout) else None
+        return self._hosted(self._expert_memory(sources, inputs), [sources], inputs, num_spare=0, order=order)
 
     def _expert_memory(self, sources: Collection[str], inputs: int) -> MakeMatrix:
-        layout = self.packing[next(iter(sources))] if self.can_stack(sources) else None
+        layout = self.packing.get(next(iter(sources)))
+        if isinstance(layout, OrderedLayout):
+            layout = layout.codes
+        elif not self.can_stack(sources):
+            layout = None
 
         def make(outputs: int, device: torch.device) -> ExpertMatrix:
             if layout is None:
@@ -175,11 +182,17 @@ class Parameters:
         return make
 
     def _hosted(
-        self, make: MakeMatrix, experts: Sequence[Mapping[str, int]], inputs: int, *, num_spare: int
+        self,
+        make: MakeMatrix,
+        experts: Sequence[Mapping[str, int]],
+        inputs: int,
+        *,
+        num_spare: int,
+        order: Tensor | None = None,
     ) -> HostMatrix:
         assert self.host is not None
         places, rows = len(experts) + num_spare, sum(experts[0].values())
-        hosted = HostMatrix(make, rows, places, inputs, self.device, self.host.allocate)
+        hosted = HostMatrix(make, rows, places, inputs, self.device, self.host.allocate, order)
         sources = [source for names in experts for source in names.items()]
         for (source, count), end in zip(sources, accumulate(count for _, count in sources), strict=True):
             self.hosted_bindings.append(HostedBinding(source, hosted, end - count, count))
@@ -217,4 +230,5 @@ class Parameters:
         """The memory of all parameters on the device. Memory that several tensors share is listed once."""
         destinations = [part.destination for binding in self.bindings for part in (binding, *binding.parts)]
         destinations += [tensor for binding in self.packed_bindings for tensor in binding.matrix.tensors]
+        destinations += [each.matrix.order for each in self.hosted_bindings if each.matrix.order is not None]
         return list({tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in destinations}.values())

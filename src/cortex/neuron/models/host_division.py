@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import UnionType
 
 from cortex.formats.units import gib
 from cortex.neuron.kernels.layouts import DeviceLayout
+from cortex.neuron.kernels.quantised.layout import OrderedLayout
 from cortex.neuron.layers.configs import MLPConfig
 from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.layer import LayerConfig
@@ -113,14 +115,15 @@ def _layer_weights(layer: LayerConfig, name: str, total_bytes: int, storage: Wei
     if not isinstance(layer.feed_forward, MLPConfig):
         return LayerWeights(total_bytes)
     inputs, down = layer.feed_forward.input_rows(prefix), [f"{prefix}.down_proj"]
-    is_movable = all(_has_one_form(names, storage) for names in (inputs, down))
+    is_movable = _has_one_form(inputs, storage, DeviceLayout | OrderedLayout) and _has_one_form(down, storage)
     return LayerWeights(total_bytes, block_bytes=block_bytes(layer.feed_forward, storage, prefix) if is_movable else 0)
 
 
-def _has_one_form(names: Iterable[str], storage: WeightStorage) -> bool:
-    """Whether host memory can hold the rows of these tensors as the device would: dense, or in one layout."""
+def _has_one_form(names: Iterable[str], storage: WeightStorage, kinds: UnionType = DeviceLayout) -> bool:
+    """Whether host memory can hold the rows of these tensors as the device would: dense, or in one layout of `kinds`.
+    A block can order the rows that it takes (`OrderedLayout`), but not those between its matrices."""
     layouts = {storage.packing.get(f"{name}.weight") for name in names}
-    return layouts == {None} or (len(layouts) == 1 and isinstance(layouts.pop(), DeviceLayout))
+    return layouts == {None} or (len(layouts) == 1 and isinstance(layouts.pop(), kinds))
 
 
 def divide_model(

@@ -7,7 +7,7 @@ with the layers' allocations.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from cortex.neuron.kernels.layouts import MatrixLayout
@@ -66,9 +66,14 @@ class WeightStorage:
         layouts = {prefix: self.packing.get(f"{prefix}.weight") for prefix in outputs}
         if None in layouts.values():
             return None
-        orders = {layout.order for layout in layouts.values() if isinstance(layout, OrderedLayout)}
         codes = sum(layout.num_bytes(outputs[prefix], inputs) for prefix, layout in layouts.items() if layout)
-        return codes + len(orders) * ORDER_BYTES * inputs
+        return codes + self.order_bytes(inputs, outputs)
+
+    def order_bytes(self, inputs: int, outputs: Iterable[str]) -> int:
+        """The size of the orders of columns of these rows, if all of them stay quantised."""
+        layouts = {self.packing.get(f"{prefix}.weight") for prefix in outputs}
+        num_orders = sum(isinstance(layout, OrderedLayout) for layout in layouts)
+        return 0 if None in layouts else num_orders * ORDER_BYTES * inputs
 
 
 def weight_bytes(architecture: Architecture, storage: WeightStorage) -> int:
@@ -299,13 +304,15 @@ def _recurrent_bytes(config: RecurrentConfig, storage: WeightStorage, prefix: st
 def _mlp_bytes(config: MLPConfig, storage: WeightStorage, prefix: str) -> int:
     num_biases = sum(config.input_rows(prefix).values()) * config.bias + config.hidden * config.output_bias
     matrices = 0 if config.is_hosted else block_bytes(config, storage, prefix)
-    return matrices + num_biases * storage.item_bytes
+    orders = storage.order_bytes(config.hidden, config.input_rows(prefix))
+    return matrices + orders + num_biases * storage.item_bytes
 
 
 def block_bytes(config: MLPConfig, storage: WeightStorage, prefix: str) -> int:
-    """The matrices of a feed-forward block."""
+    """The matrices of a feed-forward block, without the order in which the first take their inputs."""
+    inputs = config.input_rows(prefix)
     down = storage.linear_bytes(config.inner, {f"{prefix}.down_proj": config.hidden})
-    return storage.linear_bytes(config.hidden, config.input_rows(prefix)) + down
+    return storage.linear_bytes(config.hidden, inputs) - storage.order_bytes(config.hidden, inputs) + down
 
 
 def _moe_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int:

@@ -204,6 +204,26 @@ def test_columns_in_another_order_stay_in_four_bits_without_rounding(
     assert planned == model.parameters.num_bytes
 
 
+def test_blocks_in_host_memory_take_their_inputs_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, *FORMATS["gptq"])
+    monkeypatch.setattr(loading, "matrix_layouts", lambda tensors, *_: choose_layouts(GPU, tensors, None))
+    spec = LoadSpec(str(tmp_path), dtype="float32", max_num_seqs=4)
+    request = EngineRequest("r", tuple(range(40)), 6, SamplingParams(temperature=0.0), prompt_logprobs=0)
+    found = []
+    whole = loading.load_model(spec, CPU, lambda *_: None, lambda: False)
+    small_bytes = whole.weight_bytes - 20_000 + whole.memory.num_bytes // 4
+    for limited in (spec, replace(spec, memory_bytes=small_bytes, host_weight_bytes=1 << 30)):
+        model = loading.load_model(limited, CPU, lambda *_: None, lambda: False)
+        assert (model.host is None) == (limited is spec)
+        engine = Engine(model, spec, moves_weights=True)
+        run(engine, request)
+        engine.sleep()
+        engine.wake(lambda *_: None)
+        found.append([each.logprob for output in run(engine, request)["r"] for each in output.prompt_logprobs])
+        engine.close()
+    assert found[1] == pytest.approx(found[0], abs=1e-3)
+
+
 def test_order_by_group_is_no_other_order(tmp_path: Path) -> None:
     """As with static groups, which quantise columns in another order and leave their groups."""
     write(tmp_path, *FORMATS["gptq"])

@@ -84,15 +84,24 @@ class HostMatrix:
     there and copied."""
 
     def __init__(
-        self, make: MakeMatrix, rows: int, num_places: int, inputs: int, device: torch.device, allocate: Allocate
+        self,
+        make: MakeMatrix,
+        rows: int,
+        num_places: int,
+        inputs: int,
+        device: torch.device,
+        allocate: Allocate,
+        order: Tensor | None = None,
     ) -> None:
+        """`order`: on the device, for which input each column takes (`OrderedMatrix`); None: they are in order."""
         self.device = device
         self.inputs = inputs
         self.rows = rows
         self.outputs = rows * num_places
         self.make = make
         self._kind = make(self.outputs, torch.device("meta"))
-        self.keeps = self._kind.keeps
+        self.keeps = self._kind.keeps if order is None else "ordered"
+        self.order = order
         self.tensors = tuple(
             allocate(part.nbytes).view(part.dtype).view(part.shape)
             if part.numel()
@@ -108,6 +117,11 @@ class HostMatrix:
         )
         """Equal for matrices whose places have the same form."""
         self._table: bytes | None = None
+
+    def put_order(self, columns: Tensor) -> None:
+        """See `OrderedMatrix.put_order`."""
+        assert self.order is not None
+        self.order.copy_(columns.to(self.order.dtype))
 
     def put_values(self, first_row: int, values: Tensor) -> None:
         self._put(first_row, len(values), lambda matrix: matrix.put_values(0, values))

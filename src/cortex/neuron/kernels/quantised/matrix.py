@@ -185,7 +185,7 @@ class OrderedMatrix(PackedMatrix):
 
     def put_order(self, columns: Tensor) -> None:
         """Before any rows. columns: [inputs], a permutation"""
-        self.order.copy_(columns.to(torch.int32).to(torch.int16))
+        self.order.copy_(columns.to(self.order.dtype))
 
     def put_values(self, first_row: int, values: Tensor) -> None:
         super().put_values(first_row, values.index_select(1, self._columns()))

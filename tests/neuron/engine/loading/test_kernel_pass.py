@@ -24,7 +24,7 @@ from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.kernels import compilation
 from cortex.neuron.kernels.device_properties import CARDS
 from cortex.neuron.kernels.jit import INTERPRETED, TRITON
-from cortex.neuron.kernels.quantised.layout import Q4
+from cortex.neuron.kernels.quantised.layout import INT4, Q4, OrderedLayout
 from cortex.neuron.layers.configs import WHOLE
 from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.private_api.torch import with_shape_rules
@@ -224,6 +224,32 @@ def test_launcher_of_a_kernel_is_built_with_it_where_there_is_a_card(monkeypatch
 def test_other_layouts_are_another_pass() -> None:
     dense, packed = passed(DENSE), passed(DENSE, **{"model.layers.0.mlp.down_proj.weight": Q4})
     assert len({dense.digest(FACTS), packed.digest(FACTS), dense.digest(CARDS["sm_80"])}) == 3
+
+
+def test_order_of_columns_in_each_layer_takes_no_kernels_of_its_own(
+    compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[int] = []
+    prepare_first = Runner.prepare_first
+
+    def first(runner: Runner) -> None:
+        kept.append(len(runner.model.layers))
+        prepare_first(runner)
+
+    monkeypatch.setattr(Runner, "prepare_first", first)
+    matrices = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj")
+    layers = range(SIZES["num_hidden_layers"])
+    packing: dict[str, Any] = {
+        f"model.layers.{layer}.{name}.weight": OrderedLayout(INT4, f"{layer} {name[-6]}")
+        for layer in layers
+        for name in (*matrices, "mlp.up_proj")
+    }
+    packing |= {f"model.layers.{layer}.mlp.down_proj.weight": INT4 for layer in layers}
+    ordered = KernelPass(passed(DENSE, **packing), FACTS)
+    ordered.start()
+    ordered.wait()
+    assert kept == [1]
+    assert "_in_order_kernel" in compiled
 
 
 def test_warmup_needs_the_config_alone(compiled: list[str], tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_product_is_that_of_the_inputs_in_order(
         assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize(("rows", "size"), [(1, 160), (5, 1184), (3, 65536)])
+@pytest.mark.parametrize(("rows", "size"), [(1, 160), (5, 1184), (3, 4096), (2, 65536)])
 @pytest.mark.parametrize("has_norm", [True, False])
 def test_inputs_in_order_agree_with_the_reference(
     rows: int, size: int, has_norm: bool, device: torch.device, dtype: torch.dtype

@@ -161,8 +161,10 @@ class PackedMatrix(ExpertMatrix):
         return True
 
 
-_ORDER_BLOCK = 1024
-"""Columns of a program, where there is no norm."""
+_MAX_WHOLE_ROW = 1 << 14
+"""Columns of the longest rows that a program puts into order: they fit into its registers and shared memory."""
+_PART_COLUMNS = 1024
+"""Columns of a program for longer rows."""
 
 
 class OrderedMatrix(PackedMatrix):
@@ -214,8 +216,10 @@ def in_order(x: Tensor, order: Tensor, prologue: Prologue = PLAIN) -> Tensor:
     if not has_kernels(x):
         return in_order_reference(x, order, prologue)
     rows, size = x.shape
-    has_norm = prologue.norm is not None
-    block = triton.next_power_of_2(size) if has_norm else _ORDER_BLOCK
+    is_whole = size <= _MAX_WHOLE_ROW
+    if not is_whole:
+        x, prologue = prologue.applied(x), PLAIN
+    block = triton.next_power_of_2(size) if is_whole else _PART_COLUMNS
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     _in_order_kernel[(rows, triton.cdiv(size, block))](
         x,
@@ -226,8 +230,9 @@ def in_order(x: Tensor, order: Tensor, prologue: Prologue = PLAIN) -> Tensor:
         size,
         prologue.eps,
         BLOCK=block,
-        NORM=has_norm,
-        num_warps=max(1, min(8, block // 512)),
+        WHOLE=is_whole,
+        NORM=prologue.norm is not None,
+        num_warps=max(1, min(16, block // 512)),
         **launch_options(x.device),
     )
     return out
@@ -240,9 +245,20 @@ def in_order_reference(x: Tensor, order: Tensor, prologue: Prologue = PLAIN) -> 
 
 @jit
 def _in_order_kernel(
-    x, order, norm_weight, out, stride, size, eps, BLOCK: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr
+    x,
+    order,
+    norm_weight,
+    out,
+    stride,
+    size,
+    eps,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+    NORM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """One program per row and BLOCK columns. NORM: a block is a whole row."""
+    """One program per row and BLOCK columns. WHOLE: a block is a whole row, which is read once and put into order in
+    shared memory. Only then there may be a norm."""
     if OVERLAP:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -250,10 +266,16 @@ def _in_order_kernel(
     inside = column < size
     place = tl.load(order + column, mask=inside, other=0).to(tl.int32) & 0xFFFF
     if NORM:
-        gain = tl.load(norm_weight + place, mask=inside, other=0.0).to(tl.float32)
+        gain = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
     if OVERLAP:
         gdc_wait()
-    values = tl.load(x + row * stride + place, mask=inside, other=0.0).to(tl.float32)
-    if NORM:
-        values = values * tl.rsqrt(tl.sum(values * values, 0) / size + eps) * gain
-    tl.store(out + row * size + column, values.to(out.dtype.element_ty), mask=inside)
+    if WHOLE:
+        values = tl.load(x + row * stride + column, mask=inside, other=0.0)
+        if NORM:
+            exact = values.to(tl.float32)
+            exact = exact * tl.rsqrt(tl.sum(exact * exact, 0) / size + eps) * gain
+            values = exact.to(out.dtype.element_ty)
+        values = tl.gather(values, place, 0)
+    else:
+        values = tl.load(x + row * stride + place, mask=inside, other=0.0)
+    tl.store(out + row * size + column, values, mask=inside)

@@ -35,30 +35,36 @@ def is_in_order(index: StoredTensor, group: int) -> bool:
 def sorted_by_group(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint with the matrices in another order as memory can hold them, sorted by group."""
     found = dict(tensors)
-    ordered = [name for name, tensor in tensors.items() if tensor.format == "INT_ORDERED" and _has_whole_groups(tensor)]
-    if not ordered:
-        return found
     members: dict[str, set[str]] = defaultdict(set)
     for name in tensors:
-        prefix, _, member = name.removesuffix(".weight").rpartition(".")
+        prefix, member = _parts(name)
         members[prefix].add(member)
-    for name in ordered:
-        prefix, _, member = name.removesuffix(".weight").rpartition(".")
+    for name, tensor in tensors.items():
+        prefix, member = _parts(name)
+        is_expert = ".experts." in name  # experts are one matrix, and each has an order of its own
+        if tensor.format != "INT_ORDERED" or (is_expert and member not in _BLOCKS) or not _has_whole_groups(tensor):
+            continue
         before = [f"{prefix}.{each}.weight" for each in _BLOCKS.get(member, ()) if each in members[prefix]]
         # Any other tensor of the block, as a norm, would need the order as well, and so would a bias.
         is_block = len(before) == len(members[prefix]) - 1 and not any(
             f"{prefix}.{each}" in members for each in members[prefix] - {member}
         )
-        if before and is_block and all(_takes_row_order(found[each], tensors[name]) for each in before):
+        if before and is_block and all(_takes_row_order(found[each], tensor) for each in before):
             found[name] = _with(found[name], is_sorted=True)
             for each in before:
-                found[each] = _with(found[each], row_order=_scales(tensors[name]).ordered)
-        elif ".experts." not in name:  # experts are one matrix, and each has an order of its own
-            index = _scales(tensors[name]).ordered
+                found[each] = _with(found[each], row_order=_scales(tensor).ordered)
+        elif not is_expert:
+            index = _scales(tensor).ordered
             assert index is not None
             digest = hashlib.blake2b(_read(index), digest_size=16).hexdigest()
             found[name] = _with(found[name], order=digest)
     return found
+
+
+def _parts(name: str) -> tuple[str, str]:
+    """The block of a matrix, and its name there."""
+    prefix, _, member = name.removesuffix(".weight").rpartition(".")
+    return prefix, member
 
 
 def _with(

@@ -223,7 +223,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="qwen3-8b")
     parser.add_argument("--checkpoint", type=Path, help="a model directory or GGUF file, instead of random weights")
-    parser.add_argument("--quant", help="of random weights: q4, q5, q6 or q8, in any spelling, fp8, mxfp4, int4, int4-act or int8")
+    parser.add_argument(
+        "--quant", help="of random weights: q4, q5, q6 or q8, in any spelling, fp8, mxfp4, int4, int4-act or int8"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--scenarios", help=f"default: {','.join(SCENARIOS)}; on a CPU {','.join(CPU_SCENARIOS)}")
     parser.add_argument("--max-num-seqs", type=int, default=256)

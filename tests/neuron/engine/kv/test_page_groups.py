@@ -121,6 +121,12 @@ def test_fetch_that_one_group_has_no_pages_for_changes_nothing(tight: int) -> No
     assert [list(group.pool.idle()) for group in pages.groups] == idle
 
 
+def test_front_is_not_computed_meanwhile_with_windows() -> None:
+    """The pages from which the front is computed lie behind the window of the fetched ones, which may evict them."""
+    with pytest.raises(AssertionError, match="waits for all of its prefix"):
+        pages_of({None: 12, 5: 4}).expect(DIGESTS, 8, 8 * PAGE, first=4)
+
+
 def test_prefix_of_which_a_page_is_gone_is_not_held() -> None:
     pages = pages_of({None: 8, 5: 8})
     holding = pages.hold((), 0, 0)

@@ -60,7 +60,7 @@ class Elsewhere:
         count = usable(lambda _, digest: digest in here, lambda _: False)
         if count <= cached:
             return None
-        front = self.random.randint(cached, count - 1)
+        front = cached if pages.has_windows else self.random.randint(cached, count - 1)
         start = min(count * pages.page_tokens, last)
         expected = pages.expect(digests, count, start, front if front > cached else 0)
         if expected is None:
@@ -76,7 +76,8 @@ class Elsewhere:
     def shortened_front(self, request_id: str, digests: Ordered[Digest], num_computed: int, front: int) -> int:
         """Sometimes the next pages before those that have arrived come, too, or some without any planned."""
         end, pages = front or self.random.randint(0, len(digests)), self.scheduler.pages
-        if request_id in self.fetches or num_computed >= end or self.random.random() < 0.3:
+        is_fetching = request_id in self.fetches
+        if is_fetching or pages.has_windows or num_computed >= end or self.random.random() < 0.3:
             return front
         earlier = self.random.randint(num_computed, end - 1)
         expected = pages.expect(digests, end, end * pages.page_tokens, earlier)

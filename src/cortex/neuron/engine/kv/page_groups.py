@@ -166,26 +166,25 @@ class KVPages:
         self, digests: Sequence[Digest], count: int, start: int, first: int = 0
     ) -> Sequence[IncomingPages] | None:
         """Holds what a sequence needs to continue after `count` pages, as in `hold`, with new pages for those that are
-        not known, whose contents the caller provides. Without the pages before `first`, which the sequence computes.
-        None, without any change, if too few pages are free."""
+        not known, whose contents the caller provides. Without the pages before `first`, which the sequence computes
+        meanwhile; 0 with windows, because the pages from which it would compute them may be evicted. None, without any
+        change, if too few pages are free."""
+        assert not (first and self.has_windows), "with windows, a sequence waits for all of its prefix"
         prefixes = [digests[group.first_needed(start) : count] for group in self.groups]
         found = [list(map(group.pool.page_of, wanted)) for group, wanted in zip(self.groups, prefixes, strict=True)]
-        computed = [max(0, first - group.first_needed(start)) for group in self.groups]
-        for group, places, skipped in zip(self.groups, found, computed, strict=True):
+        for group, places in zip(self.groups, found, strict=True):
             known = [page for page in places if page is not None]
-            if places[skipped:].count(None) + group.pool.num_idle_among(known) > group.pool.num_free:
+            if places[first:].count(None) + group.pool.num_idle_among(known) > group.pool.num_free:
                 return None
         incoming = []
-        for index, (group, wanted, places, skipped) in enumerate(
-            zip(self.groups, prefixes, found, computed, strict=True)
-        ):
+        for index, (group, wanted, places) in enumerate(zip(self.groups, prefixes, found, strict=True)):
             group.pool.hold(page for page in places if page is not None)
-            lacking = [digest for digest, page in zip(wanted[skipped:], places[skipped:], strict=True) if page is None]
+            lacking = [digest for digest, page in zip(wanted[first:], places[first:], strict=True) if page is None]
             new = group.pool.allocate(len(lacking)) or []
             unused = iter(new)
-            pages = [next(unused) if page is None else page for page in places[skipped:]]
+            pages = [next(unused) if page is None else page for page in places[first:]]
             incoming.append(IncomingPages(index, pages, new, lacking))
-            group.pool.release([page for page in places[:skipped] if page is not None])  # they were not to be evicted
+            group.pool.release([page for page in places[:first] if page is not None])  # they were not to be evicted
         return incoming
 
     def arrived(self, incoming: Sequence[IncomingPages]) -> None:

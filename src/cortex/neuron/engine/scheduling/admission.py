@@ -43,7 +43,7 @@ class OffloadedPages(Protocol):
         """Starts to copy the prefix of a request to the device, up to a point where it can continue. `cached`: its
         pages on the device; `last`: its last position, which is always computed; `usable`: the page counts after which
         it could continue. Returns None if it does not wait. Otherwise it waits until they have arrived (`is_fetching`),
-        and meanwhile computes its pages up to the returned number, if that exceeds `cached`."""
+        and meanwhile computes its pages up to the returned number, if that exceeds `cached` (never with windows)."""
         ...
 
     def is_fetching(self, request_id: str) -> bool: ...

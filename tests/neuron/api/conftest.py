@@ -29,6 +29,7 @@ from cortex.neuron.text.template.prompt import NO_RULES, PromptRules
 from cortex.neuron.text.tokenizer.encoder import TextsToEncode
 from cortex.wire.errors import CortexError, ModelInUse, ModelNotFound, prompt_too_long
 from cortex.wire.node.load_options import SamplingDefaults
+from cortex.wire.node.neighbours import Neighbour
 from cortex.wire.node.orders import DeletedFiles, FilesRequest, HubRepository, LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import (
     Capabilities,
@@ -179,6 +180,8 @@ class ScriptedNode:
     load_error: CortexError | None = None
     submit_error: Exception | None = None
     submitted: list[EngineRequest] = field(default_factory=list)
+    transfers: set[str] = field(default_factory=set)
+    """Requests whose KV arrives now."""
     generations: list[PlayedGeneration] = field(default_factory=list)
     num_taken_outputs: int = 0
     """Outputs after which the API has asked for more."""
@@ -288,6 +291,19 @@ class ScriptedNode:
 
     async def recycle(self, device: int) -> bool:
         return self.state is ModelState.COLD
+
+    def computes_fronts(self, model_id: str) -> bool:
+        self.model(model_id)
+        return True
+
+    async def fetch_kv(self, model_id: str, request: EngineRequest, source: Neighbour) -> None:
+        """KV arrives until nobody wants it any more."""
+        self.model(model_id)
+        self.transfers.add(request.id)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.transfers.remove(request.id)
 
     def generate(self, model_id: str, request: EngineRequest) -> PlayedGeneration:
         if self.submit_error is not None:

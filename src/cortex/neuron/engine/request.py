@@ -122,8 +122,9 @@ class EngineRequest:
     uses_prefix_cache: bool = True
     """If false, it reuses no prefix, and its pages are not kept in the prefix cache or host memory, where they would
     displace others."""
-    blocks_arrive: bool = False
-    """Whether KV of its prompt may arrive on disk while the prompt is computed, the last pages first."""
+    transfer: str = ""
+    """The name of a transfer that brings KV of its prompt to the disk while the prompt is computed, the last pages
+    first; empty: none."""
     pictures: tuple[Picture, ...] = ()
     """In the order of their positions in the prompt, which has a token for each position."""
     texts: PooledTexts | None = None

@@ -137,6 +137,13 @@ class FindBlocks(ChannelMessage, frozen=True):
     """The names of the new files; empty: they are not known, and the whole folder is read."""
 
 
+class ExpectBlocks(ChannelMessage, frozen=True):
+    """KV blocks of the prompts with this `EngineRequest.transfer` arrive on disk from now on, or no longer."""
+
+    transfer: str
+    has_ended: bool = False
+
+
 class SaveBlocks(ChannelMessage, frozen=True):
     """Write KV blocks that another node wants to disk, between steps of the model."""
 
@@ -222,7 +229,8 @@ class Compiled(ChannelMessage, frozen=True):
 
 
 Query = QueryMemory | MeasureLimits | SaveBlocks | CountPages | ForgetBlocks
-Command = Load | CancelLoad | Submit | Cancel | Unload | Sleep | Wake | LimitHostPages | FindBlocks | Query | Exit
+BlocksOrder = LimitHostPages | FindBlocks | ExpectBlocks
+Command = Load | CancelLoad | Submit | Cancel | Unload | Sleep | Wake | BlocksOrder | Query | Exit
 
 
 class Hello(ChannelMessage, frozen=True):

@@ -10,9 +10,13 @@ from typing import Any
 import aiohttp
 import pytest
 
+from cortex.neuron.engine.request import EngineRequest
+from cortex.wire.node.kv_blocks import SOURCE, source_header
+from cortex.wire.node.neighbours import Neighbour
 from cortex.wire.node.protocol import ModelState
 
 from ....waiting import NEVER_S, until
+from ...generations import PlayedGeneration
 from ..conftest import Api, ChatBody
 from .route_calls import ROUTES, ask, body, frames, is_ollama, received_until
 
@@ -89,6 +93,33 @@ async def test_disconnected_client_frees_everything_in_every_phase(
     async with api.client.get(api.url + "/metrics") as response:
         exposition = await response.text()
     assert f'neuron_client_disconnects_total{{model="org/tiny",phase="{phase}"}} 1.0' in exposition
+
+
+@pytest.mark.parametrize("disconnects", [False, True])
+async def test_kv_arrives_from_before_the_engine_gets_the_request_until_the_first_token(
+    api: Api, chat_body: ChatBody, monkeypatch: pytest.MonkeyPatch, *, disconnects: bool
+) -> None:
+    node, is_expected = api.node, list[bool]()
+    begin = node.generate
+
+    def generate(model_id: str, request: EngineRequest) -> PlayedGeneration:
+        is_expected.append(request.transfer in node.transfers)
+        return begin(model_id, request)
+
+    monkeypatch.setattr(node, "generate", generate)
+    node.script.first_gate, node.script.pause_s = asyncio.Event(), NEVER_S
+    source = source_header(Neighbour(name="a", url="http://a:1", ticket="t")).decode()
+    chat = api.post("/v1/chat/completions", chat_body(n=2), **{SOURCE: source})
+    asking = asyncio.create_task(chat)
+    await until(lambda: len(node.generations) == 2)
+    assert (is_expected, len(node.transfers)) == ([True, True], 1)
+    if not disconnects:
+        node.script.first_gate.set()
+        await until(lambda: not node.transfers)
+    asking.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asking
+    await until(lambda: not node.transfers)
 
 
 async def test_cancels_every_choice_when_the_client_disconnects(api: Api, chat_body: ChatBody) -> None:

@@ -425,11 +425,16 @@ def test_pages_that_arrive_while_a_prompt_is_computed_are_not_computed(
     (stored,) = files(tmp_path)
     stored.rename(stored.with_suffix(".tmp"))
     host.disk.find_again(bytes.fromhex(engine.info.kv_name))
-    greedy = SamplingParams(temperature=0.0)
-    engine.submit(EngineRequest("r", PROMPT, len(expected), greedy, blocks_arrive=True))
+    host.disk.transfers.add("t")
+    request = EngineRequest("r", PROMPT, len(expected), SamplingParams(temperature=0.0), transfer="t")
+    engine.submit(request)
     outputs = engine.step()
+    assert engine.tier is not None
+    assert engine.tier.is_receiving(request)
     stored.with_suffix(".tmp").rename(stored)
     host.disk.find_again(bytes.fromhex(engine.info.kv_name))
+    host.disk.transfers.remove("t")  # between the same two steps
+    assert not engine.tier.is_receiving(request)
     while engine.has_work:
         outputs += engine.step()
     assert [token for output in outputs for token in output.tokens] == expected
@@ -444,7 +449,7 @@ def test_prompt_whose_tokens_are_scored_is_computed_once_though_its_pages_arrive
     expected = saved(make_engine, tmp_path)
     engine = make_engine(DENSE, new_host(folder=tmp_path), prefill_chunk_tokens=32)
     greedy = SamplingParams(temperature=0.0)
-    request = EngineRequest("r", PROMPT, len(expected), greedy, prompt_logprobs=0, blocks_arrive=True)
+    request = EngineRequest("r", PROMPT, len(expected), greedy, prompt_logprobs=0, transfer="t")
     outputs = run(engine, request)["r"]
     assert tokens_of(outputs) == expected
     assert len(outputs[0].prompt_logprobs) == len(PROMPT) - 1

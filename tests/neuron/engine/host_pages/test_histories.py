@@ -131,14 +131,14 @@ def run(
     after: int = 0,
     meanwhile: Callable[[], object] = lambda: None,
     *,
-    blocks_arrive: bool = False,
+    transfer: str = "",
 ) -> dict[str, list[int]]:
     """The greedy responses to concurrent requests; `cancelled` is cancelled after some steps, when `meanwhile` is
     called, too."""
     responses: dict[str, list[int]] = {name: [] for name in prompts}
     greedy = SamplingParams(temperature=0.0)
     for name, prompt in prompts.items():
-        request = EngineRequest(name, prompt, MAX_TOKENS, greedy, checkpoint_at=(64, 100), blocks_arrive=blocks_arrive)
+        request = EngineRequest(name, prompt, MAX_TOKENS, greedy, checkpoint_at=(64, 100), transfer=transfer)
         engine.submit(request)
     steps = 0
     while engine.has_work:
@@ -240,7 +240,7 @@ class History:
         elif self._folder is not None:
             meanwhile.append(lambda: self._forget(random))
         after = random.randint(0, 4)
-        responses = run(self.engine, prompts, cancelled, after, random.choice(meanwhile), blocks_arrive=arrives)
+        responses = run(self.engine, prompts, cancelled, after, random.choice(meanwhile), transfer="t" * arrives)
         for number, (name, prompt) in zip(numbers, prompts.items(), strict=True):
             expected = self._talks.plain.response(prompt)
             if name == cancelled:
@@ -263,12 +263,14 @@ class History:
         for path in hidden:
             path.rename(path.with_suffix(".tmp"))
         disk.find_again(model)
+        disk.transfers.add("t")
 
         def arrive() -> None:
             for path in hidden:
                 if path.with_suffix(".tmp").exists():
                     path.with_suffix(".tmp").rename(path)
             disk.find_again(model)
+            disk.transfers.clear()
 
         return arrive
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
 from cortex.neuron.engine.kv.page_groups import Holding, IncomingPages, KVPages
 from cortex.neuron.engine.kv.pages import Digest
+from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.engine.scheduling.admission import HasPage, HasState
 from cortex.neuron.engine.scheduling.scheduler import Scheduler
 
@@ -64,6 +66,7 @@ class FakeOffloaded:
         self.known: set[Digest] = set()
         self.front = 0
         """Pages that are computed while the others are fetched."""
+        self.transfers: set[str] = set()
         self.forgotten: list[Digest] = []
         self.ended_requests: list[str] = []
         self._pages = pages
@@ -93,6 +96,9 @@ class FakeOffloaded:
     def is_fetching(self, request_id: str) -> bool:
         return request_id in self._fetches
 
+    def is_receiving(self, request: EngineRequest) -> bool:
+        return request.id in self._fetches or request.transfer in self.transfers
+
     def shortened_front(self, request_id: str, digests: Sequence[Digest], num_computed: int, front: int) -> int:
         return front
 
@@ -110,10 +116,10 @@ class FakeOffloaded:
 
 
 def offloading_scheduler(
-    num_pages: int = 2, front: int = 0, *, step_tokens: int = 64
+    num_pages: int = 2, front: int = 0, *, step_tokens: int = 64, mixed: int | None = None
 ) -> tuple[Scheduler, FakeOffloaded]:
     """A prompt was computed, and its pages have left the device."""
-    earlier, scheduler = scheduler_of(), scheduler_of(step_tokens=step_tokens)
+    earlier, scheduler = scheduler_of(), scheduler_of(step_tokens=step_tokens, mixed=mixed)
     sequence = earlier.add(request("earlier", num_pages * PAGE))
     planned(earlier)
     offloaded = FakeOffloaded(scheduler.pages)
@@ -182,6 +188,31 @@ def test_prompt_that_loses_its_row_in_its_front_waits_and_is_then_computed_to_it
     computed = [span for plan in run_to_the_end(scheduler) for span in spans(plan)]
     assert computed[:2] == [(0, 4 * PAGE), (4 * PAGE, 2 * PAGE + 3)]
     assert sequence.cached == 0
+
+
+def test_steps_of_a_prompt_are_short_until_its_fetch_has_ended() -> None:
+    scheduler, offloaded = offloading_scheduler(num_pages=8, front=6, step_tokens=2 * PAGE, mixed=PAGE)
+    sequence = scheduler.add(request("fetching", 8 * PAGE + 3))
+    computed = []
+    for _ in range(3):
+        plan = scheduler.plan()
+        assert plan is not None
+        computed += spans(plan)
+        scheduler.row_read(sequence, plan.rows[0], 0)
+        if len(computed) == 2:
+            offloaded.fail("fetching")
+    assert computed == [(0, 2 * PAGE), (2 * PAGE, PAGE), (3 * PAGE, 2 * PAGE)], "the first step began before the fetch"
+
+
+def test_steps_of_a_prompt_are_short_until_the_transfer_of_its_blocks_has_ended() -> None:
+    scheduler, offloaded = offloading_scheduler(mixed=PAGE)
+    offloaded.transfers.add("t")
+    sequence = scheduler.add(replace(other("r", 6 * PAGE, first=100), transfer="t"))
+    plan = planned(scheduler)
+    assert spans(plan) == [(0, PAGE)]
+    scheduler.row_read(sequence, plan.rows[0], 0)
+    offloaded.transfers.clear()
+    assert spans(planned(scheduler)) == [(PAGE, 5 * PAGE)]
 
 
 def test_prompt_without_offloaded_pages_is_computed_at_once() -> None:

@@ -13,6 +13,7 @@ from hypothesis.stateful import rule
 
 from cortex.neuron.engine.kv.page_groups import IncomingPages
 from cortex.neuron.engine.kv.pages import Digest
+from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.engine.scheduling.admission import HasPage, HasState
 from cortex.neuron.engine.scheduling.scheduler import Scheduler
 from cortex.neuron.engine.scheduling.sequence import Sequence
@@ -72,6 +73,9 @@ class Elsewhere:
 
     def is_fetching(self, request_id: str) -> bool:
         return request_id in self.fetches
+
+    def is_receiving(self, request: EngineRequest) -> bool:
+        return request.id in self.fetches or (bool(request.transfer) and self.random.random() < 0.5)
 
     def shortened_front(self, request_id: str, digests: Ordered[Digest], num_computed: int, front: int) -> int:
         """Sometimes the next pages before those that have arrived come, too, or some without any planned."""

@@ -236,7 +236,7 @@ class Trace(RuleBasedStateMachine):
             principal=principal,
             level=level,
             tenant=tenant,
-            blocks_arrive=bool(shared % 2),
+            transfer="t" * (shared % 2),
         )
         if request.max_tokens < 1:
             return

@@ -25,7 +25,7 @@ from cortex.neuron.engine.kv.pages import ROOT, Digest, page_digests
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats
 from cortex.neuron.engine.roofline.step_work import StepWork
 from cortex.neuron.node.memory.kv_exchange import MAX_FETCHES, ExchangeRules, KvExchange
-from cortex.neuron.worker.protocol import Command, FindBlocks
+from cortex.neuron.worker.protocol import Command, ExpectBlocks, FindBlocks
 from cortex.neuron.worker.supervisor import WorkerSupervisor
 from cortex.wire.node.kv_blocks import PAGES, PATH, BlocksRequest
 from cortex.wire.node.neighbours import Neighbour
@@ -189,7 +189,10 @@ async def test_blocks_that_arrive_while_the_prompt_is_computed_are_reported_one_
         info = replace(INFO, computes_fronts=True)
         assert await exchange.fetch("m", info, fast, REQUEST, source) == 32 * 4096
     assert seen[0].last_first
-    assert len(worker.sent) == len(files)
+    begun, *found, ended = worker.sent
+    assert (begun, ended) == (ExpectBlocks("r"), ExpectBlocks("r", has_ended=True))
+    assert len(found) == len(files)
+    worker.sent = found
     assert announced(worker) == names(tmp_path / "b")
     exchange.close()
 
@@ -303,16 +306,32 @@ async def test_what_is_fetched_stays_within_the_budget_of_the_disk(tmp_path: Pat
     assert select(tmp_path / "b", DIGESTS).num_pages == 32
 
 
-async def test_cancelled_request_ends_its_fetch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("computes_fronts", [False, True])
+async def test_cancelled_request_ends_its_fetch(tmp_path: Path, *, computes_fronts: bool) -> None:
     fill(tmp_path / "a")
     body, seen = stream(select(tmp_path / "a", DIGESTS)), list[BlocksRequest]()
-    exchange = KvExchange(tmp_path / "b", 1 << 30, [])
+    worker = Worker()
+    exchange = KvExchange(tmp_path / "b", 1 << 30, [worker])
     async with node_with(body, 32, seen, pause=True) as source:
-        fetching = asyncio.create_task(exchange.fetch("m", INFO, SLOW, REQUEST, source))
+        info = replace(INFO, computes_fronts=computes_fronts)
+        fetching = asyncio.create_task(exchange.fetch("m", info, SLOW, REQUEST, source))
         await until(lambda: seen)
+        assert worker.sent == [ExpectBlocks("r")] * computes_fronts
         fetching.cancel()
         with pytest.raises(asyncio.CancelledError):
             await fetching
+    assert worker.sent == [ExpectBlocks("r"), ExpectBlocks("r", has_ended=True)][: 2 * computes_fronts]
+
+
+async def test_workers_expect_no_blocks_of_a_transfer_that_failed_or_did_not_begin(tmp_path: Path) -> None:
+    worker, info = Worker(), replace(INFO, computes_fronts=True)
+    exchange = KvExchange(tmp_path / "b", 1 << 30, [worker])
+    nowhere = Neighbour(name="a", url="http://127.0.0.1:9", ticket="t")
+    assert await exchange.fetch("m", info, SLOW, REQUEST, nowhere) == 0
+    assert worker.sent == [ExpectBlocks("r"), ExpectBlocks("r", has_ended=True)]
+    assert await exchange.fetch("m", info, SLOW, REQUEST, nowhere) == 0
+    assert len(worker.sent) == 2, "a node that failed is not asked"
+    exchange.close()
 
 
 async def test_offers_what_is_on_disk_and_writes_the_rest_first(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from cortex.neuron.worker.protocol import (
     DeviceAddress,
     Event,
     Exit,
+    ExpectBlocks,
     FallbacksUsed,
     FollowStep,
     Load,
@@ -140,6 +141,16 @@ def test_load_that_was_cancelled_in_the_queue_does_not_start() -> None:
 
 def test_cancellation_of_a_load_that_has_ended_is_ignored() -> None:
     assert kinds(run([CancelLoad(7)], [load(7)])) == [Loaded]
+
+
+def test_blocks_are_expected_until_their_transfer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = SimpleNamespace(transfers=set())
+    store = SimpleNamespace(limit=lambda _: None, num_bytes=0)
+    host = SimpleNamespace(disk=disk, store=store, kept=dict)
+    monkeypatch.setattr(faulty_engine.FaultyEngine, "keep_pages", lambda *_: host)
+    ended: Batch = [ExpectBlocks("a", has_ended=True), ExpectBlocks("lost", has_ended=True)]
+    run([load(1)], [], [ExpectBlocks("a"), ExpectBlocks("b"), *ended])
+    assert disk.transfers == {"b"}
 
 
 def test_device_fault_in_a_step_ends_the_thread() -> None:

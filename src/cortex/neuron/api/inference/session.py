@@ -287,17 +287,18 @@ class Session:
             context = ChoiceContext(*shown, single, rendered, text, stops, num_predicted)
             choices += [Choice(context, len(jobs) + number) for number in range(len(continuations))]
             jobs += continuations
-        if self._kv_source is not None:
-            computes_fronts = self._backend.computes_fronts(request.model)
-            fetching = self._backend.fetch_kv(request.model, jobs[0], self._kv_source)
-            if computes_fronts:
-                self._fetching = asyncio.create_task(fetching)
-                jobs = [replace(job, blocks_arrive=True) for job in jobs]
-            else:
-                await self._drain_gate.wait_for(fetching)
-        self._stopwatch = Stopwatch(arrived_s, submitted_s=time.monotonic(), gateway_s=self._gateway_s)
         ended = self._ended = asyncio.get_running_loop().create_future()
         try:
+            if self._kv_source is not None:
+                computes_fronts = self._backend.computes_fronts(request.model)
+                fetching = self._backend.fetch_kv(request.model, jobs[0], self._kv_source)
+                if computes_fronts:
+                    self._fetching = asyncio.create_task(fetching)
+                    await asyncio.sleep(0)  # workers expect its blocks before they get its requests
+                    jobs = [replace(job, transfer=jobs[0].id) for job in jobs]
+                else:
+                    await self._drain_gate.wait_for(fetching)
+            self._stopwatch = Stopwatch(arrived_s, submitted_s=time.monotonic(), gateway_s=self._gateway_s)
             for choice, job in zip(choices, jobs, strict=True):
                 generation = generate_within_budget(
                     self._backend, text, request, choice.rendered, job, prepared.response_grammar

@@ -78,6 +78,8 @@ class DiskPages:
         self._num_blocks: dict[BlockKind, int] = {}
         self.num_found = 0
         """Files found or written so far."""
+        self.transfers: set[str] = set()
+        """The names of those that bring blocks of prompts from other nodes now."""
         self._writes: list[_Write] = []
         self._writer = ThreadPoolExecutor(1, "kv-writer")
         self._retry_at_s = 0.0

@@ -21,6 +21,8 @@ DISK_BYTES_PER_S = 1e9
 PAGE_CACHE_BYTES_PER_S = 4e9
 LINK_BYTES_PER_S = 1e8
 """Assumed until a fetch is measured."""
+EndOfFront = Callable[[int, int, float, Callable[[int], float]], int]
+"""See `end_of_front`."""
 
 
 @dataclass(slots=True)

@@ -25,11 +25,12 @@ from cortex.neuron.engine.host_pages.disk import DiskPages
 from cortex.neuron.engine.host_pages.disk_reads import DiskFetch, StoredBlock
 from cortex.neuron.engine.host_pages.fetch import Fetch
 from cortex.neuron.engine.host_pages.outgoing import OutgoingBlocks
-from cortex.neuron.engine.host_pages.rates import WORTH, end_of_front, fetch_s, saves_time
+from cortex.neuron.engine.host_pages.rates import WORTH, EndOfFront, end_of_front, fetch_s, saves_time
 from cortex.neuron.engine.host_pages.store import BlockKind, BlockPlace
 from cortex.neuron.engine.kv.page_groups import IncomingPages, KVPages
 from cortex.neuron.engine.kv.pages import Digest
 from cortex.neuron.engine.kv.recurrent_checkpoints import RecurrentCheckpoints
+from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.engine.scheduling.admission import HasPage, HasState
 from cortex.neuron.engine.scheduling.step_plan import NamedBlocks, StepPlan
 
@@ -44,8 +45,6 @@ READ_DELAY_S = 0.002
 """Delay before the first block of a fetch from disk."""
 TURN_S = 0.005
 """How long the engine waits for a disk before it looks for other work."""
-EndOfFront = Callable[[int, int, float, Callable[[int], float]], int]
-"""See `rates.end_of_front`."""
 STEPS_BETWEEN_SCANS = 16
 
 
@@ -194,6 +193,9 @@ class HostTier:
 
     def is_fetching(self, request_id: str) -> bool:
         return request_id in self._fetches
+
+    def is_receiving(self, request: EngineRequest) -> bool:
+        return request.id in self._fetches or (self._disk is not None and request.transfer in self._disk.transfers)
 
     @property
     def incoming_states(self) -> list[int]:

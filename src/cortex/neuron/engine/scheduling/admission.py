@@ -15,6 +15,7 @@ from typing import Protocol
 from cortex.neuron.engine.kv.page_groups import KVPages, TailPages
 from cortex.neuron.engine.kv.pages import Digest
 from cortex.neuron.engine.kv.recurrent_checkpoints import RecurrentCheckpoints
+from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.engine.scheduling.sequence import Sequence
 from cortex.neuron.engine.scheduling.sequence_states import SequenceStates
 from cortex.neuron.engine.scheduling.step_plan import StepDraft
@@ -47,6 +48,10 @@ class OffloadedPages(Protocol):
         ...
 
     def is_fetching(self, request_id: str) -> bool: ...
+
+    def is_receiving(self, request: EngineRequest) -> bool:
+        """Whether blocks of its prompt are being fetched, or arrive from another node."""
+        ...
 
     def shortened_front(self, request_id: str, digests: Ordered[Digest], num_computed: int, front: int) -> int:
         """The page up to which a request computes now, after its first `num_computed` pages; `front` was planned, 0 for

@@ -354,8 +354,10 @@ class Scheduler:
         if not sequences:
             return bool(waiting)
         streams = self._shape(draft)
-        # Fetched blocks go to the device between steps, so steps are as short as if another prompt waited.
-        num_prompts = len(sequences) + sum([each.awaits_blocks for each in sequences])
+        num_prompts = len(sequences)
+        if self._offloaded is not None:
+            # Blocks go to the device between steps, so steps are as short as if another prompt waited.
+            num_prompts += sum([self._offloaded.is_receiving(each.request) for each in sequences])
         budget = self.limits.prompt_budget(self.costs, streams, num_prompts) if idle_budget is None else idle_budget
         work = _COUNT if budget is None else self.costs.work
         prompts = self._prompts(sequences, draft, work)

@@ -110,7 +110,7 @@ class Sequence:
         """Whether it may leave its row before its prompt is computed, to continue after pages that were fetched."""
         if self.leaves_row_at:
             return True
-        return self.request.blocks_arrive and not self.drew_in_row and not self.scores_prompt
+        return bool(self.request.transfer) and not self.drew_in_row and not self.scores_prompt
 
     @property
     def wants_more(self) -> bool:

@@ -39,7 +39,7 @@ from cortex.neuron.engine.kv.pages import ROOT, Digest, page_digests
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats
 from cortex.neuron.hub_process.neighbours import NeighbourFailed, Transfer
 from cortex.neuron.worker.process import WorkerLost
-from cortex.neuron.worker.protocol import FindBlocks
+from cortex.neuron.worker.protocol import BlocksOrder, ExpectBlocks, FindBlocks
 from cortex.neuron.worker.supervisor import WorkerSupervisor
 from cortex.wire.node.kv_blocks import PAGES, PATH, BlocksRequest
 from cortex.wire.node.neighbours import Neighbour
@@ -167,7 +167,8 @@ class KvExchange:
         self, model_id: str, info: EngineInfo, stats: EngineStats, request: EngineRequest, source: Neighbour
     ) -> int:
         """Fetches the blocks of the prompt that `source` has and this node lacks, if that is expected to be faster than
-        computing; returns the bytes. Cancelled with its request, and when the prompt is computed meanwhile."""
+        computing; returns the bytes. Cancelled with its request, and when the prompt is computed meanwhile; until then,
+        workers expect the blocks of the transfer named like the request."""
         if not self._may_exchange(info, request):
             return 0
         if time.monotonic() < self._avoided_until_s.get(source.url, 0.0):
@@ -178,6 +179,8 @@ class KvExchange:
             return 0
         is_asked = False
         try:
+            if info.computes_fronts:
+                self._send(ExpectBlocks(request.id))
             async with asyncio.timeout(None if info.computes_fronts else self._most_s(prompt, 0, count)):
                 own = await self._own_pages(prompt)
                 if not self._is_worth_asking(prompt, own):
@@ -189,12 +192,18 @@ class KvExchange:
             if is_asked:
                 self._avoid(source, "computing the prompt would have been faster")
             return 0
+        finally:
+            if info.computes_fronts:
+                self._send(ExpectBlocks(request.id, has_ended=True))
         return num_bytes
 
     def _announce(self, model: bytes, *files: str) -> None:
         """Blocks of the model have arrived. Workers look at these files only: a full disk has thousands."""
+        self._send(FindBlocks(model, files))
+
+    def _send(self, command: BlocksOrder) -> None:
         for worker in self._workers:
-            worker.send(FindBlocks(model, files))
+            worker.send(command)
 
     def bytes_per_s(self, source: Neighbour) -> float | None:
         """The rate at which blocks of another node arrive; None if unknown."""

@@ -269,6 +269,12 @@ class DeviceModels(dict[int, DeviceModel]):
         for name in files:
             self._host_pages.disk.find_file(model, name)
 
+    def expect_blocks(self, transfer: str, *, has_ended: bool) -> None:
+        """See `ExpectBlocks`."""
+        if self._host_pages is not None and self._host_pages.disk is not None:
+            transfers = self._host_pages.disk.transfers
+            (transfers.discard if has_ended else transfers.add)(transfer)
+
     def save_blocks(self, model: bytes, digests: Sequence[Digest]) -> bool:
         """Writes these blocks to disk, also from the device. False if some are left or still being written."""
         if self._host_pages is None or self._host_pages.disk is None:

@@ -46,6 +46,7 @@ _DURING_LOADS = (
     | protocol.Cancel
     | protocol.QueryMemory
     | protocol.FindBlocks
+    | protocol.ExpectBlocks
     | protocol.SaveBlocks
     | protocol.CountPages
     | protocol.ForgetBlocks
@@ -203,6 +204,8 @@ class Executor:
                 self._models.limit_host_pages(command.num_bytes)
             case protocol.FindBlocks():
                 self._models.find_blocks(command.model, command.files)
+            case protocol.ExpectBlocks():
+                self._models.expect_blocks(command.transfer, has_ended=command.has_ended)
             case protocol.SaveBlocks():
                 is_complete = self._models.save_blocks(command.model, command.digests)
                 self._emit(protocol.BlocksSaved(command.query, is_complete))

@@ -1,5 +1,5 @@
-"""Admits waiting sequences: the pages and states that each needs before it runs. Pure: no tensors, no clock, no
-I/O.
+"""Decides whether waiting sequences fit: the pages and states that each needs before it runs. Pure: no tensors, no
+clock, no I/O.
 
 A sequence reuses the known pages of its prefix, including those in host memory; a model with recurrent layers also
 needs a saved state at their end. The pages that it lacks must be free in addition to what running sequences may need.
@@ -125,8 +125,8 @@ class PromptTails:
         """Pages that the step being planned copies, reserved until then."""
 
     def resume(self, sequence: Sequence, draft: StepDraft) -> bool:
-        """Continues a sequence, which has just got its row and its cached pages, with the last token of its prompt if
-        its tail is known. True: it does, the step copies a page for it, and the caller restores the state of its
+        """Whether a sequence, which has just got its row and its cached pages, continues with the last token of its
+        prompt, because its tail is known. Then the step copies a page for it, and the caller restores the state of its
         tail."""
         last = len(sequence.request.prompt) - 1
         is_next = sequence.committed == last // self._pages.page_tokens and len(sequence.tokens) == last + 1
@@ -144,7 +144,6 @@ class PromptTails:
         self._copied.append(sources)
         draft.new_pages += [(sequence.row, *pages) for pages in added]
         draft.page_copies += [(group, sources[group], pages[0]) for group, _, pages in added]
-        sequence.computed = last
         return True
 
     def commit(self, sequence: Sequence, draft: StepDraft) -> None:
@@ -177,14 +176,12 @@ class SequenceAdmission:
         self,
         pages: KVPages,
         states: SequenceStates,
-        tails: PromptTails,
         running: Ordered[Sequence],
         reserved_tokens: int,
     ) -> None:
         """`running`: those of the scheduler, in order of admission. `reserved_tokens`: see `SchedulerLimits`."""
         self._pages = pages
         self._states = states
-        self._tails = tails
         self._running = running
         self._reservations = Reservations(pages, reserved_tokens)
 
@@ -227,21 +224,3 @@ class SequenceAdmission:
             return self._states.usable(sequence, self._pages.match(digests, has_page), has_state)
 
         return offloaded.fetch(request_id, digests, cached, len(sequence.tokens) - 1, usable)
-
-    def admit(self, sequence: Sequence, cached: int, row: int, draft: StepDraft) -> None:
-        """Gives a sequence that fits its row and the known part of its prefix, after which it continues in this
-        step."""
-        start = self.start(sequence, cached)
-        sequence.pages = self._pages.hold(sequence.digests, cached, start)
-        sequence.committed = cached
-        sequence.computed = start
-        sequence.row = row
-        drawn = tuple(sequence.tokens[len(sequence.request.prompt) :])
-        draft.new_rows.append((row, sequence.request, drawn))
-        for group, held in enumerate(sequence.pages):
-            if held.pages:
-                draft.new_pages.append((row, group, held.first, tuple(held.pages)))
-        resumes_tail = self._tails.resume(sequence, draft)
-        self._states.admit(sequence, draft, resumes_tail=resumes_tail)
-        if sequence.cached is None:
-            sequence.cached = max(0, sequence.computed - sequence.front_tokens)

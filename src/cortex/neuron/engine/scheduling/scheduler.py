@@ -78,7 +78,7 @@ class Scheduler:
         self._pictures = pictures
         self._states = SequenceStates(checkpoints, pages.page_tokens)
         self._tails = PromptTails(pages, checkpoints)
-        self._admission = SequenceAdmission(pages, self._states, self._tails, self.running, limits.reserved_tokens)
+        self._admission = SequenceAdmission(pages, self._states, self.running, limits.reserved_tokens)
         self._free_rows = list(range(limits.max_rows - 1, -1, -1))
         self._shares = PrefillShares()
         self._idle_shares = PrefillShares()
@@ -433,7 +433,7 @@ class Scheduler:
         self.waiting.remove(sequence)
         if sequence is self._starved:
             self._starved = None
-        self._admission.admit(sequence, cached, self._free_rows.pop(), draft)
+        self._enter_row(sequence, cached, draft)
         place = len(self.running)
         while place and self.running[place - 1].level < sequence.level:
             place -= 1
@@ -441,6 +441,20 @@ class Scheduler:
             self._admission.running_change()
         self.running.insert(place, sequence)
         return True
+
+    def _enter_row(self, sequence: Sequence, cached: int, draft: StepDraft) -> None:
+        """Gives a sequence that fits its row and the known part of its prefix, after which it continues in this
+        step."""
+        start = self._admission.start(sequence, cached)
+        sequence.pages = self.pages.hold(sequence.digests, cached, start)
+        sequence.row, sequence.committed, sequence.computed = self._free_rows.pop(), cached, start
+        drawn = tuple(sequence.tokens[len(sequence.request.prompt) :])
+        draft.assign_row(sequence.row, sequence.request, drawn, sequence.pages)
+        if resumes_tail := self._tails.resume(sequence, draft):
+            sequence.computed = len(sequence.request.prompt) - 1
+        self._states.admit(sequence, draft, resumes_tail=resumes_tail)
+        if sequence.cached is None:
+            sequence.cached = max(0, sequence.computed - sequence.front_tokens)
 
     def _room(self, draft: StepDraft) -> int | None:
         """The tokens that the step can still take; None if the shares are the bound. An indivisible picture may exceed

@@ -27,9 +27,25 @@ PREEMPTIONS_PER_LEVEL = 3
 
 
 @dataclass(slots=True, eq=False)
+class SavedStates:
+    """The recurrent states of a sequence; unused without recurrent layers. Written by `SequenceStates` only."""
+
+    shared: int = 0
+    """Leading pages shared with an earlier prompt; more than `Sequence.committed` if no state was saved at their
+    end."""
+    positions: tuple[int, ...] = ()
+    """Positions of the prompt where its state will be saved."""
+    latest: DecodeCheckpoint | None = None
+    """Where the latest state of its response is saved."""
+    snapshot: int | None = None
+    """The slot to which its state is copied before a row checks draft tokens."""
+    is_ahead: bool = False
+    """Whether the state of its row includes rejected tokens; then `snapshot` has the valid one."""
+
+
+@dataclass(slots=True, eq=False)
 class Sequence:
-    """Written by the scheduler and the other modules of this folder only. The step loop owns the tokens, and the
-    speculation the drafts.
+    """Written by the scheduler, except `tokens` (by the step loop), `states` and the names of its pages.
 
     A launched step is in flight until the host reads its results. Until then its tokens exist only on the device. The
     device runs steps in order, so a step may be planned that relies on those in flight.
@@ -41,12 +57,16 @@ class Sequence:
     packed: array[int] = field(default_factory=lambda: array("I"))
     """The first of them in 32 bits, for digests."""
     pictures: PicturePositions = NO_PICTURES
-    row: int = NO_ROW
-    pages: Holding = ()
     digests: list[Digest] = field(default_factory=list)
+    """Of its full pages, as of the last `digests_of_full_pages`."""
     tail: Digest | None = None
     """Digest of its prompt without the last token, if that ends inside a page after the first (`PromptTails`). Set just
     before admission."""
+    states: SavedStates = field(default_factory=SavedStates)
+
+    # Written by the scheduler:
+    row: int = NO_ROW
+    pages: Holding = ()
     computed: int = 0
     """Positions whose KV is in its pages, by the results read so far."""
     planned: int = 0
@@ -67,18 +87,8 @@ class Sequence:
     """The position where it leaves its row, because the rest of a known prefix is being fetched; 0 if not."""
     front_tokens: int = 0
     """Prompt tokens that it computed before it left its row there."""
-    shared: int = 0
-    """With recurrent layers: leading pages shared with an earlier prompt; more than `committed` if no state was saved
-    at their end."""
-    checkpoints: tuple[int, ...] = ()
-    """Positions where its recurrent state will be saved, if the model has one."""
-    decode_checkpoint: DecodeCheckpoint | None = None
     preemptions: int = 0
     """How often it lost its row."""
-    snapshot: int | None = None
-    """The slot to which its recurrent state is copied before a row checks draft tokens."""
-    is_state_ahead: bool = False
-    """Whether the recurrent state of its row includes rejected tokens; then `snapshot` has the valid one."""
 
     @property
     def level(self) -> int:

@@ -39,7 +39,7 @@ class SequenceStates:
         `elsewhere`: whether the state after a prefix is available elsewhere."""
         if self._checkpoints is None:
             return counts[-1]
-        sequence.shared = counts[-1]
+        sequence.states.shared = counts[-1]
         # The last token is always computed, so a state that includes it is of no use.
         most = (len(sequence.tokens) - 1) // self._page_tokens
         for count in reversed(counts):
@@ -64,7 +64,7 @@ class SequenceStates:
             len(sequence.tokens),
             self._page_tokens,
             checkpoints.spacing_tokens,
-            shared_end=sequence.shared * self._page_tokens,
+            shared_end=sequence.states.shared * self._page_tokens,
             picture_end=max((picture.end for picture in sequence.request.pictures), default=0),
         )
         last = len(sequence.request.prompt) - 1
@@ -73,9 +73,9 @@ class SequenceStates:
             page_end = last // self._page_tokens * self._page_tokens
             if sequence.computed == page_end and sequence.tail is not None:
                 positions = (last,)
-            elif sequence.computed < page_end <= sequence.shared * self._page_tokens:
+            elif sequence.computed < page_end <= sequence.states.shared * self._page_tokens:
                 positions = (*(position for position in positions if position < page_end), page_end)
-        sequence.checkpoints = tuple(
+        sequence.states.positions = tuple(
             position for position in positions if checkpoints.lacks(self._digest(sequence, position))
         )
 
@@ -91,17 +91,17 @@ class SequenceStates:
         """The end of the prompt's next chunk, which could reach `end`."""
         if self._checkpoints is None:
             return end
-        return chunk_end(sequence.checkpoints, sequence.scheduled, end, cuts_rows=self._checkpoints.cuts_rows)
+        return chunk_end(sequence.states.positions, sequence.scheduled, end, cuts_rows=self._checkpoints.cuts_rows)
 
     def prefill(self, sequence: Sequence, draft: StepDraft) -> None:
         """After a chunk of the prompt, the last row of the draft: saves the state where the chunk ends if that is a
         checkpoint, and at the last one inside the chunk."""
-        if self._checkpoints is None or not sequence.checkpoints:
+        if self._checkpoints is None or not sequence.states.positions:
             return
         row, end = draft.rows[-1], sequence.scheduled
-        if end in sequence.checkpoints and (slot := self._keep(sequence, end)) is not None:
+        if end in sequence.states.positions and (slot := self._keep(sequence, end)) is not None:
             draft.saves.append((sequence.row, slot))
-        cut = max((position for position in sequence.checkpoints if row.start < position < end), default=None)
+        cut = max((position for position in sequence.states.positions if row.start < position < end), default=None)
         if cut is not None and self._checkpoints.cuts_rows and (slot := self._keep(sequence, cut)) is not None:
             draft.rows[-1] = replace(row, cut=StateCut(cut - row.start, slot))
 
@@ -116,13 +116,13 @@ class SequenceStates:
         row ends where a state is to be saved, because a state after a rejected token is useless."""
         if self._checkpoints is None or count <= 0:
             return count
-        held = sequence.decode_checkpoint
-        if sequence.request.uses_prefix_cache and (held is not None or self._checkpoints.can_lend):
+        states = sequence.states
+        if sequence.request.uses_prefix_cache and (states.latest is not None or self._checkpoints.can_lend):
             num_pages = -(-max(sequence.computed + 1, self._next_save(sequence)) // self._page_tokens)
             count = min(count, num_pages * self._page_tokens - sequence.length)
-        if count > 0 and sequence.snapshot is None:
-            sequence.snapshot = self._checkpoints.lend()
-        return 0 if sequence.snapshot is None else max(0, count)
+        if count > 0 and states.snapshot is None:
+            states.snapshot = self._checkpoints.lend()
+        return 0 if states.snapshot is None else max(0, count)
 
     def before_decode(self, sequence: Sequence, end: int, draft: StepDraft) -> None:
         """Call before a row of a response that reaches up to `end`: ensures that the row's state is the one at its
@@ -130,22 +130,23 @@ class SequenceStates:
         previous row checked draft tokens."""
         if self._checkpoints is None:
             return
-        if sequence.is_state_ahead:
-            assert sequence.snapshot is not None
-            draft.restores.append((sequence.snapshot, sequence.row))
-            sequence.is_state_ahead = False
+        states = sequence.states
+        if states.is_ahead:
+            assert states.snapshot is not None
+            draft.restores.append((states.snapshot, sequence.row))
+            states.is_ahead = False
             return
         if end > sequence.length:
-            assert sequence.snapshot is not None
-            draft.restores.append((sequence.row, sequence.snapshot))
+            assert states.snapshot is not None
+            draft.restores.append((sequence.row, states.snapshot))
         if not sequence.planned:
             self._save(sequence, sequence.computed, draft.restores)
 
     def rejected(self, sequence: Sequence) -> bool:
         """Draft tokens were rejected. Returns True if the state of the row includes them, so that its tokens must be
         recomputed from the state before them."""
-        sequence.is_state_ahead = self._checkpoints is not None
-        return sequence.is_state_ahead
+        sequence.states.is_ahead = self._checkpoints is not None
+        return sequence.states.is_ahead
 
     def decode(self, sequence: Sequence, draft: StepDraft) -> None:
         """Call after a row of a response: if its state is due to be saved, it replaces the one saved before, unless the
@@ -155,7 +156,7 @@ class SequenceStates:
 
     def _next_save(self, sequence: Sequence) -> int:
         """The state of a response is saved at the first end of a page from this position on."""
-        held = sequence.decode_checkpoint
+        held = sequence.states.latest
         if held is None or self._checkpoints is None:
             return 0
         return held.num_pages * self._page_tokens + max(1, self._checkpoints.response_tokens)
@@ -166,21 +167,22 @@ class SequenceStates:
         num_pages, rest = divmod(position, self._page_tokens)
         if rest or position < self._next_save(sequence) or not sequence.request.uses_prefix_cache:
             return
-        checkpoint = sequence.decode_checkpoint
+        checkpoint = sequence.states.latest
         slot = self._checkpoints.lend() if checkpoint is None else checkpoint.slot
         if slot is not None:
-            sequence.decode_checkpoint = DecodeCheckpoint(slot, num_pages)
+            sequence.states.latest = DecodeCheckpoint(slot, num_pages)
             copies.append((sequence.row, slot))
 
     def release(self, sequence: Sequence) -> None:
         """The sequence leaves its row: its latest state becomes reusable under the digest of its prefix."""
-        sequence.is_state_ahead = False
-        if self._checkpoints is not None and sequence.snapshot is not None:
-            self._checkpoints.take_back(sequence.snapshot, None)
-            sequence.snapshot = None
-        if sequence.decode_checkpoint is not None:
+        states = sequence.states
+        states.is_ahead = False
+        if self._checkpoints is not None and states.snapshot is not None:
+            self._checkpoints.take_back(states.snapshot, None)
+            states.snapshot = None
+        if states.latest is not None:
             digests = sequence.digests_of_full_pages(self._page_tokens)
-            self._end_decode_checkpoint(sequence, next(iter(digests[sequence.decode_checkpoint.num_pages - 1 :]), None))
+            self._end_latest(sequence, next(iter(digests[states.latest.num_pages - 1 :]), None))
 
     def digests(self) -> list[Digest]:
         """Those of all prefixes with a saved state."""
@@ -195,15 +197,15 @@ class SequenceStates:
         """Forgets the states that a failed step from position `start` would have saved."""
         if self._checkpoints is not None:
             self._checkpoints.forget(touched)
-            checkpoint = sequence.decode_checkpoint
+            checkpoint = sequence.states.latest
             if checkpoint is not None and checkpoint.num_pages * self._page_tokens >= start:
-                self._end_decode_checkpoint(sequence, None)
+                self._end_latest(sequence, None)
 
     def distrust(self, sequence: Sequence, digests: Iterable[Digest]) -> None:
         """Forgets every state of the sequence."""
         self.forget(digests)
         if self._checkpoints is not None:
-            self._end_decode_checkpoint(sequence, None)
+            self._end_latest(sequence, None)
 
     def check_integrity(self, sequences: Iterable[Sequence], incoming: Iterable[int]) -> None:
         """Raises AssertionError unless the lent slots are those that `sequences` hold and those that are fetched."""
@@ -211,15 +213,15 @@ class SequenceStates:
             held = [slot for sequence in sequences for slot in _lent_to(sequence)]
             self._checkpoints.check_integrity([*held, *incoming])
 
-    def _end_decode_checkpoint(self, sequence: Sequence, digest: Digest | None) -> None:
+    def _end_latest(self, sequence: Sequence, digest: Digest | None) -> None:
         """`digest` names the prefix of the state; None: the state is not reusable."""
-        if self._checkpoints is not None and sequence.decode_checkpoint is not None:
-            self._checkpoints.take_back(sequence.decode_checkpoint.slot, digest)
-            sequence.decode_checkpoint = None
+        if self._checkpoints is not None and sequence.states.latest is not None:
+            self._checkpoints.take_back(sequence.states.latest.slot, digest)
+            sequence.states.latest = None
 
 
 def _lent_to(sequence: Sequence) -> list[int]:
     """The slots of checkpoints that a sequence holds."""
-    checkpoint = sequence.decode_checkpoint
-    slots = [] if checkpoint is None else [checkpoint.slot]
-    return slots if sequence.snapshot is None else [*slots, sequence.snapshot]
+    states = sequence.states
+    slots = [] if states.latest is None else [states.latest.slot]
+    return slots if states.snapshot is None else [*slots, states.snapshot]

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from cortex.neuron.engine.kv.page_groups import Holding
 from cortex.neuron.engine.kv.pages import Digest
 from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.engine.roofline.step_costs import StepShape
@@ -191,6 +192,13 @@ class StepDraft:
     saves: list[StateCopy] = field(default_factory=list)
     being_computed: set[Digest] = field(default_factory=set)
     """Pages that this step fills, and tails that end in them: no other row of the step may read them."""
+
+    def assign_row(self, row: int, request: EngineRequest, drawn: tuple[int, ...], holding: Holding) -> None:
+        """The row begins with these pages. `drawn`: tokens drawn for the request earlier."""
+        self.new_rows.append((row, request, drawn))
+        for group, held in enumerate(holding):
+            if held.pages:
+                self.new_pages.append((row, group, held.first, tuple(held.pages)))
 
     def add(self, row: RowPlan) -> None:
         self.rows.append(row)

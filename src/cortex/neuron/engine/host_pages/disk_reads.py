@@ -14,9 +14,11 @@ import torch
 
 from cortex.neuron.engine.host_pages import block_files
 from cortex.neuron.engine.host_pages.block_files import BlockFile
-from cortex.neuron.engine.host_pages.copies import BlockTensors, IncomingCopies
+from cortex.neuron.engine.host_pages.copies import BlockTensors, IncomingCopies, RunningCopy
 from cortex.neuron.engine.host_pages.memory import HostSlabs
 from cortex.neuron.engine.host_pages.store import BlockPlace
+from cortex.neuron.engine.kv.page_groups import IncomingPages
+from cortex.neuron.engine.kv.pages import Digest
 
 log = logging.getLogger(__name__)
 
@@ -189,3 +191,30 @@ class DiskFetch:
     def note_end(self) -> None:
         if not (self.runs or self.num_running):
             self._ended.set()
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """The blocks of one waiting prompt, on their way from host memory and disk to the device."""
+
+    copies: tuple[RunningCopy, ...]
+    """Those from host memory."""
+    pages: Sequence[IncomingPages]
+    state: tuple[int, Digest] | None
+    places: tuple[BlockPlace, ...]
+    num_tokens: int
+    num_bytes: int
+    started_s: float
+    from_disk: DiskFetch | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        is_read = self.from_disk is None or self.from_disk.is_complete
+        return is_read and all(copy.is_complete for copy in self.copies)
+
+    def wait(self, wait_s: float | None) -> None:
+        """At most so long for a disk, and for all copies from host memory; None: until it is complete."""
+        if self.from_disk is not None:
+            self.from_disk.wait(wait_s)
+        for copy in self.copies if wait_s is None or self.from_disk is None else ():
+            copy.wait()

@@ -22,8 +22,7 @@ import torch
 from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors, IncomingCopies, RunningCopy
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
 from cortex.neuron.engine.host_pages.disk import DiskPages
-from cortex.neuron.engine.host_pages.disk_reads import DiskFetch, StoredBlock
-from cortex.neuron.engine.host_pages.fetch import Fetch
+from cortex.neuron.engine.host_pages.disk_reads import DiskFetch, Fetch, StoredBlock
 from cortex.neuron.engine.host_pages.outgoing import OutgoingBlocks
 from cortex.neuron.engine.host_pages.rates import WORTH, EndOfFront, end_of_front, fetch_s, saves_time
 from cortex.neuron.engine.host_pages.store import BlockKind, BlockPlace

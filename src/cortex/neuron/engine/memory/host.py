@@ -1,4 +1,4 @@
-"""The total and free memory of this host, or of its container, and the memory of a process.
+"""The memory and the cores of this host, or of its container, and the memory of a process.
 
 Reads only a few small files under /proc and /sys, of cgroup v1 and v2.
 """
@@ -56,7 +56,29 @@ def anonymous_bytes(process_id: int | None = None) -> int:
     return (int(statm[1]) - int(statm[2])) * _PAGE_BYTES
 
 
-def cgroup_folders(controller: str, root: Path = Path("/")) -> tuple[Path, ...]:
+def usable_cores(root: Path = Path("/")) -> int:
+    """How many cores this process may use by its affinity and the quotas of its cgroups, at least 1. A part of a core
+    counts as one. Threads beyond a quota are stopped in the middle of an operation, while the others wait for them.
+    `root` is for tests."""
+    cores = float(len(os.sched_getaffinity(0)))
+    quotas = map(_core_quota, _cgroup_folders("cpu", root))
+    limits = (quota / period for quota, period in quotas if quota > 0 and period > 0)
+    return max(1, -int(-min([cores, *limits]) // 1))
+
+
+def _core_quota(folder: Path) -> tuple[int, int]:
+    """Microseconds of all cores per period, and the period; (0, 0): no quota."""
+    try:
+        if (folder / "cpu.max").exists():
+            words = (folder / "cpu.max").read_text().split()
+        else:
+            words = [(folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period")]
+        return int(words[0]), int(words[1])
+    except (OSError, ValueError, IndexError):  # not mounted, or "max"
+        return 0, 0
+
+
+def _cgroup_folders(controller: str, root: Path) -> tuple[Path, ...]:
     """The folders of every cgroup this process is under that may limit what `controller` is for (`cpu`, `memory`)."""
     memberships = _text(f"{root}/proc/self/cgroup")
     return () if memberships is None else _folders_of(controller, memberships, root)
@@ -82,7 +104,7 @@ def _folders_of(controller: str, memberships: str, root: Path) -> tuple[Path, ..
 
 def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
     """(limit, unreclaimable use) of every cgroup this process is under that has a limit."""
-    for folder in cgroup_folders("memory", root):
+    for folder in _cgroup_folders("memory", root):
         limit = _number(f"{folder}/memory.max", f"{folder}/memory.limit_in_bytes")
         if limit is not None and limit < _UNLIMITED_BYTES:
             used = _number(f"{folder}/memory.current", f"{folder}/memory.usage_in_bytes") or 0

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from cortex.neuron.engine.errors import RequestError
 from cortex.neuron.engine.host_pages.store import ChosenBlocks
-from cortex.neuron.engine.memory.cores import usable_cores
+from cortex.neuron.engine.memory.host import usable_cores
 from cortex.neuron.engine.request import EngineStats, StepOutput
 from cortex.neuron.worker import protocol
 from cortex.neuron.worker.faults import FaultKind, explain, raise_device_fault

@@ -98,7 +98,7 @@ RULES: dict[str, Rule] = {
     "fleet": Rule({"fleet", "formats.quant_names", "formats.units", "wire", "settings"}, frozenset({"msgspec"})),
     "routing": Rule({"routing"}, frozenset({"msgspec"})),
     "http": Rule({"http", "settings", "wire"}, frozenset({"httptools"})),
-    "ipc": Rule({"ipc", "system.fair_turns", "telemetry", "wire"}, frozenset({"msgspec"})),
+    "ipc": Rule({"ipc", "system.fair_turns", "system.tasks", "telemetry", "wire"}, frozenset({"msgspec"})),
     "foreign": Rule({"foreign", "http", "ipc", "wire"}, frozenset({"msgspec"})),
     "parsing": Rule({"parsing", "foreign", "ipc", "telemetry", "wire"}, frozenset({"msgspec"})),
     "gateway.config": Rule(

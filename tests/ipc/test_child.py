@@ -84,7 +84,8 @@ def test_child_is_killed_with_its_parent(tmp_path: Path, program: str) -> None:
 
 
 def test_helper_processes_start_without_asyncio_and_settings() -> None:
-    modules = "cortex.ipc.helper_process, cortex.parsing.functions, cortex.neuron.tokenizer_process.service"
+    programs = "cortex.ipc.fork_server, cortex.ipc.helper_process"
+    modules = f"{programs}, cortex.parsing.functions, cortex.neuron.tokenizer_process.service"
     check = f"import sys, {modules}; print(*sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     imported = subprocess.run(

@@ -5,16 +5,16 @@ from collections.abc import Iterator
 import pytest
 
 from cortex.ipc.channel import MAX_PACKET_BYTES, ChannelError, PacketSocket
-from cortex.neuron.worker.protocol import DeviceAddress, ForkServerCommand, ForkWorker, KillWorker
+from cortex.ipc.fork_server import Fork, Kill
 
-Pair = tuple[socket.socket, PacketSocket[ForkServerCommand]]
+Pair = tuple[socket.socket, PacketSocket[Fork | Kill]]
 
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        yield ours, PacketSocket[ForkServerCommand](theirs, ForkServerCommand)
+        yield ours, PacketSocket(theirs, Fork | Kill)
 
 
 def num_open_descriptors() -> int:
@@ -23,19 +23,19 @@ def num_open_descriptors() -> int:
 
 def test_message_arrives_with_its_descriptor_and_the_next_one_without(pair: Pair) -> None:
     ours, receiver = pair
-    sender = PacketSocket[ForkServerCommand](ours, ForkServerCommand)
+    sender = PacketSocket[Fork | Kill](ours, Fork | Kill)
     reading, writing = os.pipe()
-    sender.send(ForkWorker(1, DeviceAddress("cuda", 2, "GPU-1")), writing)
-    sender.send(KillWorker(1))
+    sender.send(Fork(1, b"argument"), writing)
+    sender.send(Kill(1))
     os.close(writing)
     received = receiver.receive()
     assert received is not None
     message, descriptor = received
-    assert message == ForkWorker(1, DeviceAddress("cuda", 2, "GPU-1"))
+    assert message == Fork(1, b"argument")
     assert descriptor is not None
     os.write(descriptor, b"x")
     assert os.read(reading, 1) == b"x"
-    assert receiver.receive() == (KillWorker(1), None)
+    assert receiver.receive() == (Kill(1), None)
     os.close(descriptor)
     os.close(reading)
 

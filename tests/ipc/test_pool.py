@@ -5,18 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
 from cortex.ipc.helper import Function, Helper, function_of
-from cortex.ipc.pool import CallLost, HelperOfThread, HelperPool, HelperProcess, PoolLost
-from cortex.ipc.start import start_child
+from cortex.ipc.pool import CallLost, HelperOfThread, HelperPool, PoolLost
 from cortex.wire.errors import CortexError, InvalidValue
 
 JOBS = str(Path(__file__).with_name("jobs"))
@@ -26,7 +23,7 @@ if JOBS not in sys.path:
 from pool_jobs import Done, do  # noqa: E402
 
 from ..processes import alive, wait_end  # noqa: E402
-from ..waiting import WAIT_S, until  # noqa: E402
+from ..waiting import until  # noqa: E402
 
 HELPER = Helper(name="jobs", purpose="the process of jobs", module="pool_jobs", memory_bytes=64 << 20)
 DO = function_of(do)
@@ -127,30 +124,6 @@ async def test_close_ends_running_calls(pool: HelperPool) -> None:
     with pytest.raises(PoolLost):
         await task
     await until_gone(worker_id)
-
-
-async def test_process_that_reads_slowly_is_not_lost() -> None:
-    started, control = await start_child("cortex.ipc.helper_process", "--helper", msgspec.json.encode(HELPER).decode())
-    control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # a few messages fill it
-    process = HelperProcess(started, control)
-
-    def run(kind: str) -> asyncio.Task[Any]:
-        return asyncio.create_task(process.run(DO.call(kind, 0), DO.reply_type, b"", in_background=False))
-
-    await run("ready")
-    os.kill(process.process_id, signal.SIGSTOP)
-    cancelled = [run("never") for _ in range(8)]
-    calls = [run("ready") for _ in range(4)]
-    await asyncio.sleep(0.05)
-    for task in cancelled:
-        task.cancel()
-    await asyncio.wait(cancelled)
-    os.kill(process.process_id, signal.SIGCONT)
-    assert all(task.cancelled() for task in cancelled)
-    async with asyncio.timeout(WAIT_S):
-        assert len(await asyncio.gather(*calls)) == 4
-    assert not process.has_ended
-    await process.stop()
 
 
 async def test_process_starts_with_the_first_call_and_again_after_a_death_or_a_rest() -> None:

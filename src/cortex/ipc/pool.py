@@ -4,31 +4,25 @@ side."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
 import json
-import logging
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Final, TypeVar
 
 import msgspec
 
-from cortex.ipc.channel import ChannelError, FrameDecoder, PacketSocket, Unsendable, encode_frame
+from cortex.ipc.channel import ChannelError, FrameDecoder, Unsendable, encode_frame
+from cortex.ipc.fork_client import MODULE, ForkServer, ForkServerProcess, Program, Worker
 from cortex.ipc.helper import Function, FunctionCall, Helper, Rejected, Returned, error_of
-from cortex.ipc.helper_process import Fork, Kill
+from cortex.ipc.helper_process import IN_BACKGROUND
 from cortex.ipc.loop_channel import LoopChannel
-from cortex.ipc.start import start_child, start_child_of_thread
-
-log = logging.getLogger(__name__)
+from cortex.ipc.start import start_child_of_thread
 
 T = TypeVar("T")
 Reply = Returned[Any] | Rejected
 
-_MODULE: Final = "cortex.ipc.helper_process"
 _POLL_S: Final = 0.05
 _REST_AFTER_S: Final = 60.0
 
@@ -49,20 +43,19 @@ class HelperPool:
     def __init__(self, helper: Helper) -> None:
         self.helper = helper
         """A change applies from the next start of the process."""
-        self._starting = asyncio.Lock()
-        self._process: HelperProcess | None = None
-        self._is_closed = False
+        self._fork_server = ForkServer(lambda: _program(self.helper))
+        self._idle: list[_Worker] = []
         self._num_calls = 0
         self._last_call_s = time.monotonic()
 
     @property
     def is_closed(self) -> bool:
-        return self._is_closed
+        return self._fork_server.is_closed
 
     @property
     def process_id(self) -> int | None:
         """None while no process was started."""
-        return self._process.process_id if self._process is not None else None
+        return self._fork_server.process_id
 
     @property
     def idle_s(self) -> float:
@@ -98,12 +91,17 @@ class HelperPool:
 
     async def start(self) -> None:
         """Starts the process unless it runs, without waiting until it is ready. Raises OSError or PoolLost."""
-        await self._running()
+        try:
+            await self._fork_server.start()
+        except ConnectionError as error:
+            raise PoolLost(str(error)) from error
 
     async def rest(self) -> None:
         """Ends the process; the next call starts a new one."""
-        async with self._starting:
-            await self._stop()
+        await self._fork_server.stop()
+        idle, self._idle = self._idle, []
+        for worker in idle:
+            worker.close()
 
     async def rest_idle(self) -> None:
         """Ends the process if it was not used for a while."""
@@ -112,7 +110,7 @@ class HelperPool:
 
     async def close(self) -> None:
         """Ends the process for good; running and later calls raise PoolLost."""
-        self._is_closed = True
+        await self._fork_server.close()
         await self.rest()
 
     async def _run(
@@ -120,93 +118,35 @@ class HelperPool:
     ) -> Reply:
         for is_last in (False, True):
             try:
-                process = await self._running()
+                fork_server = await self._fork_server.start()
                 async with asyncio.timeout(timeout_s):
-                    return await process.run(call, reply_type, body, in_background=in_background)
-            except PoolLost as error:
-                if is_last or self._is_closed:
-                    raise
-                log.warning("lost %s: %s", self.helper.purpose, error)
+                    return await self._run_in(fork_server, call, reply_type, body, in_background)
+            except ConnectionError as error:
+                if is_last or self.is_closed:
+                    raise PoolLost(str(error)) from error
             except TimeoutError:
                 raise
             except OSError as error:
                 raise PoolLost(f"no process can be started: {error}") from error
         raise AssertionError
 
-    async def _running(self) -> HelperProcess:
-        """The process, started if necessary. Raises OSError, or PoolLost once this is closed."""
-        async with self._starting:
-            if self._is_closed:
-                raise PoolLost("it was closed")
-            if self._process is None or self._process.has_ended:
-                await self._stop()
-                self._process = await HelperProcess.start(self.helper)
-            return self._process
-
-    async def _stop(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            await process.stop()
-
-
-class HelperProcess:
-    """One process of a helper, until it ends. A worker is forked when no idle one is left."""
-
-    def __init__(self, process: asyncio.subprocess.Process, control: socket.socket) -> None:
-        control.setblocking(False)
-        self._process = process
-        self._control: PacketSocket[Any] = PacketSocket(control, Any)
-        self._numbers = itertools.count()
-        self._idle: list[_Worker] = []
-        self._unsent: deque[tuple[Fork | Kill, socket.socket | None]] = deque()
-        """Messages, each with its passed socket, for which the control socket had no room."""
-        self._is_lost = False
-
-    @classmethod
-    async def start(cls, helper: Helper) -> HelperProcess:
-        """Raises OSError."""
-        return cls(*await start_child(_MODULE, *_arguments(helper), environment=helper.environment))
-
-    @property
-    def process_id(self) -> int:
-        return self._process.pid
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it is unusable. A call may notice that before the loop reaps the process."""
-        return self._is_lost or self._process.returncode is not None
-
-    async def run(self, call: FunctionCall, reply_type: Any, body: bytes, *, in_background: bool) -> Reply:
-        """Runs one call. Raises PoolLost, CallLost or Unsendable. Cancelling this kills the worker."""
+    async def _run_in(
+        self, fork_server: ForkServerProcess, call: FunctionCall, reply_type: Any, body: bytes, in_background: bool
+    ) -> Reply:
+        """Raises CallLost or Unsendable, and ConnectionError if the process has ended. Cancelling this kills the
+        worker."""
         worker = self._take_idle(in_background=in_background)
-        connection = None
         if worker is None:
-            worker, connection = self._fork(in_background=in_background)
+            worker = await _Worker.fork(fork_server, in_background=in_background)
         try:
-            if connection is not None:
-                await worker.attach(connection)
             reply = await worker.run(call, reply_type, body)
-        except CallLost:
-            self._kill(worker)  # raises PoolLost instead, if that is the reason
-            raise
-        except BaseException:
-            with contextlib.suppress(PoolLost):
-                self._kill(worker)
+        except BaseException as error:
+            worker.kill()
+            if isinstance(error, CallLost) and worker.process.fork_server.has_ended:
+                raise ConnectionError("its process has ended") from error
             raise
         self._idle.append(worker)
         return reply
-
-    async def stop(self) -> None:
-        """Kills the process and its workers; running calls raise PoolLost. Idempotent."""
-        self._is_lost = True
-        self._drop_unsent()
-        self._control.connection.close()
-        for worker in self._idle:
-            worker.close()
-        self._idle.clear()
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()  # it has no state to save
-        await self._process.wait()
 
     def _take_idle(self, *, in_background: bool) -> _Worker | None:
         """The most recently used worker, whose caches are warmest."""
@@ -217,74 +157,30 @@ class HelperProcess:
                 return worker
         return None
 
-    def _fork(self, *, in_background: bool) -> tuple[_Worker, socket.socket]:
-        """A new worker, and the connection to it. Raises PoolLost."""
-        worker = _Worker(next(self._numbers), in_background=in_background)
-        ours, theirs = socket.socketpair()
-        try:
-            self._send(Fork(worker.number, in_background), theirs)
-        except PoolLost:
-            ours.close()
-            raise
-        return worker, ours
-
-    def _kill(self, worker: _Worker) -> None:
-        """Raises PoolLost if the process that would kill it has ended: then its workers have, too."""
-        worker.close()
-        self._send(Kill(worker.number))
-
-    def _send(self, message: Fork | Kill, passed: socket.socket | None = None) -> None:
-        """Sends now, or when the process has read what it was sent before. Owns `passed`. Raises PoolLost."""
-        self._unsent.append((message, passed))
-        if len(self._unsent) == 1:
-            self._send_unsent()
-
-    def _send_unsent(self) -> None:
-        """Raises PoolLost."""
-        while self._unsent:
-            message, passed = self._unsent[0]
-            try:
-                self._control.send(message, passed.fileno() if passed is not None else None)
-            except BlockingIOError:
-                asyncio.get_running_loop().add_writer(self._control.connection, self._continue)
-                return
-            except OSError as error:
-                self._drop_unsent()
-                raise self._lost(error) from error
-            self._unsent.popleft()
-            if passed is not None:
-                passed.close()
-
-    def _continue(self) -> None:
-        asyncio.get_running_loop().remove_writer(self._control.connection)
-        with contextlib.suppress(PoolLost):  # the workers' connections close, which ends the calls
-            self._send_unsent()
-
-    def _drop_unsent(self) -> None:
-        if self._control.connection.fileno() >= 0:
-            asyncio.get_running_loop().remove_writer(self._control.connection)
-        for _, passed in self._unsent:
-            if passed is not None:
-                passed.close()
-        self._unsent.clear()
-
-    def _lost(self, error: OSError) -> PoolLost:
-        self._is_lost = True
-        return PoolLost(f"its process has ended: {error}")
-
 
 class _Worker:
-    """One connection to one worker."""
+    """A worker that runs calls, and the connection to it."""
 
-    def __init__(self, number: int, *, in_background: bool) -> None:
-        self.number = number
+    def __init__(self, *, in_background: bool) -> None:
+        self.process: Worker
         self.in_background = in_background
         self.is_lost = False
         self._channel: LoopChannel[Reply] = LoopChannel(Rejected, self._received, self._closed)
         self._reply: asyncio.Future[Reply] | None = None
 
-    async def attach(self, connection: socket.socket) -> None:
-        await self._channel.attach(connection)
+    @classmethod
+    async def fork(cls, fork_server: ForkServerProcess, *, in_background: bool) -> _Worker:
+        """Raises OSError."""
+        worker = cls(in_background=in_background)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            await worker._channel.attach(ours)
+            try:
+                worker.process = fork_server.fork(theirs, IN_BACKGROUND if in_background else b"")
+            except BaseException:
+                worker.close()
+                raise
+        return worker
 
     async def run(self, call: FunctionCall, reply_type: Any, body: bytes) -> Reply:
         if self.is_lost:
@@ -296,6 +192,10 @@ class _Worker:
             return await self._reply
         finally:
             self._reply = None
+
+    def kill(self) -> None:
+        self.close()
+        self.process.kill()
 
     def close(self) -> None:
         self._channel.close()
@@ -316,7 +216,9 @@ class HelperOfThread:
 
     def __init__(self, helper: Helper, environment: Mapping[str, str]) -> None:
         """`environment` is the whole environment of the process. Raises OSError."""
-        self._process, self._control = start_child_of_thread(_MODULE, *_arguments(helper), environment=environment)
+        self._process, self._control = start_child_of_thread(
+            MODULE, *_program(helper).arguments(), environment=environment
+        )
         self._control.settimeout(_POLL_S)
         self._decoder: FrameDecoder[Reply] = FrameDecoder(Rejected)
 
@@ -356,9 +258,10 @@ class HelperOfThread:
         return data
 
 
-def _arguments(helper: Helper) -> tuple[str, str]:
+def _program(helper: Helper) -> Program:
     # By the standard library, because the path of a model need not be UTF-8.
-    return "--helper", json.dumps(msgspec.to_builtins(msgspec.structs.replace(helper, environment={})))
+    argument = json.dumps(msgspec.to_builtins(msgspec.structs.replace(helper, environment={})))
+    return Program(helper.purpose, "cortex.ipc.helper_process", argument, helper.environment)
 
 
 def _value(reply: Reply) -> Any:

@@ -27,16 +27,16 @@ from ...programs import PYTHONPATH
 from ...waiting import WAIT_S, wait_until
 
 TINY, WIDE = "tiny", "wide"
-FORK_SERVER = "fork server"
+FORK_SERVER = "neuron-fork"
 _PROGRAMS = {
     "cortex.parsing.functions": "cortex-parse",
     "cortex.neuron.hub_process.service": "neuron-hub",
     "cortex.neuron.node.inspection_process.reading": "neuron-inspect",
     "cortex.neuron.picture_process.decoding": "neuron-pictures",
     "cortex.neuron.tokenizer_process.service": "neuron-tokenize",
-    "cortex.neuron.worker.program.fork_server": FORK_SERVER,
+    "cortex.neuron.worker.program.worker": FORK_SERVER,
 }
-"""The module of a process → its name, which all but the last one give themselves a while after their start."""
+"""The module of a process → its name, which they give themselves a while after their start."""
 
 
 @dataclass

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 from openai.types.responses import FunctionToolParam, Response
 
-from cortex.ipc.pool import HelperProcess
+from cortex.ipc.fork_client import ForkServer
 
 from ...waiting import until
 from ..fake_neuron import GB
@@ -263,14 +263,14 @@ async def test_disconnected_client_ends_the_work_on_its_large_request(
 ) -> None:
     node, client = foreign
     starting, started = asyncio.Event(), asyncio.Event()
-    start = HelperProcess.start
+    start = ForkServer.start
 
-    async def slow_start(*arguments: Any, **options: Any) -> Any:
+    async def slow_start(fork_server: ForkServer) -> Any:
         starting.set()
         await started.wait()
-        return await start(*arguments, **options)
+        return await start(fork_server)
 
-    monkeypatch.setattr(HelperProcess, "start", slow_start)
+    monkeypatch.setattr(ForkServer, "start", slow_start)
     turns = [{"role": "user", "content": "word " * num_words}]
     body = {"model": "m", "max_tokens": 100, "messages": turns}
     request = asyncio.create_task(client.post("/v1/messages", body))

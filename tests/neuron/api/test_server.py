@@ -47,7 +47,7 @@ class Daemon:
         return children(self.process.pid)
 
     def fork_server(self) -> int:
-        (found,) = [pid for pid, command in self.children().items() if "worker.program.fork_server" in command]
+        (found,) = [pid for pid, command in self.children().items() if "worker.program.worker" in command]
         return found
 
 

@@ -20,8 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from cortex.ipc.helper import Helper
-from cortex.ipc.pool import HelperProcess
+from cortex.ipc.fork_client import ForkServer, ForkServerProcess
 from cortex.neuron.text.errors import TextFileMalformed, TokenizerMissing, TokenizerUnsupported
 from cortex.neuron.text.local import read_text
 from cortex.neuron.text.model import TextModel
@@ -193,14 +192,14 @@ async def test_process_that_dies_twice_is_a_retryable_error(
 ) -> None:
     await tokenizer.read()
     await tokenizer.rest()
-    start = HelperProcess.start
+    start = ForkServer.start
 
-    async def start_dead(helper: Helper) -> HelperProcess:
-        process = await start(helper)
+    async def start_dead(fork_server: ForkServer) -> ForkServerProcess:
+        process = await start(fork_server)
         os.kill(process.process_id, signal.SIGKILL)
         return process
 
-    monkeypatch.setattr(HelperProcess, "start", start_dead)
+    monkeypatch.setattr(ForkServer, "start", start_dead)
     with pytest.raises(Recovering, match="try again"):
         await encode(tokenizer, "hello")
 

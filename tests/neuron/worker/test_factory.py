@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import errno
 import os
 import signal
 import socket
@@ -14,14 +13,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cortex.ipc.channel import PacketSocket, encode_frame
-from cortex.neuron.worker.factory import WorkerFactory, WorkerHandle
-from cortex.neuron.worker.program.fork_server import ForkServer
-from cortex.neuron.worker.program.worker import EXIT_FAULTED
-from cortex.neuron.worker.protocol import DeviceAddress, Exit, Exited, ForkServerEvent, ForkWorker, Warm
+from cortex.ipc.channel import encode_frame
+from cortex.ipc.fork_client import Worker
+from cortex.neuron.worker.factory import WorkerFactory
+from cortex.neuron.worker.protocol import DeviceAddress, Exit
 from cortex.telemetry import logs
 
-from ...processes import alive
 from ...waiting import WAIT_S, until
 
 CPU = DeviceAddress("cpu", 0)
@@ -36,7 +33,7 @@ async def worker_factory(engine: str = "faulty_engine:load") -> AsyncIterator[Wo
         await worker_factory.close()
 
 
-async def forked(worker_factory: WorkerFactory, device: DeviceAddress = CPU) -> tuple[WorkerHandle, socket.socket]:
+async def forked(worker_factory: WorkerFactory, device: DeviceAddress = CPU) -> tuple[Worker, socket.socket]:
     """A worker and this side's end of its channel."""
     ours, theirs = socket.socketpair()
     with theirs:
@@ -45,7 +42,7 @@ async def forked(worker_factory: WorkerFactory, device: DeviceAddress = CPU) -> 
     return handle, ours
 
 
-def process_of(handle: WorkerHandle) -> int:
+def process_of(handle: Worker) -> int:
     assert handle.process_id is not None
     return handle.process_id
 
@@ -67,34 +64,6 @@ async def test_workers_come_from_one_process_and_report_their_exit() -> None:
         two.kill()  # too late, and ignored
     channel.close()
     other_channel.close()
-
-
-async def test_worker_holds_no_descriptor_of_another_worker() -> None:
-    async with worker_factory() as made:
-        first, first_channel = await forked(made)
-        second, second_channel = await forked(made)
-        first.kill()
-        await asyncio.wait_for(first.exited, WAIT_S)
-        # If the second worker held the other end open, this would time out.
-        first_channel.settimeout(WAIT_S)
-        while first_channel.recv(4096):
-            pass
-        assert alive(process_of(second))
-        second_channel.close()
-        assert await asyncio.wait_for(second.exited, WAIT_S) == 0
-        first_channel.close()
-
-
-async def test_workers_die_with_the_fork_server_which_is_replaced() -> None:
-    async with worker_factory() as made:
-        worker, channel = await forked(made)
-        os.kill(int(status(process_of(worker), "PPid")), signal.SIGKILL)
-        assert await asyncio.wait_for(worker.exited, WAIT_S) == -signal.SIGKILL
-        await until(lambda: not alive(process_of(worker)))
-        again, other_channel = await forked(made)
-        assert alive(process_of(again))
-        channel.close()
-        other_channel.close()
 
 
 async def test_kills_a_fork_server_whose_import_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,45 +100,6 @@ async def test_libraries_of_workers_spin_briefly_and_write_no_profiles_unless_co
         assert b"ONEDNN_JIT_PROFILE=1" in environment
         assert not any(variable.startswith(b"GOMP_SPINCOUNT") for variable in environment)
         channel.close()
-
-
-def test_fork_server_without_its_daemon_exits_before_it_imports(tmp_path: Path) -> None:
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs:
-        (tmp_path / "marked.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w').close()")
-        ended = subprocess.run(
-            [
-                *(sys.executable, "-m", "cortex.neuron.worker.program.fork_server"),
-                *("--control", str(theirs.fileno()), "--parent", str(gone.pid), "--engine", "marked:load"),
-            ],
-            pass_fds=(theirs.fileno(),),
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
-            timeout=WAIT_S,
-            check=False,
-        )
-    assert ended.returncode == 0
-    assert not (tmp_path / "imported").exists()
-
-
-def test_failed_fork_is_reported_and_the_fork_server_continues(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fork() -> None:
-        raise OSError(errno.EAGAIN, "no more processes")
-
-    monkeypatch.setattr(os, "fork", fork)
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    daemon: PacketSocket[ForkServerEvent] = PacketSocket(ours, ForkServerEvent)
-    with ours, theirs:
-        channel, other = socket.socketpair()
-        with channel:
-            daemon.send(ForkWorker(7, CPU), channel.fileno())
-        ours.shutdown(socket.SHUT_WR)
-        ForkServer(theirs, "faulty_engine:load").run()
-        assert daemon.receive() == (Warm(), None)
-        assert daemon.receive() == (Exited(7, EXIT_FAULTED), None)
-        assert other.recv(1) == b""  # the fork server has closed the worker's end
-        other.close()
 
 
 @pytest.mark.gpu

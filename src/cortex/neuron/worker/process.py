@@ -10,8 +10,9 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from cortex.ipc.fork_client import Worker
 from cortex.ipc.loop_channel import LoopChannel
-from cortex.neuron.worker.factory import WorkerFactory, WorkerHandle
+from cortex.neuron.worker.factory import WorkerFactory
 from cortex.neuron.worker.protocol import (
     Activity,
     Command,
@@ -136,7 +137,7 @@ class WorkerProcess:
         self._has_live_requests = has_live_requests
         self._channel: LoopChannel[Event] = LoopChannel(Event, self._received, self._channel_closed)
         self._replies: dict[int, asyncio.Future[Reply]] = {}
-        self._process: WorkerHandle | None = None
+        self._process: Worker | None = None
         self._reason: str | None = None
         self._closed_reason: str | None = None
         """The reason for killing it if it closes its channel and does not exit."""
@@ -212,12 +213,12 @@ class WorkerProcess:
         if self._process is not None and not self._process.exited.done():
             asyncio.get_running_loop().call_later(_EXIT_REPORT_S, self._kill_closed, self._process, reason)
 
-    def _kill_closed(self, process: WorkerHandle, reason: str) -> None:
+    def _kill_closed(self, process: Worker, reason: str) -> None:
         if not process.exited.done():
             self._closed_reason = reason
             process.kill()
 
-    async def _reap(self, process: WorkerHandle) -> None:
+    async def _reap(self, process: Worker) -> None:
         watchdog = Supervisor().start(f"watch the worker of {self._device.thread_name}", self._keep_watch)
         return_code = await process.exited
         watchdog.cancel()

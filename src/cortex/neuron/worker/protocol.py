@@ -1,4 +1,4 @@
-"""The messages between the daemon, the fork server and device workers: typed values, no pickle, no tensors.
+"""The messages between the daemon and device workers: typed values, no pickle, no tensors.
 
 The daemon gives each model a handle, which it never reuses. The reply to `Load` is `Loaded` or `ModelLoadFailed`, to
 `Unload` it is `Unloaded`, to `Sleep` it is `Slept` or `SleepFailed`, to `Wake` it is `Woken` or `WakeFailed`, and to
@@ -389,42 +389,3 @@ ModelEvent = (
 )
 """Each concerns the model with its handle."""
 Event = ModelEvent | Measured | Hello | Report | HostPagesKept | FallbacksUsed | Faulted
-
-
-# Between the daemon and the fork server, one message per packet
-
-
-class ForkWorker(ChannelMessage, frozen=True):
-    """Fork a worker for this device. Its channel comes with the packet, as a file descriptor."""
-
-    worker_number: int
-    """The daemon's number for this worker; never reused."""
-    device: DeviceAddress
-
-
-class KillWorker(ChannelMessage, frozen=True):
-    """Kill that worker; ignored when it has exited."""
-
-    worker_number: int
-
-
-ForkServerCommand = ForkWorker | KillWorker
-
-
-class Warm(ChannelMessage, frozen=True):
-    """The engine is imported: from now on a fork takes milliseconds."""
-
-
-class Forked(ChannelMessage, frozen=True):
-    worker_number: int
-    process_id: int
-
-
-class Exited(ChannelMessage, frozen=True):
-    """The worker has exited and is reaped. `return_code` is negative for a signal."""
-
-    worker_number: int
-    return_code: int
-
-
-ForkServerEvent = Warm | Forked | Exited

@@ -12,20 +12,24 @@ import os
 import socket
 import threading
 import time
-from typing import NoReturn
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from cortex.ipc.channel import BlockingChannel, ChannelError
 from cortex.ipc.child import name_thread
 from cortex.neuron.worker.faults import DeviceFault, explain
+from cortex.neuron.worker.program.device_models import resolve_loader
 from cortex.neuron.worker.program.executor import Executor
 from cortex.neuron.worker.protocol import CancelLoad, Command, DeviceAddress, Event, Faulted, Hello
 from cortex.telemetry import logs
 
+if TYPE_CHECKING:
+    from cortex.ipc.fork_server import Serve  # which runs as `__main__`, where this is used
+
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.5
-EXIT_FAULTED = 70
-"""EX_SOFTWARE: the device faulted or the engine cannot be imported."""
 
 
 class Outbox:
@@ -49,19 +53,23 @@ class Outbox:
             return events
 
 
-def run(channel: int, device: DeviceAddress, engine: str) -> NoReturn:
-    """Runs the worker in a freshly forked process. `channel` is the file descriptor of its socket.
-
-    Ends with `os._exit`, so that a hanging device cannot delay the exit.
-    """
-    name_thread("neuron-worker")
-    logs.configure(*logs.in_use(), lambda: {"device": device.thread_name})
+def prepare(engine: str) -> Serve:
+    """`engine` is the engine's load function as `module:attribute`. The argument of a worker is its `DeviceAddress`."""
+    name_thread("neuron-fork")
     try:
-        code = _serve(BlockingChannel(socket.socket(fileno=channel), Command), device, engine)
-    except Exception:
-        log.exception("worker failed")
-        code = EXIT_FAULTED
-    os._exit(code)
+        resolve_loader(engine)
+    except Exception as error:  # noqa: BLE001 - each worker meets the same error and reports it to the daemon
+        log.error("the engine cannot be imported: %s", explain(error))
+
+    def serve(connection: socket.socket, argument: bytes) -> int:
+        device = msgspec.msgpack.decode(argument, type=DeviceAddress)
+        os.setsid()
+        os.environ.update(device.environment())
+        name_thread("neuron-worker")
+        logs.configure(*logs.in_use(), lambda: {"device": device.thread_name})
+        return _serve(BlockingChannel(connection, Command), device, engine)
+
+    return serve
 
 
 def _serve(channel: BlockingChannel[Command], device: DeviceAddress, engine: str) -> int:
@@ -109,4 +117,4 @@ def _serve(channel: BlockingChannel[Command], device: DeviceAddress, engine: str
         channel.send([*outbox.take(0), *last_events])
     except OSError:
         pass  # the daemon is gone
-    return EXIT_FAULTED if last_events else 0
+    return os.EX_SOFTWARE if last_events else 0

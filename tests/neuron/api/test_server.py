@@ -237,6 +237,18 @@ async def test_killed_worker_ends_the_stream_with_an_error_and_the_model_recover
     assert b'"finish_reason"' in await _read(http, chat(max_tokens=2))
 
 
+async def test_processes_that_fork_have_one_thread(daemon: Daemon, http: ClientSession) -> None:
+    """Of others, a fork copies no more than the locks that they hold."""
+    await _read(http, chat(max_tokens=2))
+    programs = {pid: command for pid, command in daemon.children().items() if "ipc.fork_server" in command}
+    assert {"program.worker", "tokenizer_process"} <= {
+        name for name in ("program.worker", "tokenizer_process") for command in programs.values() if name in command
+    }
+    assert {command: len(os.listdir(f"/proc/{pid}/task")) for pid, command in programs.items()} == dict.fromkeys(
+        programs.values(), 1
+    )
+
+
 async def test_sigterm_drains(daemon: Daemon, http: ClientSession) -> None:
     (worker,) = children(daemon.fork_server())
     os.kill(worker, signal.SIGSTOP)  # until it goes on, the request runs

@@ -384,7 +384,7 @@ class Database:
 
     def _failed(self, problem: StoreError) -> None:
         if self._failure is None:
-            log.error("the database is unavailable; requests are served, and usage waits in memory: %s", problem)
+            log.error("the database is unavailable; requests are served without it: %s", problem)
         self._failure = problem
         self._num_failures += 1
 

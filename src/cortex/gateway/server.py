@@ -168,7 +168,14 @@ class Gateway:
             config, self._responses_database, self._inference, self.tasks, limits, self._deferred
         )
         self._certificate = certificate_of(config, directory)
-        self._health = GatewayHealth(self.tasks, self._certificate, is_database_away=lambda: self.database.is_failing)
+        self._health = GatewayHealth(
+            self.tasks,
+            self._certificate,
+            is_database_away=lambda: self.database.is_failing,
+            are_responses_away=lambda: (
+                self._responses_database is not self.database and self._responses_database.is_failing
+            ),
+        )
         self._reloading = asyncio.Lock()
         self._streams = EventStreams(clock, self._metering)
         cross_site = CrossSiteCheck()

@@ -58,6 +58,18 @@ async def test_degraded_while_the_database_cannot_be_used(start_gateway: StartGa
     assert body["status"] == "degraded"
 
 
+async def test_degraded_while_the_database_of_stored_responses_cannot_be_used(
+    start_gateway: StartGateway, tmp_path: Path
+) -> None:
+    client = await start_gateway()
+    file = Path(Config().responses_database(tmp_path))
+    file.unlink(missing_ok=True)
+    file.mkdir()
+    assert (await client.get("/v1/responses/resp_1"))[0] == 503
+    reasons = (await client.get("/health"))[1]["reasons"]
+    assert "the database of responses cannot be used; responses are not stored" in reasons
+
+
 async def test_gateway_without_nodes_is_not_ready(start_gateway: StartGateway) -> None:
     client = await start_gateway()
     status, body = await client.get("/ready")

@@ -24,6 +24,8 @@ class GatewayHealth:
     """Why the files on disk are not in force; None when they are."""
     is_database_away: Callable[[], bool] = bool
     """Whether usage, pins or drained nodes wait in memory for their database."""
+    are_responses_away: Callable[[], bool] = bool
+    """Whether a database of their own cannot be used for stored responses."""
 
     def body(self, nodes: Iterable[Node], *, for_operator: bool) -> dict[str, Any]:
         """The body of `/health`. Reasons, which may name files, are for operators."""
@@ -37,7 +39,8 @@ class GatewayHealth:
         nodes = tuple(nodes)
         failing = self.tasks.failing
         reasons = [
-            *_process_reasons(config, failing, self.is_database_away()),
+            *self._database_reasons(),
+            *_process_reasons(config, failing),
             *_node_reasons(nodes, for_operator=for_operator),
         ]
         body: dict[str, Any] = {
@@ -51,6 +54,14 @@ class GatewayHealth:
         if failing and for_operator:
             body["failing_tasks"] = failing
         return body
+
+    def _database_reasons(self) -> list[str]:
+        reasons = []
+        if self.is_database_away():
+            reasons.append("the database cannot be used; usage and pins are kept in memory")
+        if self.are_responses_away():
+            reasons.append("the database of responses cannot be used; responses are not stored")
+        return reasons
 
 
 def _nodes(nodes: tuple[Node, ...]) -> dict[str, str]:
@@ -73,10 +84,8 @@ def is_ready(nodes: Iterable[Node]) -> bool:
     return any((node.healthy and not node.draining) or node.sleep in RESERVES for node in nodes)
 
 
-def _process_reasons(config: dict[str, str], failing: tuple[str, ...], is_database_away: bool) -> list[str]:
+def _process_reasons(config: dict[str, str], failing: tuple[str, ...]) -> list[str]:
     reasons = []
-    if is_database_away:
-        reasons.append("the database cannot be used; usage and pins are kept in memory")
     if failing:
         reasons.append(f"{plural(len(failing), 'task keeps', 'tasks keep')} failing in the gateway")
     if config["status"] == "stale":

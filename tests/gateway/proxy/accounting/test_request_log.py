@@ -1,15 +1,16 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from msgspec.structs import replace
 
 from cortex.gateway.config import ActivitySection
-from cortex.gateway.database import Database, StoreError
+from cortex.gateway.database import Database, Sqlite, StoreError
 from cortex.gateway.ledger.keys import generate
 from cortex.gateway.proxy.accounting.activity import ActivityLog, Capture, RequestRecord
 from cortex.gateway.proxy.accounting.request_log import DAY_S, LogLimits, RequestLog, SearchTooLong
@@ -157,6 +158,33 @@ async def test_forgets_only_what_matches_where_clients_chose_the_same_id(tmp_pat
     assert await kept.forget(lambda each: each.number == 1) == 1
     assert [each.number for each in await kept.read(0, NOW + 1, 9, lambda _: True)] == [2, 3]
     await kept.flush()
+
+
+async def test_one_thread_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    connect, writers = Sqlite.connect, set[int]()
+
+    def watched(driver: Sqlite, work_s: float) -> Any:
+        def note(action: int, table: str | None, *_: object) -> int:
+            if action in (sqlite3.SQLITE_INSERT, sqlite3.SQLITE_DELETE) and table == "request_log":
+                writers.add(threading.get_ident())
+            return sqlite3.SQLITE_OK
+
+        connection: Any = connect(driver, work_s)
+        connection.set_authorizer(note)
+        return connection
+
+    activity, opened = ActivityLog(ActivitySection()), Database(str(tmp_path / "log.db"))
+    kept = RequestLog(activity, opened, lambda: NOW, LogLimits(page=2))
+    kept.retention_days = 1
+    await kept.flush()  # which creates the tables
+    monkeypatch.setattr(Sqlite, "connect", watched)
+    await opened.call(opened.close_connection)
+    for number in range(5):
+        activity.append(record(number, NOW - number))
+    assert await kept.forget(lambda each: each.number > 0) == 4
+    assert [each.number for each in await kept.read(0, NOW + 1, 9, lambda _: True)] == [0]
+    assert len(writers) == 1
+    await opened.close()
 
 
 async def test_newest_requests_wait_when_there_is_no_room_for_all(

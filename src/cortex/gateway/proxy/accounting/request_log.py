@@ -7,8 +7,9 @@ memory.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
 
@@ -126,7 +127,14 @@ class RequestLog:
     async def forget(self, matches: Matches, *, request_id: str | None = None) -> int:
         """Delete the matching requests, only those of an id if it is given; returns how many. Raises StoreError."""
         await self.flush()
-        return await self._database.report(lambda execute: _forget(execute, matches, request_id, self.limits))
+        wanted, limits = {"request_id": request_id}, replace(self.limits, searched=_MANY)
+        found = await self._database.report(lambda execute: _read(execute, 0, _NEVER_S, _MANY, matches, wanted, limits))
+        # Clients choose ids, so requests of other clients may have the same.
+        rows = list({(record.id.decode(), record.key_id or "", _ended_ms(record)) for record in found})
+        num_forgotten = 0
+        for start in range(0, len(rows), limits.page):  # in steps, so that other writes come between
+            num_forgotten += await self._database.do(partial(_forget, rows=rows[start : start + limits.page]))
+        return num_forgotten
 
 
 def _add(execute: Execute, record: RequestRecord) -> None:
@@ -134,10 +142,7 @@ def _add(execute: Execute, record: RequestRecord) -> None:
     execute(_ADD, (_ended_ms(record), record.id.decode(), record.key_id or "", text))
 
 
-def _forget(execute: Execute, matches: Matches, request_id: str | None, limits: LogLimits) -> int:
-    found = _read(execute, 0, _NEVER_S, _MANY, matches, {"request_id": request_id}, replace(limits, searched=_MANY))
-    # Clients choose ids, so requests of other clients may have the same.
-    rows = {(record.id.decode(), record.key_id or "", _ended_ms(record)) for record in found}
+def _forget(execute: Execute, rows: Iterable[Sequence[object]]) -> int:
     return sum(len(execute(_FORGET, row)) for row in rows)
 
 

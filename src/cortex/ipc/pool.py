@@ -98,10 +98,10 @@ class HelperPool:
 
     async def rest(self) -> None:
         """Ends the process; the next call starts a new one."""
-        await self._fork_server.stop()
         idle, self._idle = self._idle, []
         for worker in idle:
             worker.close()
+        await self._fork_server.stop()
 
     async def rest_idle(self) -> None:
         """Ends the process if it was not used for a while."""

@@ -18,11 +18,11 @@ CUDA = torch.device("cuda")
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("on_hopper")
-@pytest.mark.parametrize(("hidden", "inner"), [(128, 64), (192, 416), (512, 1024), (2880, 768), (768, 2880)])
+@pytest.mark.parametrize(("hidden", "inner"), [(128, 64), (416, 2880)])
 def test_rows_match_the_reference(hidden: int, inner: int) -> None:
     plain = random_experts(FP4, FP4, hidden, inner)
     assert isinstance(plain.down, PackedMatrix)
-    for given in (plain, replace(with_biases(plain), activation="clamped_swiglu"), replace(plain, top_k=4)):
+    for given in (replace(with_biases(plain), activation="clamped_swiglu"), replace(plain, top_k=4)):
         for tokens in (1, 2, 3, 7, 19):  # up to 19 pairs of an expert
             x = torch.randn(tokens, hidden, device=CUDA, dtype=torch.bfloat16)
             weight = torch.rand(hidden, device=CUDA).to(x.dtype)

@@ -21,8 +21,9 @@ SPLIT_KEYS = 512
 MAX_COMBINED_ROWS = 1024
 MAX_CELLS = 1 << 16
 """Largest rows × kv heads of one launch of decode rows."""
-PLANNED_ROWS, PART_WORDS = 512, 8
-"""Decode rows whose keys are divided at once, and the integers that a program has of its part."""
+PLANNED_ROWS, FEW_ROWS, PART_WORDS = 512, 16, 8
+"""Decode rows whose keys are divided at once, where there are more than a few; and the integers that a program has of
+its part."""
 COMBINED, COMBINED_VALUES = 16, 1 << 14
 """Parts of a decode row that are combined at once, at most, and their values, which are in registers."""
 
@@ -96,7 +97,8 @@ class KeySplits:
             division.programs,
             TILE=division.tile,
             WORDS=PART_WORDS,
-            ROWS_BLOCK=PLANNED_ROWS,
+            ROWS_BLOCK=FEW_ROWS if num_rows <= FEW_ROWS else PLANNED_ROWS,
+            PARTS_BLOCK=PLANNED_ROWS // FEW_ROWS if num_rows <= FEW_ROWS else 4,
             num_warps=4,
         )
 
@@ -153,6 +155,7 @@ def _parts_kernel(
     TILE: tl.constexpr,
     WORDS: tl.constexpr,
     ROWS_BLOCK: tl.constexpr,
+    PARTS_BLOCK: tl.constexpr,
 ):
     """For each program: the row, its row in the page table, its first key and the end of its keys, its part and the
     number of the row's parts, which is zero for a program without keys. Long rows come first: others fit behind them.
@@ -162,31 +165,33 @@ def _parts_kernel(
         row = start + tl.arange(0, ROWS_BLOCK)
         first, end = _seen(lengths, row, num_rows, window, left)
         keys += end - first
-    share = tl.maximum(TILE, tl.cdiv(tl.sum(keys, 0), shares))
+    share = tl.minimum(tl.maximum(TILE, tl.cdiv(tl.sum(keys, 0), shares)), 1 << 30).to(tl.int32)
     listed = 0
     for is_short in tl.static_range(2):
         for start in range(0, num_rows, ROWS_BLOCK):
             row = start + tl.arange(0, ROWS_BLOCK)
             first, end = _seen(lengths, row, num_rows, window, left)
-            count = end - first
+            count = (end - first).to(tl.int32)
             wanted = tl.minimum(tl.maximum(1, (count + share // 2) // share), most)
             tokens = tl.maximum(1, tl.cdiv(tl.cdiv(count, wanted), TILE)) * TILE
-            parts = tl.maximum(1, tl.cdiv(count, tokens)).to(tl.int32)
+            parts = tl.maximum(1, tl.cdiv(count, tokens))
             own = (row < num_rows) & ((parts == 1) == (is_short == 1))
             parts = tl.where(own, parts, 0)
             begin = listed + tl.cumsum(parts, 0) - parts
             tl.store(of_rows + row * 2, begin, mask=own)
             tl.store(of_rows + row * 2 + 1, parts, mask=own)
             table_row = tl.load(table_rows + row, mask=own, other=0)
-            for part in range(tl.max(parts, 0)):
-                words = of_programs + (begin + part) * WORDS
-                has = part < parts
-                tl.store(words, row, mask=has)
-                tl.store(words + 1, table_row, mask=has)
-                tl.store(words + 2, first + part * tokens, mask=has)
-                tl.store(words + 3, tl.minimum(end, first + (part + 1) * tokens), mask=has)
+            for before in range(0, tl.max(parts, 0), PARTS_BLOCK):
+                part = before + tl.arange(0, PARTS_BLOCK)[None, :]
+                words = of_programs + (begin[:, None] + part) * WORDS
+                has = part < parts[:, None]
+                begins = first[:, None] + part * tokens[:, None]
+                tl.store(words, row[:, None], mask=has)
+                tl.store(words + 1, table_row[:, None], mask=has)
+                tl.store(words + 2, begins, mask=has)
+                tl.store(words + 3, tl.minimum(end[:, None], begins + tokens[:, None]), mask=has)
                 tl.store(words + 4, part, mask=has)
-                tl.store(words + 5, parts, mask=has)
+                tl.store(words + 5, parts[:, None], mask=has)
             listed += tl.sum(parts, 0)
     for start in range(listed, programs, ROWS_BLOCK):
         program = start + tl.arange(0, ROWS_BLOCK)

@@ -213,8 +213,10 @@ def measure(restarts: Restarts, folder: Path, lengths: Sequence[int]) -> None:
         restarts.forget()
         return asked
 
-    for length, line in zip(lengths, lines, strict=True):
-        after_restart("page cache", length, line)  # of all lengths, before any file is dropped from it
+    for length, line in zip(lengths, lines, strict=True):  # before any file is dropped from it
+        after_restart("page cache", length, line)
+        with forced_reads(restarts):
+            after_restart("page cache, read", length, line)
     for length, line in zip(lengths, lines, strict=True):
         drop_from_page_cache(folder)
         alone = read_rate(folder)
@@ -226,7 +228,7 @@ def measure(restarts: Restarts, folder: Path, lengths: Sequence[int]) -> None:
         rate = asked.num_cached * restarts.token_bytes / asked.took_s
         line += [f"{rate / 1e9:.2f}", f"{alone / 1e9:.2f}", f"{rate / alone:.0%}"]
     restarts.close()
-    by_state = [f"{state}{column}" for state in ("cached ", "rule ", "read ") for column in ("s", "ratio", "kept")]
+    by_state = [f"{state}{column}" for state in ("cached ", "c. read ", "rule ", "read ") for column in ("s", "ratio", "kept")]
     header = ["tokens", "GB", "compute s", "written GB/s", *by_state, "read GB/s", "files GB/s", "share"]
     for cells in (header, *lines):
         print("  ".join(cell.rjust(len(name)) for cell, name in zip(cells, header, strict=True)), flush=True)

@@ -4,6 +4,7 @@ there to the device. So it goes on while the engine steps."""
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -27,6 +28,9 @@ READ_BYTES = 8 << 20
 READERS = 16
 BUFFERS = 2 * READERS
 """Half of them are read into while the rest is copied to the device."""
+SWITCH_S = 0.0005
+"""How long a thread runs Python while others wait for it, during reads. With Python's 5 ms, readers wait for the engine's
+thread most of the time: each needs the interpreter about ten times for a buffer."""
 MAX_BUFFER_BYTES = 512 << 20
 """Bytes of all buffers together. There are at least two, because the state of a hybrid model may take hundreds of
 MB."""
@@ -68,6 +72,7 @@ class DiskReader:
         self.free: list[int] = []
         self._waiting: deque[DiskFetch] = deque()
         """Those with blocks to read; the first one gets the next buffer."""
+        self._usual_switch_s = sys.getswitchinterval()
         self._readers = ThreadPoolExecutor(READERS, "kv-reader")
         self._copier = ThreadPoolExecutor(1, "kv-copier")
 
@@ -92,6 +97,7 @@ class DiskReader:
 
     def _begin_reads(self) -> None:
         """With the lock."""
+        sys.setswitchinterval(SWITCH_S)
         while self.free and self._waiting:
             fetch = self._waiting.popleft()
             if fetch.runs:
@@ -99,6 +105,8 @@ class DiskReader:
                 fetch.num_running += 1
                 self._waiting.append(fetch)
                 self._readers.submit(self._read, fetch, run, buffer)
+        if len(self.free) == self._num_buffers:
+            sys.setswitchinterval(self._usual_switch_s)
 
     def _read(self, fetch: DiskFetch, run: _Run, buffer: int) -> None:
         """On one of the readers."""

@@ -18,7 +18,7 @@ retried."""
 WORTH = 0.9
 """A fetch must take less than this share of the computing time: estimates err."""
 DISK_BYTES_PER_S = 1e9
-PAGE_CACHE_BYTES_PER_S = 4e9
+PAGE_CACHE_BYTES_PER_S = 8e9
 LINK_BYTES_PER_S = 1e8
 """Assumed until a fetch is measured."""
 EndOfFront = Callable[[int, int, float, Callable[[int], float]], int]

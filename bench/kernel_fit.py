@@ -34,8 +34,7 @@ from cortex.neuron.kernels.batch import Batch, PrefillRow
 from cortex.neuron.kernels.delta.chunks import delta_chunks
 from cortex.neuron.kernels.delta.rules import DeltaRules, DeltaState
 from cortex.neuron.kernels.delta.step import delta_step
-from cortex.neuron.kernels.dense.matrix import DenseMatrix
-from cortex.neuron.kernels.dense.product import small_product
+from cortex.neuron.kernels.dense.matrix import DenseMatrix, small_product
 from cortex.neuron.kernels.expert_pairs import ExpertChoice, PairLists
 from cortex.neuron.kernels.float8 import product as float8_product_module
 from cortex.neuron.kernels.float8 import support

@@ -3,8 +3,7 @@ import torch
 from tests.neuron.kernels.conftest import AssertClose, combinations
 
 from cortex.neuron.kernels.activations import ACTIVATIONS
-from cortex.neuron.kernels.dense.matrix import DenseMatrix
-from cortex.neuron.kernels.dense.product import small_product_reference
+from cortex.neuron.kernels.dense.matrix import DenseMatrix, small_product_reference
 from cortex.neuron.kernels.matrix import Epilogue, Prologue
 
 SHAPES = [(576, 130), (2500, 17), (100, 7), (8, 24)]

@@ -4,7 +4,7 @@ from tests.neuron.kernels.conftest import AssertClose
 
 from cortex.neuron.kernels.dense import small_batch
 from cortex.neuron.kernels.dense.blocks import Blocks
-from cortex.neuron.kernels.dense.product import small_product_reference
+from cortex.neuron.kernels.dense.matrix import small_product_reference
 from cortex.neuron.kernels.dense.small_batch import small_batch_product
 from cortex.neuron.kernels.matrix import PLAIN, Epilogue
 

@@ -10,14 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cortex.neuron.kernels.activations import activate_reference
 from cortex.neuron.kernels.dense.blocks import beats_library
 from cortex.neuron.kernels.dense.expert_rows import contract_rows, expand_rows
 from cortex.neuron.kernels.dense.experts import dense_grouped_product
-from cortex.neuron.kernels.dense.product import small_product
+from cortex.neuron.kernels.dense.one_row import one_row_product
+from cortex.neuron.kernels.dense.small_batch import small_batch_product
 from cortex.neuron.kernels.dense.wide_experts import takes_wide_tiles, wide_grouped_product
 from cortex.neuron.kernels.expert_pairs import ExpertChoice, PairLists
 from cortex.neuron.kernels.jit import has_kernels, num_processors
 from cortex.neuron.kernels.matrix import Epilogue, ExpertMatrix, Prologue
+from cortex.neuron.kernels.norm import rms_norm, rms_norm_reference
 from cortex.neuron.kernels.products.grouped import tiling
 from cortex.neuron.kernels.products.small_batch import COUNTED_ROWS
 from cortex.neuron.kernels.shared_memory import shared_memory
@@ -122,6 +125,33 @@ class DenseMatrix(ExpertMatrix):
         dense_grouped_product(
             x, self.weight, lists, out, tile, pairs_per_row=pairs_per_row, activation=activation, bias=bias
         )
+
+
+def small_product(
+    x: Tensor, weight: Tensor, counters: Tensor, prologue: Prologue, epilogue: Epilogue, out: Tensor
+) -> None:
+    """GEMV and small-batch GEMM, as in decode steps. They are bound by the bytes of the matrix, so the norm before and
+    the gate or addition after are fused into the same pass. With several rows the norm is a separate launch: fused,
+    each program would repeat it for all rows.
+
+    See `Matrix.product`. The prologue has no activation. x: [rows, in], weight: [out, in]; counters: see
+    `small_batch_product`
+    """
+    if len(x) == 1:
+        one_row_product(x, weight, prologue, epilogue, out)
+        return
+    if prologue.norm is not None:
+        x = rms_norm(x, prologue.norm, prologue.eps)
+    small_batch_product(x, weight, counters, epilogue, out)
+
+
+def small_product_reference(x: Tensor, weight: Tensor, prologue: Prologue, epilogue: Epilogue) -> Tensor:
+    if prologue.norm is not None:
+        x = rms_norm_reference(x, prologue.norm, prologue.eps)
+    y = F.linear(x, weight, epilogue.bias)
+    if epilogue.activation is not None:
+        y = activate_reference(y, epilogue.activation)
+    return y if epilogue.residual is None else y + epilogue.residual
 
 
 def dense_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -29,13 +29,13 @@ if JOBS not in sys.path:
 from fork_jobs import Begun  # noqa: E402
 
 
-def program(argument: str = "") -> Program:
-    return Program("the fork server of jobs", "fork_jobs", argument, {})
+def program(argument: str = "", *, is_killed_unready: bool = False) -> Program:
+    return Program("the fork server of jobs", "fork_jobs", argument, {}, is_killed_unready)
 
 
 @contextlib.asynccontextmanager
 async def fork_server(argument: str = "", *, is_killed_unready: bool = False) -> AsyncIterator[ForkServer]:
-    started = ForkServer(lambda: program(argument), is_killed_unready=is_killed_unready)
+    started = ForkServer(lambda: program(argument, is_killed_unready=is_killed_unready))
     try:
         yield started
     finally:
@@ -160,7 +160,7 @@ async def test_failed_fork_is_reported_and_the_fork_server_continues() -> None:
 async def test_fork_server_that_reads_slowly_gets_all_messages() -> None:
     started, control = await start_child(MODULE, *program().arguments())
     control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # a few messages fill it
-    process = ForkServerProcess(started, control, "")
+    process = ForkServerProcess(started, control, program())
     first, connection = await forked(process)
     connection.recv(1)
     os.kill(process.process_id, signal.SIGSTOP)

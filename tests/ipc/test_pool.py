@@ -126,7 +126,9 @@ async def test_close_ends_running_calls(pool: HelperPool) -> None:
     await until_gone(worker_id)
 
 
-async def test_process_starts_with_the_first_call_and_again_after_a_death_or_a_rest() -> None:
+async def test_process_starts_with_the_first_call_and_again_after_a_death_or_a_rest(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     pool = HelperPool(HELPER)
     processes = [pool.process_id]
     for number in range(3):
@@ -144,6 +146,9 @@ async def test_process_starts_with_the_first_call_and_again_after_a_death_or_a_r
     await pool.close()
     with pytest.raises(PoolLost, match="closed"):
         await pool.call(DO, "", 0)
+    failures = [record.getMessage() for record in caplog.records if record.name == "cortex.ipc.fork_client"]
+    assert len(failures) == 1, "a rest is none"
+    assert failures[0].startswith("the process of jobs exited with")
 
 
 def test_helper_of_a_thread_runs_calls_itself_and_ends_with_its_block() -> None:

@@ -34,6 +34,8 @@ class Program(NamedTuple):
     """Of the module's `prepare`."""
     environment: Mapping[str, str]
     """Added to that of this process."""
+    is_killed_unready: bool = False
+    """Whether killing a worker that waits for the process to become ready kills the process, which may never do so."""
 
     def arguments(self) -> tuple[str, ...]:
         return "--program", self.module, "--argument", self.argument
@@ -62,11 +64,9 @@ class Worker:
 class ForkServer:
     """Starts its process on first use, and again when it has ended. Belongs to one loop."""
 
-    def __init__(self, program: Callable[[], Program], *, is_killed_unready: bool = False) -> None:
-        """`program` is called at each start. `is_killed_unready`: killing a worker that waits for the process to become
-        ready kills the process, which may never do so; the next worker starts another one."""
+    def __init__(self, program: Callable[[], Program]) -> None:
+        """`program` is called at each start."""
         self._program = program
-        self._is_killed_unready = is_killed_unready
         self._process: ForkServerProcess | None = None
         self._starting = asyncio.Lock()
         self.is_closed = False
@@ -86,7 +86,7 @@ class ForkServer:
                 await self._stop()
                 program = self._program()
                 child = await start_child(MODULE, *program.arguments(), environment=program.environment)
-                self._process = ForkServerProcess(*child, program.purpose, is_killed_unready=self._is_killed_unready)
+                self._process = ForkServerProcess(*child, program)
             return self._process
 
     async def stop(self) -> None:
@@ -108,19 +108,11 @@ class ForkServer:
 class ForkServerProcess:
     """One process of a fork server, and its workers, until it ends."""
 
-    def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        control: socket.socket,
-        purpose: str,
-        *,
-        is_killed_unready: bool = False,
-    ) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, control: socket.socket, program: Program) -> None:
         control.setblocking(False)
         self._process = process
         self._control: PacketSocket[Any] = PacketSocket(control, Ready | Forked | Exited)
-        self._purpose = purpose
-        self._is_killed_unready = is_killed_unready
+        self._program = program
         self._is_ready = False
         self._is_lost = False
         self._is_stopped = False
@@ -129,7 +121,7 @@ class ForkServerProcess:
         self._unsent: deque[tuple[Fork | Kill, socket.socket | None]] = deque()
         """Messages, each with its passed socket, for which the control socket had no room."""
         asyncio.get_running_loop().add_reader(control.fileno(), self._receive)
-        self._reaper = run_once(self._reap(), f"reap {purpose}")
+        self._reaper = run_once(self._reap(), f"reap {program.purpose}")
 
     @property
     def process_id(self) -> int:
@@ -150,7 +142,7 @@ class ForkServerProcess:
 
     def kill(self, number: int) -> None:
         """Kills a worker. It has been killed already if the process has ended."""
-        if self._is_killed_unready and not self._is_ready:
+        if self._program.is_killed_unready and not self._is_ready:
             self._kill_process()
         else:
             with contextlib.suppress(ConnectionError):  # `_reap` reports it
@@ -158,7 +150,8 @@ class ForkServerProcess:
 
     async def stop(self) -> None:
         """Kills the process, which has no state to save; the kernel kills its workers. Idempotent."""
-        self._is_stopped = self._is_lost = True
+        self._is_stopped = self._is_stopped or not self.has_ended  # an earlier end is a failure
+        self._is_lost = True
         self._kill_process()
         await asyncio.wait({self._reaper})
 
@@ -211,7 +204,7 @@ class ForkServerProcess:
         except ConnectionError:
             pass
         except ChannelError as error:
-            log.error("killing %s: %s", self._purpose, error)
+            log.error("killing %s: %s", self._program.purpose, error)
             self._kill_process()
         self._is_lost = True
         asyncio.get_running_loop().remove_reader(self._control.connection.fileno())
@@ -236,7 +229,7 @@ class ForkServerProcess:
         control.close()
         if not self._is_stopped:
             lost = plural(len(self._workers), "worker")
-            log.error("%s exited with %d; lost %s", self._purpose, return_code, lost)
+            log.error("%s exited with %d; lost %s", self._program.purpose, return_code, lost)
         workers, self._workers = self._workers, {}
         for worker in workers.values():
             # The kernel has killed forked workers; one that was not forked yet failed as its fork server did.

@@ -20,7 +20,7 @@ class WorkerFactory:
     def __init__(self, engine: str = ENGINE) -> None:
         """`engine` names the workers' load function as `module:attribute`."""
         self._engine = engine
-        self._fork_server = ForkServer(self._program, is_killed_unready=True)
+        self._fork_server = ForkServer(self._program)
 
     async def warm(self) -> None:
         """Starts the fork server, which imports the engine; does not wait for the import. Raises OSError."""
@@ -36,7 +36,8 @@ class WorkerFactory:
 
     def _program(self) -> Program:
         module = "cortex.neuron.worker.program.worker"
-        return Program("the fork server of device workers", module, self._engine, _environment())
+        purpose = "the fork server of device workers"
+        return Program(purpose, module, self._engine, _environment(), is_killed_unready=True)
 
 
 def _environment() -> dict[str, str]:

@@ -16,7 +16,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from cortex.ipc.channel import PacketSocket
 from cortex.ipc.fork_client import MODULE, ForkServer, ForkServerProcess, Program, Worker
+from cortex.ipc.fork_server import Fork, Forked
 from cortex.ipc.start import start_child
 
 from ..processes import alive, wait_end
@@ -195,7 +197,8 @@ async def test_closed_fork_server_ends_its_workers_and_starts_no_more(
 def test_fork_server_and_workers_are_killed_with_their_parent() -> None:
     script = textwrap.dedent("""
         import asyncio, socket
-        from cortex.ipc.fork_client import ForkServer, Program
+        from cortex.ipc.channel import PacketSocket
+from cortex.ipc.fork_client import ForkServer, Program
 
         async def main():
             server = await ForkServer(lambda: Program("", "fork_jobs", "", {})).start()
@@ -218,6 +221,18 @@ def test_fork_server_and_workers_are_killed_with_their_parent() -> None:
         parent.kill()
     for each in processes:
         wait_end(each)
+
+
+async def test_fork_server_whose_parent_closes_without_reading_ends_silently(capfd: pytest.CaptureFixture[str]) -> None:
+    started, control = await start_child(MODULE, *program().arguments())
+    with control:
+        commands: PacketSocket[Forked] = PacketSocket(control, Forked)
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            commands.send(Fork(1, b""), theirs.fileno())
+            assert await asyncio.to_thread(ours.recv, 1)
+    assert await asyncio.wait_for(started.wait(), WAIT_S) == 0
+    assert capfd.readouterr().err == ""
 
 
 def test_fork_server_without_its_parent_exits_before_it_prepares(tmp_path: Path) -> None:

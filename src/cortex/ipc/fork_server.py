@@ -72,6 +72,8 @@ def main() -> None:
         raise SystemExit(serve(control, b""))
     try:
         ForkServer(control, serve).run()
+    except ConnectionError:
+        pass  # the parent has died with messages unread
     except (OSError, ChannelError) as error:
         log.error("control socket to the parent failed: %s", error)
     os._exit(0)  # the kernel kills the remaining workers

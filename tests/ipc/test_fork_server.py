@@ -197,8 +197,7 @@ async def test_closed_fork_server_ends_its_workers_and_starts_no_more(
 def test_fork_server_and_workers_are_killed_with_their_parent() -> None:
     script = textwrap.dedent("""
         import asyncio, socket
-        from cortex.ipc.channel import PacketSocket
-from cortex.ipc.fork_client import ForkServer, Program
+        from cortex.ipc.fork_client import ForkServer, Program
 
         async def main():
             server = await ForkServer(lambda: Program("", "fork_jobs", "", {})).start()
@@ -230,7 +229,7 @@ async def test_fork_server_whose_parent_closes_without_reading_ends_silently(cap
         ours, theirs = socket.socketpair()
         with ours, theirs:
             commands.send(Fork(1, b""), theirs.fileno())
-            assert await asyncio.to_thread(ours.recv, 1)
+            assert await asyncio.to_thread(ours.recv, 1 << 16)
     assert await asyncio.wait_for(started.wait(), WAIT_S) == 0
     assert capfd.readouterr().err == ""
 

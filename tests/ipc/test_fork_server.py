@@ -123,6 +123,17 @@ async def test_workers_die_with_their_fork_server_which_is_replaced(
     other_connection.close()
 
 
+async def test_signals_that_stop_all_processes_at_once_are_left_to_the_parent(server: ForkServer) -> None:
+    worker, connection, _ = await begun(server)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for process_id in (server.process_id or 0, process_of(worker)):
+            os.kill(process_id, number)
+    connection.sendall(b"3")
+    assert await ended(worker) == 3
+    assert not (await server.start()).has_ended
+    connection.close()
+
+
 async def test_worker_that_waits_for_a_fork_server_that_fails_ends_as_it_did() -> None:
     async with fork_server("exit") as server:
         worker, connection = await forked(await server.start())

@@ -10,7 +10,7 @@ import re
 import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -152,21 +152,19 @@ def forget(
 @click.option(
     "--card", type=click.Choice(warmup.CARD_NAMES), help="Card to compile for. [default: the card of this host]"
 )
-@click.option("--quant", help="Quantisation at load: q4, q5, q6, q8 or fp8.")
-@click.option("--kv-dtype", type=click.Choice(["auto", "fp8"]), default="auto", show_default=True)
-@click.option("--context-tokens", type=click.IntRange(1), help="Context length of the later loads.")
+@warmup.load_option("quant")
+@warmup.load_option("kv_dtype")
+@warmup.load_option("context_tokens")
 @click.option("--max-num-seqs", type=click.IntRange(1), default=256, show_default=True)
-@click.option("--tensor-parallel", type=click.IntRange(1), default=1, show_default=True)
+@warmup.load_option("tensor_parallel")
 @json_option
 def warmup_command(
     models: tuple[str, ...],
     card: str | None,
-    quant: str | None,
-    kv_dtype: Literal["auto", "fp8"],
-    context_tokens: int | None,
     max_num_seqs: int,
     tensor_parallel: int,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Compile the kernels of models ahead.
 
@@ -177,8 +175,7 @@ def warmup_command(
     require_engine()
     from cortex.neuron.engine.request import LoadSpec
 
-    spec = LoadSpec("", quant=quant, kv_dtype=kv_dtype, context_tokens=context_tokens, max_num_seqs=max_num_seqs)
-    warmup.run(models, card, spec, tensor_parallel, as_json=as_json)
+    warmup.run(models, card, LoadSpec("", max_num_seqs=max_num_seqs, **options), tensor_parallel, as_json=as_json)
 
 
 @neuron.command("tp-smoke")

@@ -10,10 +10,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
+import click
+from msgspec import inspect, structs
+
 from cortex.cli.failures import CommandError, ExitCode
 from cortex.cli.output import PlainConsole, console, print_json
 from cortex.cli.views import ProgressView
+from cortex.settings import schema
+from cortex.settings.reference import attribute_docstrings
 from cortex.system.exits import ending
+from cortex.wire.node.load_options import LoadOptions, defaults_unless_given
 
 if TYPE_CHECKING:
     from cortex.neuron.engine.request import LoadSpec
@@ -21,6 +27,21 @@ if TYPE_CHECKING:
 CARD_NAMES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 HUB_FILES = ("*.json",)
 """Files to download of a missing model: its config, no weights."""
+
+
+def load_option(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A flag for an option of a load, with the type, default and meaning that it has everywhere."""
+    (field,) = (each for each in structs.fields(LoadOptions) if each.name == name)
+    kind = next(schema.alternatives(inspect.type_info(field.type)))
+    accepted: click.Choice[str] | click.IntRange | None = None
+    if isinstance(kind, inspect.LiteralType):
+        accepted = click.Choice([*map(str, kind.values)])
+    elif isinstance(kind, inspect.IntType):
+        accepted = click.IntRange(kind.ge)
+    meaning = attribute_docstrings(LoadOptions)[name].replace("\n", " ").partition(". ")[0].removesuffix(".")
+    default = defaults_unless_given().get(name, field.default)
+    flag = f"--{name.replace('_', '-')}"
+    return click.option(flag, type=accepted, default=default, show_default=True, help=f"{meaning}.")
 
 
 class Compiled(NamedTuple):

@@ -165,7 +165,7 @@ class ModelSpec(Section, LoadOptions, frozen=True, kw_only=True):
     @property
     def load_request(self) -> LoadRequest:
         """A request to a node for the model with its options; placement adds devices and limits."""
-        return LoadRequest(model_id=self.id, **self.shared_with(LoadRequest.__struct_fields__))
+        return LoadRequest(model_id=self.id, **self.shared_with(LoadRequest))
 
     @property
     def sized_by_node(self) -> LoadRequest:

@@ -6,6 +6,7 @@ import ast
 import inspect as source_inspect
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 
 import msgspec
 import msgspec.inspect as inspect
@@ -28,7 +29,7 @@ def _sections(table: inspect.StructType, heading: str, meaning: str = "") -> Ite
         yield f"## `{heading}`\n"
     for text in filter(None, (meaning, _prose(table.cls))):
         yield f"{text}\n"
-    meanings = _attribute_docstrings(table.cls)
+    meanings = attribute_docstrings(table.cls)
     rows = sorted((field for field in table.fields if _is_row(field.type)), key=lambda field: not field.required)
     if rows:
         yield "| key | type | default | meaning |"
@@ -68,7 +69,8 @@ def _prose(cls: type) -> str:
     return source_inspect.cleandoc(cls.__doc__) if cls.__doc__ else ""
 
 
-def _attribute_docstrings(cls: type) -> dict[str, str]:
+@cache
+def attribute_docstrings(cls: type) -> dict[str, str]:
     """The string below each attribute, by attribute name; a subclass overrides what it repeats."""
     found: dict[str, str] = {}
     for owner in reversed(cls.__mro__):

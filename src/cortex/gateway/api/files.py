@@ -262,10 +262,8 @@ class FileRoutes:
             quant = wanted.quant or match["quant"]
             source = match["name"] + (match["revision"] or "")
             return FilesRequest(model_id=match["name"], source=source, quant=quant, uses_hub=not wanted.copy)
-        quant = wanted.quant or spec.quant
-        return FilesRequest(
-            model_id=spec.id, source=spec.source, quant=quant, harness=spec.harness, uses_hub=not wanted.copy
-        )
+        files = spec.shared_with(FilesRequest) | {"quant": wanted.quant or spec.quant}
+        return FilesRequest(model_id=spec.id, uses_hub=not wanted.copy, **files)
 
     def _choose_node(self, model: str) -> str:
         """The node where the model would be loaded; where that is not known, the one with the most free disk."""

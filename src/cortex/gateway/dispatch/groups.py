@@ -216,22 +216,15 @@ async def _claimed(
 def _prepare(
     request: LoadRequest, group: str, rank: int, *, reaches: tuple[MemberAddress, ...] = ()
 ) -> Callable[[NodeClient], Awaitable[PreparedMember]]:
-    asked = PrepareMember(
-        model_id=request.model_id,
-        harness=request.harness or "",
-        group=group,
-        rank=rank,
-        source=request.source,
-        quant=request.quant,
-        reaches=reaches,
-    )
+    files = request.shared_with(PrepareMember)
+    asked = PrepareMember(model_id=request.model_id, group=group, rank=rank, reaches=reaches, **files)
     return lambda node: node.prepare_member(asked)
 
 
 async def _fill(members: _Members, names: Sequence[str], request: LoadRequest, neighbours: Neighbours) -> None:
     """Get the files to these nodes. Without another node that has them, one uses the hub and the others get them from
     it. Raises CortexError."""
-    files = FilesRequest(model_id=request.model_id, source=request.source, quant=request.quant, harness=request.harness)
+    files = FilesRequest(model_id=request.model_id, **request.shared_with(FilesRequest))
     done: list[str] = []
     waiting = list(names)
     if neighbours.is_on and not neighbours.holders(names[0], files.model_id, files.source):

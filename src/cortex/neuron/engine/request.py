@@ -198,7 +198,8 @@ class StageSpec:
 
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
-    """A load's files and options. `path` is local: a directory with safetensors, or one GGUF file."""
+    """A load's files and options. `path` is local: a directory with safetensors, or one GGUF file. Options of the load
+    schema (`wire/node/load_options.py`) have their names, defaults and meaning, except `quant`."""
 
     path: str
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -208,16 +209,11 @@ class LoadSpec:
     wanted_tokens: int = 0
     """The context for which captured steps leave room; 0: graphs take precedence."""
     kv_dtype: Literal["auto", "fp8"] = "auto"
-    """The dtype of keys and values; `auto`: that of the model's arithmetic."""
     deterministic: bool = False
-    """Whether the tokens of a request are independent of the batch (batch-invariant arithmetic), which is slower."""
-    speculation: Literal["off", "lookup", "mtp", "draft"] = "lookup"
-    """The source of draft tokens, which steps check in addition to drawing one. `off`: none. `mtp`: also the model's
-    own prediction head; `draft`: also the model at `draft_path`."""
+    speculation: str = "lookup"
     draft_path: str = ""
-    """The path of a smaller model with the same tokenizer; empty without one."""
+    """The path of the draft model; empty without one."""
     vision: Literal["device", "cpu", "off"] = "device"
-    """The place of the vision tower, if the model has one; `off`: not loaded, and the model reads text only."""
     max_num_seqs: int = 256
     prefill_chunk_tokens: int | None = None
     """Most tokens of prefill in one step; None: the default of the device."""

@@ -341,10 +341,7 @@ class Node:
         self._check_open()
         if (server := self._servers.get(request.harness)) is None:
             raise LoadFailed(f"this node has no server `{shorten(request.harness)}` that runs a model on several nodes")
-        wanted = LoadRequest(
-            model_id=request.model_id, source=request.source, quant=request.quant, harness=request.harness
-        )
-        model = self._adopt(wanted)
+        model = self._adopt(LoadRequest(model_id=request.model_id, **request.shared_with(LoadRequest)))
         member = self._models.options(model.id).member
         if member is not None and member.group != request.group and self._models.is_starting_or_ready(model.id):
             raise GroupClaimed(f"{shorten(model.id)} already runs on {', '.join(member.nodes)}")

@@ -133,7 +133,7 @@ def describe_model(
         quant=metadata.quant if metadata is not None else model.quant,
         stored=metadata.stored if metadata is not None else None,
         digest=metadata.digest if metadata is not None else None,
-        requested_quant=inspection.requested_quant if inspection is not None else model.quant,
+        requested_quant=(model if inspection is None else inspection.model).quant,
         source=model.source,
         estimate_bytes=(estimate.footprint.expected_bytes or None) if estimate is not None else None,
         least_bytes=estimate.footprint.least_bytes if estimate is not None else None,

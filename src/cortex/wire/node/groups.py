@@ -13,6 +13,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from cortex.wire.fields.body import MAX_MODEL_NAME
+from cortex.wire.node.load_options import FileOptions
 from cortex.wire.node.protocol import NodeValue
 
 Port = Annotated[int, Meta(ge=1, le=65535)]
@@ -29,7 +30,7 @@ class MemberAddress(NodeValue, frozen=True):
     pulse_port: Port
 
 
-class PrepareMember(NodeValue, frozen=True):
+class PrepareMember(NodeValue, FileOptions, frozen=True, kw_only=True):
     """`POST /groups/prepare`: choose the ports of a member. They are held for a while after each such call, until its
     load takes them. Rejected with 409 while another start of the model has a member there."""
 
@@ -37,8 +38,6 @@ class PrepareMember(NodeValue, frozen=True):
     harness: Name
     group: Secret
     rank: Annotated[int, Meta(ge=0, lt=MAX_NODES)] = 0
-    source: Annotated[str, Meta(max_length=4096)] | None = None
-    quant: Annotated[str, Meta(max_length=256)] | None = None
     reaches: Annotated[tuple[MemberAddress, ...], Meta(max_length=MAX_NODES)] = ()
     """Prepared members to whose ports this node connects before it responds."""
 

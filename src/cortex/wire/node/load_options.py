@@ -1,13 +1,13 @@
 """The schema of a load: every option of how a model is loaded, with type, bounds, default and help text.
 
-Each option is declared here once. `models.toml`, `neuron.toml`, a load request and a model of a node are subclasses,
-the reference page is generated from them, and `shared_with` copies options from one form to another by name. So a new
-option is one line here, and a field of the same name where it is used: for the engine, in its `LoadSpec`.
+Each option is declared here once. `models.toml`, `neuron.toml`, load requests, orders about files and a model of
+a node are subclasses, the reference page and flags of commands are generated from them, and `shared_with` copies
+options from one form to another by name. So a new option is one declaration here, and the code that uses it. The engine
+imports no msgspec, so its `LoadSpec` names the options that it reads, and a test compares them with these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
 from functools import cache
 from typing import Annotated, Any, Final, Literal, TypeVar
 
@@ -106,9 +106,8 @@ def draft_of(speculation: str | None) -> str | None:
 Options = TypeVar("Options", bound="LoadOptions")
 
 
-class LoadOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The options that operators and clients may set, everywhere. One that has its default here is not given: `over`
-    takes it from another place."""
+class FileOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Which files a model has, and what runs it."""
 
     source: Annotated[str, Meta(max_length=4096)] | None = None
     """Hub id, directory or GGUF file on the node; the id itself when absent."""
@@ -116,8 +115,22 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """The harness that runs it: `torch`, the built-in engine (old name `candle`), or one of the node's `harnesses`;
     `torch` when absent."""
     quant: ShortText | None = None
-    """Which of a repository's GGUF files to take, in any spelling (`Q4_K_M`, `q6k`, `int8`). If none matches, dense
-    weights are quantised at load: `q4_k`, `q5_k`, `q6_k`, `q8_0` or, on a GPU, `fp8`."""
+    """Which of a repository's GGUF files to take, in any spelling (`Q4_K_M`, `q6k`, `int8`), or else how to quantise
+    dense weights at load: `q4_k`, `q5_k`, `q6_k`, `q8_0` or, on a GPU, `fp8`."""
+
+    def __post_init__(self) -> None:
+        if self.harness is not None:
+            msgspec.structs.force_setattr(self, "harness", harness_name(self.harness))
+
+    def shared_with(self, form: type) -> dict[str, Any]:
+        """The options that another form has, too."""
+        return {name: getattr(self, name) for name in _shared(type(self), form)}
+
+
+class LoadOptions(FileOptions, frozen=True, kw_only=True):
+    """The options that operators and clients may set, everywhere. One that has its default here is not given: `over`
+    takes it from another place."""
+
     context_tokens: Annotated[int, Meta(ge=2)] | None = None
     """Maximum sequence length, with at least one prompt token and one generated token. Idle models are evicted for all
     of it. When absent: the model's own limit, or as much of it as memory allows, and idle models are evicted for at
@@ -160,11 +173,10 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Sampling defaults, such as `{ temperature = 0.7 }`; absent values are those recommended by its files."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         speculation = checked_speculation(self.speculation, self.draft)
         msgspec.structs.force_setattr(self, "speculation", speculation)
         msgspec.structs.force_setattr(self, "draft", None)
-        if self.harness is not None:
-            msgspec.structs.force_setattr(self, "harness", harness_name(self.harness))
 
     def over(self, base: Options) -> Options:
         """`base`, overridden by every option that is given here and that it has; `sampling` is merged value by value.
@@ -174,19 +186,21 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         given["sampling"] = self.sampling.over(base.sampling)
         return msgspec.structs.replace(base, **{name: given[name] for name in base.__struct_fields__ if name in given})
 
-    def shared_with(self, names: Container[str]) -> dict[str, Any]:
-        """The options of the schema that are in `names`, the fields of another form."""
-        return {name: getattr(self, name) for name in LoadOptions.__struct_fields__ if name in names}
-
     def _fill_defaults(self) -> None:
         """Set options that are not given to their defaults. For `__post_init__` of loaded models."""
-        for name, default in _defaults().items():
+        for name, default in defaults_unless_given().items():
             if getattr(self, name) is None:
                 msgspec.structs.force_setattr(self, name, default)
 
 
 @cache
-def _defaults() -> dict[str, Any]:
+def _shared(*forms: type) -> tuple[str, ...]:
+    """The options of the schema that all of them have."""
+    return tuple(name for name in LoadOptions.__struct_fields__ if all(hasattr(form, name) for form in forms))
+
+
+@cache
+def defaults_unless_given() -> dict[str, Any]:
     """The defaults of the options whose value None means "not given"."""
     kinds = ((field.name, field.type) for field in inspect.type_info(LoadOptions).fields)  # type: ignore[attr-defined]
     extras = ((name, kind.extra or {}) for name, kind in kinds if isinstance(kind, inspect.Metadata))

@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from cortex.wire.fields.body import MAX_MODEL_NAME
 from cortex.wire.node.groups import GroupMember
-from cortex.wire.node.load_options import Count, PlacedOptions
+from cortex.wire.node.load_options import Count, FileOptions, PlacedOptions
 from cortex.wire.node.neighbours import MAX_NEIGHBOURS, Neighbour
 from cortex.wire.node.protocol import NodeValue
 
@@ -63,16 +63,12 @@ class ForgetSizeRequest(NodeValue, frozen=True):
     model_id: ModelName
 
 
-class FilesRequest(NodeValue, frozen=True):
+class FilesRequest(NodeValue, FileOptions, frozen=True):
     """`POST /files/pull`: download a model's files without a load; `POST /files/cancel`: stop that; `POST
-    /files/delete`: delete them, never while the model is in memory. A pull is idempotent."""
+    /files/delete`: delete them, never while the model is in memory. A pull is idempotent. Its harness reads the files
+    after a pull."""
 
     model_id: ModelName
-    source: str | None = None
-    """Hub id; the model id itself when absent."""
-    quant: str | None = None
-    harness: Annotated[str, Meta(max_length=256)] | None = None
-    """The harness that will run the model and reads its files after a pull. Absent: as configured on the node."""
     neighbours: Neighbours = ()
     uses_hub: bool = True
     """If false, a pull takes the files as the neighbours have them, and nothing from the hub."""

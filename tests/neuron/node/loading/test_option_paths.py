@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from inspect import get_annotations
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -11,20 +12,18 @@ import pytest
 from msgspec import inspect
 
 from cortex import settings
-from cortex.fleet.catalogue import Catalogue
-from cortex.neuron.config import NeuronConfig
+from cortex.fleet.catalogue import Catalogue, ModelSpec
+from cortex.neuron.config import ModelEntry, NeuronConfig
 from cortex.neuron.engine.request import LoadSpec
-from cortex.neuron.node.harness.engine import engine_options
 from cortex.neuron.node.library import KnownModel, Library
 from cortex.neuron.worker.protocol import Load
 from cortex.settings import schema
 from cortex.settings.reference import reference
-from cortex.wire.node.load_options import LoadOptions, PlacedOptions
-from cortex.wire.node.orders import LoadRequest
+from cortex.wire.node.groups import PrepareMember
+from cortex.wire.node.load_options import FileOptions, LoadOptions, PlacedOptions
+from cortex.wire.node.orders import FilesRequest, LoadRequest
 
 SPEC_TYPES = get_type_hints(LoadSpec)
-TRANSLATED = {"quant": None, "source": None, "speculation": "off"}
-"""What the engine gets of options whose value is the node's business: which files, and where drafts come from."""
 
 
 def fields_of(cls: type[msgspec.Struct]) -> dict[str, inspect.Field]:
@@ -76,7 +75,7 @@ def value_of(options: LoadOptions, name: str) -> Any:
 
 def worker_value(model: KnownModel, name: str) -> Any:
     """What a worker reads from its channel."""
-    message = Load(1, LoadSpec(path="", **engine_options(model, None)))
+    message = Load(1, LoadSpec(path="", **model.shared_with(LoadSpec)))
     received = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=Load)
     return getattr(received.spec, name)
 
@@ -90,7 +89,7 @@ def test_option_of_the_catalogue_reaches_the_node_and_the_worker(tmp_path: Path,
     given = example(name)
     assert value_of(model, name) in (given, tuple(given) if isinstance(given, list) else given)
     if name in SPEC_TYPES:
-        assert worker_value(model, name) == TRANSLATED.get(name, given)
+        assert worker_value(model, name) == given
 
 
 @pytest.mark.parametrize("name", sorted(fields_of(PlacedOptions).keys() - ALIASES - {"nodes", "devices"}))
@@ -101,7 +100,7 @@ def test_option_of_a_node_reaches_the_worker_where_a_request_says_nothing(tmp_pa
     model = node_model(config, LoadRequest(model_id="m/m"))
     assert value_of(model, name) == example(name)
     if name in SPEC_TYPES:
-        assert worker_value(model, name) == TRANSLATED.get(name, example(name))
+        assert worker_value(model, name) == example(name)
 
 
 @pytest.mark.parametrize("name", sorted(SCHEMA.keys() & SPEC_TYPES.keys()))
@@ -112,6 +111,18 @@ def test_engine_has_type_and_default_of_the_schema(name: str) -> None:
         if isinstance(kind, inspect.LiteralType):
             parts = [each for part in get_args(SPEC_TYPES[name]) for each in get_args(part) or (part,)]
             assert {each for each in parts if isinstance(each, str)} == set(map(str, kind.values))
+
+
+FORMS = (ModelSpec, ModelEntry, LoadRequest, KnownModel, FilesRequest, PrepareMember)
+NEVER_ABSENT = {(KnownModel, "source"), (KnownModel, "harness"), (PrepareMember, "harness")}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_form_declares_no_option_of_the_schema_again(form: type[msgspec.Struct]) -> None:
+    assert issubclass(form, FileOptions)
+    own = (cls for cls in form.__mro__ if cls.__module__ != FileOptions.__module__)
+    declared = {name for cls in own for name in get_annotations(cls)}
+    assert {(form, name) for name in declared & SCHEMA.keys()} <= NEVER_ABSENT
 
 
 @pytest.mark.parametrize("form", [Catalogue, NeuronConfig])

@@ -300,7 +300,7 @@ def created_entry(
     if files is not None:
         options = {"source": files.source or files.model_id, "quant": files.quant}
     elif base is not None:
-        options = base.spec.shared_with(ModelSpec.__struct_fields__)
+        options = base.spec.shared_with(ModelSpec)
         options["source"] = base.spec.source or base.model_id
     options |= {"quant": creation.quant} if creation.quant else {}
     options |= {"context_tokens": wanted} if wanted is not None else {}

@@ -171,7 +171,7 @@ def load_model(
         whole.check_layer_count(checkpoint.tensors)
         if spec.quant is not None and ADAPTER_KEY in checkpoint.config:
             raise LoadError("a model with an adapter cannot be quantised at load; load its repository for one task")
-        if spec.speculation == "draft" and (spec.rank is None or spec.rank.rank == 0):
+        if spec.speculation.startswith("draft") and (spec.rank is None or spec.rank.rank == 0):
             choose = partial(matrix_layouts, spec=replace(spec, quant=None), device=device)
             draft = DraftFiles.open(Path(spec.draft_path), Path(spec.path), choose)
         return build_model(

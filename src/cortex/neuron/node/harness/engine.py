@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.engine.request import EngineRequest, LoadSpec
@@ -28,9 +26,7 @@ from cortex.neuron.worker.hosts.replicated import ReplicatedHost
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.system.engine_packages import REMEDY, missing_packages
 from cortex.wire.errors import ModelUnsupported, shorten
-from cortex.wire.node.load_options import ENGINE, draft_of
-
-_SPEC_FIELDS = frozenset(field.name for field in fields(LoadSpec))
+from cortex.wire.node.load_options import ENGINE
 
 
 class EngineHarness:
@@ -100,7 +96,7 @@ class EngineHarness:
         ceilings = [self.estimates.ceiling_bytes(model, metadata, device) for device in chosen.devices]
         limits = self._config.limits
         return LoadSpec(
-            **engine_options(model, metadata.recipe),
+            **model.shared_with(LoadSpec) | {"quant": None if metadata.recipe is None else metadata.recipe.name},
             path=str(metadata.path),
             model_id=model.id,
             dtype=self._config.harness.torch.dtype,
@@ -152,15 +148,6 @@ class EngineHarness:
 
     async def close(self) -> None:
         await self._devices.close()
-
-
-def engine_options(model: KnownModel, recipe: Recipe | None) -> dict[str, Any]:
-    """The model's options under the engine's names. `recipe` is the quantisation at load, independent of the file that
-    `quant` has chosen; a draft model becomes a path."""
-    return model.shared_with(_SPEC_FIELDS) | {
-        "quant": None if recipe is None else recipe.name,
-        "speculation": model.speculation if draft_of(model.speculation) is None else "draft",
-    }
 
 
 def _objection(devices: NodeDevices) -> str | None:

@@ -71,9 +71,8 @@ class Inspection:
     metadata: FileMetadata
     """Facts of the whole model, or of one rank of a divided one."""
     text: TextInspection
-    requested_quant: str | None
-    speculation: str | None
-    chat_template: str | None
+    model: KnownModel
+    """The model with the options for which they were read."""
     quantised: Mapping[str, Footprint]
     """The memory of dense weights with each recipe; empty if they are quantised, or cannot be here."""
     stamps: FileStamps
@@ -335,11 +334,13 @@ class ModelLoader:
     async def inspect(self, model: KnownModel, path: Path) -> Inspection:
         """Reads the model's headers and chat template, once until its files change. Raises LoadFailed."""
         known = self.inspections.get(model.id)
-        if known is not None and self._library.draft_of(model) is None:  # a draft model's files may have arrived since
-            options = (known.requested_quant, known.metadata.num_ranks, known.speculation, known.chat_template)
-            wanted = (model.quant, model.tensor_parallel, model.speculation, model.chat_template)
-            if wanted == options and path == known.metadata.path and await self._stamps(model, path) == known.stamps:
-                return known
+        if (
+            known is not None
+            and self._library.draft_of(model) is None  # a draft model's files may have arrived since
+            and (path, _read_options(model)) == (known.metadata.path, _read_options(known.model))
+            and await self._stamps(model, path) == known.stamps
+        ):
+            return known
         inspection = self.inspections[model.id] = await self.read(model, path)
         self.damaged.pop(model.id, None)
         return inspection
@@ -350,7 +351,7 @@ class ModelLoader:
         harness, stamps = self._harnesses.of(model), await self._stamps(model, path)  # files may change meanwhile
         metadata, quantised = await harness.read(model, path)
         text = await harness.read_text(model, path)
-        return Inspection(metadata, text, model.quant, model.speculation, model.chat_template, quantised, stamps)
+        return Inspection(metadata, text, model, quantised, stamps)
 
     def forget(self, model_id: str) -> None:
         """The model's files are gone."""
@@ -457,6 +458,11 @@ class ModelLoader:
             if not weights.cancelled() and weights.exception() is None:
                 await host.unload()
             raise
+
+
+def _read_options(model: KnownModel) -> tuple[object, ...]:
+    """The options on which the metadata from its files depends."""
+    return model.quant, model.tensor_parallel, model.speculation, model.chat_template
 
 
 def _smaller_forms(quantised: Mapping[str, Footprint]) -> str:

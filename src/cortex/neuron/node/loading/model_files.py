@@ -116,14 +116,8 @@ class ModelFiles:
                 raise ModelInUse(f"{request.model_id} is being downloaded as {known.request.quant}; cancel that first")
             return known.status()
         self._library.remember_quant(request.model_id, None)  # a pull without one is for the repository's own weights
-        wanted = LoadRequest(
-            model_id=request.model_id,
-            source=request.source,
-            quant=request.quant,
-            harness=request.harness,
-            neighbours=request.neighbours,
-        )
-        model = self._library.adopt(wanted)
+        files = request.shared_with(LoadRequest)
+        model = self._library.adopt(LoadRequest(model_id=request.model_id, neighbours=request.neighbours, **files))
         self.reject_if_deleting(model)
         self._pulls.pop(request.model_id, None)
         pull = self._pulls[request.model_id] = _Pull(request, LoadProgressTracker.begin(time.monotonic()))

@@ -10,6 +10,7 @@ import msgspec
 
 from cortex.formats.quant_names import at_load, is_same_quant
 from cortex.wire.node.contexts import ContextSizes, missing_sixteenths, tried
+from cortex.wire.node.device_choice import UNPLACED, Division, choose_devices
 from cortex.wire.node.host_splits import HostSplits
 from cortex.wire.node.load_options import ENGINE
 from cortex.wire.node.protocol import ModelState, ModelStatus
@@ -413,6 +414,5 @@ def _enter(
 
 
 def _likely_place(node: Node) -> list[int]:
-    """The device of a load that names none: the one with the most free memory, as the node chooses."""
-    emptiest = max(node.devices, key=lambda device: device.free_bytes, default=None)
-    return [] if emptiest is None else [emptiest.index]
+    """The device of a load that names none, which its node chooses."""
+    return [*choose_devices(Division(0, 1), {each.index: each.free_bytes for each in node.devices}, UNPLACED)]

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from cortex.settings import Section
+from cortex.wire.node.device_choice import Strategy
 
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
@@ -14,7 +15,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 class PlacementRules(Section, frozen=True):
     """Where a model is loaded when several nodes or devices have room."""
 
-    strategy: Literal["pack", "spread"] = "pack"
+    strategy: Strategy = "pack"
     """`pack`: where the least memory stays free, which keeps large devices for large models. `spread`: where the most
     is free, so that models share a device only when they must."""
     min_awake: Annotated[int, msgspec.Meta(ge=0)] = 1

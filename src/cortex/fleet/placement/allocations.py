@@ -14,56 +14,22 @@ from cortex.fleet.memory import DeviceLedger
 from cortex.fleet.rules import PlacementRules
 from cortex.fleet.topology import Fleet
 from cortex.formats.units import gib
+from cortex.wire.node.device_choice import Division, choose_devices
 
 from .eviction import HOST, WHOLE_NODE, Occupant, choose
 
-MOST_LAYERS = 128
-"""Assumed number of layers until the node has read the files."""
 
-
-class Division(msgspec.Struct, frozen=True):
-    """How the bytes of a model are divided among devices: in equal shares, or by layers, in proportion to memory."""
-
-    num_bytes: int
-    num_devices: int
-    by_layers: bool = False
-    num_layers: int = MOST_LAYERS
-
-    @property
-    def share(self) -> int:
-        """The average share of a device."""
-        return -(-self.num_bytes // self.num_devices)
-
-    @property
-    def least_share(self) -> int:
-        """The smallest share of a device: one layer, if the model is divided by layers."""
-        return -(-self.num_bytes // self.num_layers) if self.by_layers else self.share
-
-    def shares(self, devices: Sequence[DeviceLedger], have: Callable[[DeviceLedger], int]) -> dict[int, int]:
-        """The share of each of `devices`, by index. Layers are divided in proportion to `have`."""
-        total = sum(map(have, devices))
-        if not self.by_layers or not total:
-            return {device.index: self.share for device in devices}
-        return {device.index: -(-self.num_bytes * have(device) // total) for device in devices}
-
-    def fits(self, devices: Sequence[DeviceLedger], have: Callable[[DeviceLedger], int]) -> bool:
-        """Whether enough of `devices` have room for it."""
-        roomy = sorted((room for room in map(have, devices) if room >= self.least_share), reverse=True)
-        if len(roomy) < self.num_devices:
-            return False
-        return not self.by_layers or sum(roomy[: self.num_devices]) >= self.num_bytes
-
-    def explained(self, devices: Sequence[DeviceLedger], stage_layers: Sequence[int]) -> str:
-        """The reason for the shares on `devices`, if they differ. `stage_layers`: those that the node knows."""
-        if not self.by_layers:
-            return smallest_share(devices)
-        in_order = sorted(devices, key=lambda device: device.index)
-        shares = self.shares(in_order, lambda device: device.available_bytes)
-        counts = stage_layers if len(stage_layers) == len(in_order) else ()
-        parts = [f"{gib(shares[device.index])} on device {device.index}" for device in in_order]
-        if counts:
-            parts = [f"{count} layers, {part}" for count, part in zip(counts, parts, strict=True)]
-        return f"; layers by memory: {'; '.join(parts)}"
+def explained(division: Division, devices: Sequence[DeviceLedger], stage_layers: Sequence[int]) -> str:
+    """The reason for the shares on `devices`, if they differ. `stage_layers`: those that the node knows."""
+    if not division.by_layers:
+        return smallest_share(devices)
+    in_order = sorted(devices, key=lambda device: device.index)
+    shares = division.shares({device.index: device.available_bytes for device in in_order})
+    counts = stage_layers if len(stage_layers) == len(in_order) else ()
+    parts = [f"{gib(shares[device.index])} on device {device.index}" for device in in_order]
+    if counts:
+        parts = [f"{count} layers, {part}" for count, part in zip(counts, parts, strict=True)]
+    return f"; layers by memory: {'; '.join(parts)}"
 
 
 class Allocation(msgspec.Struct, frozen=True):
@@ -104,25 +70,12 @@ class Allocation(msgspec.Struct, frozen=True):
 def free_devices(
     eligible: Sequence[DeviceLedger], division: Division, rules: PlacementRules
 ) -> tuple[DeviceLedger, ...]:
-    """Devices with room for the model: the fullest ones, or the emptiest if models are spread or this one is divided by
-    layers. Empty if there are too few."""
-    count, share = division.num_devices, division.share
-    sign = -1 if rules.strategy == "spread" or division.by_layers else 1
-    if not division.fits(eligible, lambda device: device.available_bytes):
+    """The devices for the model, if it fits in free memory and under the node's ceiling; else empty."""
+    left = [device.node_left_bytes for device in eligible if device.node_left_bytes is not None]
+    if left and division.num_devices * division.share > min(left):
         return ()
-    roomy = sorted(
-        (
-            device
-            for device in eligible
-            if device.available_bytes >= division.least_share and _fits_node(device, count * share)
-        ),
-        key=lambda device: (sign * device.available_bytes, device.index),
-    )
-    return tuple(roomy[:count]) if len(roomy) >= count else ()
-
-
-def _fits_node(device: DeviceLedger, num_bytes: int) -> bool:
-    return device.node_left_bytes is None or num_bytes <= device.node_left_bytes
+    chosen = choose_devices(division, {device.index: device.available_bytes for device in eligible}, rules.strategy)
+    return tuple(device for device in eligible if device.index in chosen)
 
 
 def smallest_share(devices: Sequence[DeviceLedger]) -> str:
@@ -144,7 +97,7 @@ def allocations(
     """The sets of devices on which evictions free enough, with their victims. `host_missing_bytes`: host memory that
     they must free as well."""
     for devices in sets:
-        shares = division.shares(devices, lambda device: device.capacity_bytes)
+        shares = division.shares({device.index: device.capacity_bytes for device in devices})
         missing = {device.index: _missing(device, shares[device.index], have(device)) for device in devices}
         missing[HOST] = host_missing_bytes
         if (left_bytes := devices[0].node_left_bytes) is not None:

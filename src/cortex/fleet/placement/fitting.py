@@ -13,11 +13,12 @@ from cortex.fleet.memory import DeviceLedger, MemoryNeed, host_left_bytes, ledge
 from cortex.fleet.topology import Fleet, ModelOnNode, Node
 from cortex.formats.units import gib
 from cortex.wire.node.contexts import AGENT_TOKENS, tolerated
+from cortex.wire.node.device_choice import MOST_LAYERS, UNPLACED, Division, choose_devices
 from cortex.wire.node.host_splits import HostSplit, HostSplits, speed_in_words
 from cortex.wire.node.protocol import ModelState, ModelStatus
 from cortex.wire.words import plural
 
-from .allocations import MOST_LAYERS, Allocation, Division, allocations, free_devices, harm
+from .allocations import Allocation, allocations, explained, free_devices, harm
 from .decision import Assessment, DeviceRow, Origin, Verdict
 from .eviction import Occupant, Protection
 from .occupants import occupants_of, rivals
@@ -319,7 +320,9 @@ def _find_allocation(
     if any(occupant.protection is not None for occupant in excluded):
         return _excluded(excluded, rivals)
     if division is None:
-        emptiest = sorted(eligible, key=lambda device: (-device.available_bytes, device.index))[:count]
+        have = {device.index: device.available_bytes for device in eligible}
+        chosen = choose_devices(Division(0, count), have, UNPLACED)
+        emptiest = tuple(device for device in eligible if device.index in chosen)
         changing = [each for each in occupants if each.protection is Protection.CHANGING]
         if changing and not all(device.available_bytes for device in emptiest):
             return _Finding(Verdict.BLOCKED, _waits_for(changing, occupants))
@@ -327,7 +330,7 @@ def _find_allocation(
             _Finding(
                 Verdict.FITS,
                 "size unknown until its first load; the node checks it then",
-                Allocation(tuple(emptiest), by_layers=by_layers),
+                Allocation(emptiest, by_layers=by_layers),
             ),
             *(excluded, rivals, eligible),
         )
@@ -345,13 +348,13 @@ def _find_allocation(
         return _with_rivals(found, excluded, rivals, eligible)
     if host_missing_bytes <= 0 and (devices := free_devices(eligible, division, fleet.placement)):
         size = gib(division.num_bytes) if by_layers else f"{gib(division.share)} per device"
-        reason = f"needs {size}, which is free{division.explained(devices, stage_layers)}"
+        reason = f"needs {size}, which is free{explained(division, devices, stage_layers)}"
         return _Finding(Verdict.FITS, reason, Allocation(devices, by_layers=by_layers))
 
     sets = [
         devices
         for devices in combinations(eligible, count)
-        if division.fits(devices, lambda device: device.capacity_bytes)
+        if division.fits([device.capacity_bytes for device in devices])
     ]
 
     def cheapest(candidates: Sequence[Occupant], have: Callable[[DeviceLedger], int]) -> Allocation | None:
@@ -451,10 +454,11 @@ def _device_count(
     ceiling = eligible[0].node_ceiling_bytes if eligible else None
     if size is not None and ceiling is not None and size > ceiling:
         return None
+    capacities = [device.capacity_bytes for device in eligible]
     while count <= min(limit, len(eligible)):
         if size is None:
             return count
-        if Division(size, count, by_layers, num_layers).fits(eligible, lambda device: device.capacity_bytes):
+        if Division(size, count, by_layers, num_layers).fits(capacities):
             return count
         if by_layers:
             return None
@@ -530,7 +534,7 @@ def _rows(devices: Sequence[DeviceLedger], division: Division | None, allocation
     shares: dict[int, int] = {}
     if division is not None:
         shares = dict.fromkeys((device.index for device in devices), division.share)
-        shares |= division.shares(allocation.devices, allocation.usable_bytes)
+        shares |= division.shares({device.index: allocation.usable_bytes(device) for device in allocation.devices})
     return tuple(
         DeviceRow(
             index=device.index,

@@ -1,4 +1,6 @@
-"""Chooses the devices of a load, and the layers of each if the model is divided by layers. Pure."""
+"""The devices of a load on this node: those that the request names if they still have room, else the choice of the rule
+that placement uses (`wire/node/device_choice.py`); and the layers of each if the model is divided by layers. Pure.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,7 @@ from cortex.neuron.node.memory.allocation import ChosenDevices
 from cortex.neuron.node.memory.ceilings import smallest
 from cortex.neuron.worker.discovery import DeviceReading
 from cortex.wire.errors import InsufficientCapacity, LoadFailed, ModelUnsupported
+from cortex.wire.node.device_choice import UNPLACED, Division, choose_devices
 from cortex.wire.node.host_splits import HostSplit
 from cortex.wire.node.protocol import Device
 from cortex.wire.words import plural
@@ -89,11 +92,11 @@ class DeviceChoice:
         need_bytes = self._need_bytes()
         self._check_own_limit(need_bytes)
         objections = {device.index: self._objection(device, need_bytes) for device in self.devices}
-        fitting = [device for device in self.devices if objections[device.index] is None]
-        if len(fitting) < model.num_devices:
+        have = {each.index: self.usable_bytes(each) for each in self.devices if objections[each.index] is None}
+        indices = choose_devices(Division(model.num_devices * need_bytes, model.num_devices), have, UNPLACED)
+        if not indices:
             raise self._too_small(need_bytes, objections)
-        emptiest = sorted(fitting, key=lambda device: (-self.usable_bytes(device), device.index))[: model.num_devices]
-        chosen = tuple(device for device in self.devices if device in emptiest)
+        chosen = tuple(device for device in self.devices if device.index in indices)
         return ChosenDevices(chosen, limits=tuple(map(self.left, chosen)))
 
     def _objection(self, device: Device, need_bytes: int) -> str | None:
@@ -237,10 +240,9 @@ class DeviceChoice:
         allowed = [device for device in self.devices if self._why_unusable(device) is None]
         ceilings = {device.index: self.left(device) for device in allowed}
         free_bytes = {device.index: self.usable_bytes(device) for device in allowed}
-        emptiest = sorted(free_bytes, key=lambda index: (-free_bytes[index], index))[: model.num_devices]
-        chosen = tuple(sorted(emptiest))
+        chosen = choose_devices(Division(0, model.num_devices, by_layers=True), free_bytes, UNPLACED)
         stages = None
-        if len(chosen) == model.num_devices:
+        if chosen:
             size = model.pipeline_parallel
             columns = [[chosen[start + stage] for start in range(0, len(chosen), size)] for stage in range(size)]
             capacities = [min(free_bytes[index] for index in column) for column in columns]
@@ -263,7 +265,7 @@ class DeviceChoice:
                 reason = unusable
             elif not fits_when_empty:
                 reason = "too small even when empty, or under memory_mb"
-            elif device.index in chosen:
+            elif device.index in chosen or not chosen:
                 reason = "too little is free; unload something"
             else:
                 reason = "has less than the others"

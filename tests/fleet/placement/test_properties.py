@@ -111,6 +111,7 @@ class Drawing:
             state=ModelState.COLD,
             **self.sizes(size),
             host_splits=self.random.choice((None, splits)),
+            allowed_devices=self.mostly((), (0,), (1,)),
         )
         return Residency(status=status, seen_at=NOW)
 
@@ -257,7 +258,8 @@ def test_decided_load_stays_within_the_ceilings(fleet: Fleet, name: str, origin:
 def test_every_node_is_assessed_and_every_decision_can_be_explained(fleet: Fleet, name: str) -> None:
     decision = place(name, fleet, NOW)
     assert {assessment.node for assessment in decision.assessments} == {node.name for node in fleet.nodes}
-    assert len(rows(decision)) == sum(len(node.devices) for node in fleet.nodes)
+    hosts = sum(assessment.host_left_bytes is not None for assessment in decision.assessments)
+    assert len(rows(decision)) == sum(len(node.devices) for node in fleet.nodes) + hosts
     assert text(decision)
     assert msgspec.json.decode(msgspec.json.encode(as_json(decision)))["model"] == name
     if decision.action in ("reject", "wait"):

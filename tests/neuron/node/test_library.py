@@ -214,13 +214,25 @@ def test_rejects_ids_that_cannot_name_a_model(model_id: str) -> None:
         Library(CONFIG, {}).adopt(LoadRequest(model_id=model_id))
 
 
-def test_configured_division_wins_over_a_request_for_fewer_devices() -> None:
-    entries = (ModelEntry(id="m", source="/m", tensor_parallel=2, devices=(2, 3)), ModelEntry(id="one", source="/one"))
+def test_request_for_devices_that_the_entry_does_not_permit_is_rejected() -> None:
+    entries = (ModelEntry(id="m", source="/m", tensor_parallel=2, devices=(2, 3, 4)), ModelEntry(id="n", source="/n"))
     library = Library(NeuronConfig(models=entries), {})
-    adopted = library.adopt(LoadRequest(model_id="m", devices=(0,)))
-    assert (adopted.tensor_parallel, adopted.devices) == (2, (2, 3))
-    assert library.adopt(LoadRequest(model_id="m", devices=(0, 1))).devices == (0, 1)
-    assert library.adopt(LoadRequest(model_id="one", devices=(0,), tensor_parallel=2)).devices == (0,)
+    assert library.adopt(LoadRequest(model_id="m")).devices == (2, 3, 4)
+    assert library.adopt(LoadRequest(model_id="m", devices=(2, 4))).devices == (2, 4)
+    assert library.adopt(LoadRequest(model_id="n", devices=(0, 1), tensor_parallel=2)).devices == (0, 1)
+    with pytest.raises(LoadFailed, match=r"may not use device 0 of this node, only 2, 3, 4: name those"):
+        library.adopt(LoadRequest(model_id="m", devices=(0, 2)))
+    with pytest.raises(LoadFailed, match=r"takes 2 devices of this node by its entry .* names 1: name more, or none"):
+        library.adopt(LoadRequest(model_id="m", devices=(2,)))
+
+
+def test_devices_of_a_request_replace_the_division_of_an_earlier_one() -> None:
+    library = Library(NeuronConfig(), {})
+    library.adopt(LoadRequest(model_id="org/m"))
+    library.keep_options(LoadRequest(model_id="org/m", tensor_parallel=2))
+    assert library.adopt(LoadRequest(model_id="org/m")).tensor_parallel == 2
+    placed = library.adopt(LoadRequest(model_id="org/m", devices=(1,)))
+    assert (placed.tensor_parallel, placed.devices) == (1, (1,))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import msgspec
 
 from cortex.fleet.catalogue import MEBIBYTE, ModelSpec
 from cortex.fleet.memory import DeviceLedger, MemoryNeed, host_left_bytes, ledger
-from cortex.fleet.topology import Fleet, ModelOnNode, Node
+from cortex.fleet.topology import Fleet, ModelOnNode, Node, Residency
 from cortex.formats.units import gib
 from cortex.wire.node.contexts import AGENT_TOKENS, tolerated
 from cortex.wire.node.device_choice import MOST_LAYERS, UNPLACED, Division, choose_devices
@@ -55,7 +55,8 @@ class Fitting:
         self._stage_layers: tuple[int, ...] = ()
         if held is not None:
             count, self._stage_layers = max(count, held.status.num_devices), held.status.stage_layers
-        self._by_layers = spec.pipeline_parallel > 1 or bool(self._stage_layers)
+        is_staged = held is not None and held.status.parallel == "pipeline"  # even where its layers do not fit
+        self._by_layers = spec.pipeline_parallel > 1 or bool(self._stage_layers) or is_staged
         self._num_layers = sum(self._stage_layers) or MOST_LAYERS
         if count > spec.tensor_parallel:
             spec = msgspec.structs.replace(spec, tensor_parallel=count, pipeline_parallel=1)
@@ -64,7 +65,7 @@ class Fitting:
         self._devices = ledger(node, newcomer=spec.id)
         self._occupants = occupants_of(spec, node, self._devices, fleet, now, origin, leaving)
         self._rivals = rivals(spec, self._occupants, fleet)
-        self._eligible = _eligible(spec, self._devices)
+        self._eligible = _eligible(spec, self._devices, held)
 
     def wake(self) -> Assessment | None:
         """Wake a sleeping model on its devices, at its previous size; `None` if they have no room, or if it is not
@@ -240,7 +241,8 @@ class Fitting:
 
 def capacity_bytes(spec: ModelSpec, node: Node, count: int) -> int:
     """Bytes that a load could take of the largest `count` empty devices."""
-    largest = sorted((device.capacity_bytes for device in _eligible(spec, ledger(node))), reverse=True)[:count]
+    devices = _eligible(spec, ledger(node), node.residencies.get(spec.id))
+    largest = sorted((device.capacity_bytes for device in devices), reverse=True)[:count]
     return sum(largest) if node.ceiling_bytes is None else min(sum(largest), node.ceiling_bytes)
 
 
@@ -440,9 +442,14 @@ def eligible_devices(devices: Sequence[DeviceLedger]) -> list[DeviceLedger]:
     return [device for device in devices if device.kind != "cpu"] or [*devices]
 
 
-def _eligible(spec: ModelSpec, devices: Sequence[DeviceLedger]) -> list[DeviceLedger]:
+def _eligible(spec: ModelSpec, devices: Sequence[DeviceLedger], held: Residency | None) -> list[DeviceLedger]:
     smallest = spec.min_device_vram_mb * MEBIBYTE
-    return [device for device in eligible_devices(devices) if device.total_bytes >= smallest]
+    allowed = () if held is None else held.status.allowed_devices
+    return [
+        device
+        for device in eligible_devices(devices)
+        if device.total_bytes >= smallest and (not allowed or device.index in allowed)
+    ]
 
 
 def _device_count(
@@ -488,7 +495,10 @@ def _too_few(spec: ModelSpec, node: Node, count: int) -> str:
     if node.problem:
         return node.problem
     size = f" of at least {gib(spec.min_device_vram_mb * MEBIBYTE)}" if spec.min_device_vram_mb else ""
-    return f"needs {plural(spec.tensor_parallel, 'device')}{size}, has {count}"
+    held = node.residencies.get(spec.id)
+    allowed = "" if held is None else ", ".join(map(str, held.status.allowed_devices))
+    entry = f" among {allowed} (`devices` of its entry in neuron.toml)" if allowed else ""
+    return f"needs {plural(spec.tensor_parallel, 'device')}{size}{entry}, has {count}"
 
 
 def _too_small(node: Node, eligible: Sequence[DeviceLedger], division: Division | None) -> str:

@@ -31,7 +31,7 @@ from cortex.wire.node.host_splits import HostSplit
 from cortex.wire.node.load_options import ENGINE, PlacedOptions, draft_of, is_path
 from cortex.wire.node.neighbours import Neighbour, is_of_path, repository_of
 from cortex.wire.node.orders import LoadRequest
-from cortex.wire.words import os_error_in_words
+from cortex.wire.words import os_error_in_words, plural
 
 MAX_DEPTH = 4
 MAX_FOUND = 1000
@@ -208,9 +208,7 @@ def _with_own_quant(model: KnownModel) -> KnownModel:
 
 def _requested(known: KnownModel, request: LoadRequest) -> KnownModel:
     """The model with the options of a load request, and its own for the rest."""
-    # A gateway may name fewer devices than the model is configured to take here.
-    has_enough = len(request.devices) >= known.num_devices
-    # It divides a model among the devices that it names, but does not know of replicas. Stages are preferred to
+    # A gateway divides a model among the devices that it names, but does not know of replicas. Stages are preferred to
     # a division of every layer: where either program is configured for them, the links need them.
     stages, shares = known.pipeline_parallel, known.tensor_parallel
     if known.replicas == 1:
@@ -219,7 +217,7 @@ def _requested(known: KnownModel, request: LoadRequest) -> KnownModel:
     max_bytes = None if request.max_bytes is None else max(1, request.max_bytes // known.replicas)
     model = replace(
         request.over(known),
-        devices=request.devices if has_enough else known.devices,
+        devices=request.devices or known.devices,
         tensor_parallel=shares,
         pipeline_parallel=stages,
         memory_bytes=smallest(known.memory_bytes, max_bytes),
@@ -227,6 +225,22 @@ def _requested(known: KnownModel, request: LoadRequest) -> KnownModel:
         member=request.member,
     )
     return _with_own_quant(model)
+
+
+def _check_placement(known: KnownModel, request: LoadRequest) -> None:
+    """Raises LoadFailed for devices that the entry of the model does not permit, or too few of them."""
+    if not request.devices:
+        return
+    if excluded := [index for index in request.devices if known.devices and index not in known.devices]:
+        raise LoadFailed(
+            f"{known.id} may not use device {excluded[0]} of this node, only {', '.join(map(str, known.devices))}: "
+            "name those, or change `devices` of its entry in neuron.toml"
+        )
+    if len(request.devices) < known.num_devices:
+        raise LoadFailed(
+            f"{known.id} takes {plural(known.num_devices, 'device')} of this node by its entry in neuron.toml, but the "
+            f"request names {len(request.devices)}: name more, or none"
+        )
 
 
 class Library:
@@ -315,6 +329,11 @@ class Library:
             self._neighbours[repository] = request.neighbours
             if len(self._neighbours) > MAX_ADOPTED:
                 del self._neighbours[next(iter(self._neighbours))]
+        if known is not None and self.is_configured(known.id):
+            _check_placement(known, request)
+        elif known is not None and 0 < len(request.devices) < known.num_devices:
+            # The devices decide how it is divided, not the options of an earlier request.
+            known = replace(known, tensor_parallel=1, pipeline_parallel=1)
         if known is None:
             if request.source is None and not _names_a_model(source):
                 return self.find(request.model_id)

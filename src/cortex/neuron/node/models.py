@@ -153,6 +153,7 @@ class Models:
             bench,
             self._kv_host.kept(model_id, model.num_devices // model.replicas),
             self._loader.last_lines(model) if model.member is not None else (),
+            self._library.find(model_id).devices,
         )
         if controller is None:
             self._unused[model_id] = _UnusedModel(sources, estimate_basis, status)

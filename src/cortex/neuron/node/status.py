@@ -98,6 +98,7 @@ def describe_model(
     bench: BenchResult | None = None,
     kv_host: HostKV | None = None,
     log_lines: tuple[str, ...] = (),
+    allowed_devices: tuple[int, ...] = (),
 ) -> ModelStatus:
     """`num_in_preparation`: requests that are being tokenised or wait for it, before they reach the instance. `damage`:
     why its files cannot be used."""
@@ -118,6 +119,7 @@ def describe_model(
         id=model.id,
         state=life.reported_state(now_s) if life is not None else served.state,
         devices=instance.host.device_indices if instance is not None else model.devices,
+        allowed_devices=allowed_devices,
         num_devices=model.num_devices,
         replicas=len(instance.host.replica_devices) if instance is not None else model.replicas,
         replica_devices=instance.host.replica_devices if instance is not None else (),

@@ -211,4 +211,4 @@ class PlacedOptions(LoadOptions, frozen=True, kw_only=True):
     """Additional options of `neuron.toml` and load requests, which a catalogue leaves to placement."""
 
     devices: Annotated[tuple[int, ...], Meta(max_length=1024)] = ()
-    """Indices of the devices that it may use. Absent: the node chooses."""
+    """Indices of the devices that it may use. Absent: all."""

@@ -188,6 +188,8 @@ class ModelStatus(NodeValue, frozen=True):
     id: str
     state: ModelState
     devices: tuple[int, ...] = ()
+    allowed_devices: tuple[int, ...] = ()
+    """The devices that its entry in `neuron.toml` permits; empty: all."""
     num_devices: Count = 1
     """Number of devices that it takes on this node, as configured: divided among them, or with a replica on each."""
     replicas: Count = 1

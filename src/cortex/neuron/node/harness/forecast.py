@@ -45,6 +45,7 @@ from cortex.neuron.node.inspection_process.preflight import ModelMetadata
 from cortex.neuron.node.library import KnownModel
 from cortex.neuron.node.memory.ceilings import smallest
 from cortex.wire.node.contexts import ContextSize, ContextSizes, wanted
+from cortex.wire.node.device_choice import UNPLACED, Division, choose_devices
 from cortex.wire.node.host_splits import HostSplit, HostSplits
 from cortex.wire.node.protocol import Device
 
@@ -333,9 +334,11 @@ class Forecast(NodeLimits):
     ) -> tuple[StageSpec, ...] | None:
         """The layers of each device while all of them are empty; None if they cannot hold the model."""
         allowed = [device for device in devices if not model.devices or device.index in model.devices]
-        largest = sorted(allowed, key=lambda device: (-device.total_bytes, device.index))[: model.pipeline_parallel]
-        in_order = sorted(largest, key=lambda device: device.index)
-        capacities = [self._usable_when_empty(model, device) for device in in_order]
+        usable = {device.index: self._usable_when_empty(model, device) for device in allowed}
+        chosen = choose_devices(Division(0, model.pipeline_parallel, by_layers=True), usable, UNPLACED)
+        if not chosen:
+            return None
+        capacities = [usable[index] for index in chosen]
         return self.stages(model, metadata, devices[0], capacities, [None] * len(capacities))
 
     def _usable_when_empty(self, model: KnownModel, device: Device) -> int:

@@ -36,8 +36,8 @@ Generated from the tables of the code by `make docs`; edit those, not this page.
 A model's family follows from the `model_type` of its `config.json`. **Formats**: all are read from safetensors, dense
 and [quantised](#formats); GGUF has the architecture's name in such files. **Divided**: `tensor_parallel` divides every
 layer, `pipeline_parallel` divides by layers. **Tools** and **reasoning** are what the published models write
-([below](#tool-calls-and-reasoning)); — if they do not reason. **Images**: whether
-images in prompts are read, in families that are published with a vision tower: from safetensors, and from GGUF with the
+([below](#tool-calls-and-reasoning)); — if they do not reason. **Pictures**: whether
+those in prompts are read, in families that are published with a vision tower: from safetensors, and from GGUF with the
 model's `mmproj` file in the same directory, which is downloaded with it; — without a tower.
 """
 
@@ -98,7 +98,9 @@ def models_page() -> str:
     return "\n".join(
         [
             INTRODUCTION,
-            *_table(["`model_type`", "models", "formats", "divided", "tools", "reasoning", "images"], sorted(_rows())),
+            *_table(
+                ["`model_type`", "models", "formats", "divided", "tools", "reasoning", "pictures"], sorted(_rows())
+            ),
             "",
             ENCODED,
             *_table(["`model_type`", "models", "GGUF"], sorted(_encoder_rows())),
@@ -127,7 +129,7 @@ def _rows() -> Iterator[list[str]]:
             formats = f"safetensors, GGUF ({known})" if known else "safetensors"
             tools = ", ".join(f"`{syntax}`" for syntax in syntaxes)
             reasoning = _code(markers.open) if markers is not None else "—"
-            yield [_code(*types), models, formats, _division(family), tools, reasoning, _images(family) or "—"]
+            yield [_code(*types), models, formats, _division(family), tools, reasoning, _pictures(family) or "—"]
 
 
 def _files(family: ModelFamily) -> Iterator[str]:
@@ -157,7 +159,7 @@ def _division(family: Family) -> str:
     return "tensor, pipeline" if has_stages else "tensor"
 
 
-def _images(family: Family) -> str:
+def _pictures(family: Family) -> str:
     """A function chooses among the text parts of its module."""
     parts = [family] if isinstance(family, type) else vars(_module(family)).values()
     is_part = any(isinstance(each, type) and issubclass(each, TextPart) and each is not TextPart for each in parts)

@@ -96,12 +96,12 @@ def _holders(value: Any, path: str, depth: int = 0) -> Iterator[tuple[dict[str, 
         if not isinstance(item, dict):
             continue
         at = f"{path}[{index}]"
-        image, source = item.get("image_url"), item.get("source")
+        picture, source = item.get("image_url"), item.get("source")
         if item.get("type") in ("image_url", "input_image"):
-            if isinstance(image, dict) and _is_address(image.get("url")):
-                yield image, "url", image["url"], at
-            elif isinstance(image, str) and _is_address(image):
-                yield item, "image_url", image, at
+            if isinstance(picture, dict) and _is_address(picture.get("url")):
+                yield picture, "url", picture["url"], at
+            elif isinstance(picture, str) and _is_address(picture):
+                yield item, "image_url", picture, at
         elif item.get("type") == "image" and isinstance(source, dict) and _is_address(source.get("url")):
             yield item, "source", source["url"], at
         for name in _INNER:

@@ -265,7 +265,7 @@ class TemplateRenderFailed(_InvalidRequest):
 
 
 class UnsupportedModality(_InvalidRequest):
-    """The model does not support a kind of input or output: images, tools, embeddings."""
+    """The model does not support a kind of input or output: pictures, tools, embeddings."""
 
     code = "unsupported_modality"
 

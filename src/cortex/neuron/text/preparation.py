@@ -137,8 +137,8 @@ def _end_of_prompt(text: TextModel, request: GenerateRequest, rules: PromptRules
         return rendered
     if rendered.places:
         raise InvalidValue(
-            f"The prompt has images and {len(rendered.ids)} tokens, and only texts are truncated to "
-            f"{kept} tokens. Send fewer images, or no 'truncate_prompt_tokens'.",
+            f"The prompt has pictures and {len(rendered.ids)} tokens, and only texts are truncated to "
+            f"{kept} tokens. Send fewer pictures, or no 'truncate_prompt_tokens'.",
             param="truncate_prompt_tokens",
         )
     ids = rendered.ids[-max(1, kept) :]

@@ -150,8 +150,8 @@ class LoadOptions(FileOptions, frozen=True, kw_only=True):
     draft: Annotated[str, Meta(max_length=4000)] | None = None
     """The name of a smaller model with the same tokenizer; equivalent to `speculation = "draft:NAME"`."""
     vision: Annotated[Vision | None, _unless_given("device")] = None
-    """The place of the vision tower, if the model takes images. `device`, the default: on the model's device. `cpu`: in
-    host memory, where images take seconds but no device memory. `off`: not loaded, and the model reads text only."""
+    """The place of the vision tower, if the model takes pictures. `device`, the default: on its device. `cpu`: in host
+    memory, where pictures take seconds but no device memory. `off`: not loaded, and the model reads text only."""
     host_weights: HostWeights | None = None
     """Which weights of a model that does not fit its device are in host memory. Absent: experts of a mixture that do
     not fit. `auto`: for any model, as the last resort also feed-forward blocks of layers without experts, which is

@@ -192,8 +192,8 @@ def _is_plain(value: Any) -> bool:
 
 def _check(name: str, value: Any, path: str, *, opens_paths: bool) -> None:
     if isinstance(value, dict):
-        if (image := _picture(value, path)) is not None:
-            header_of(image)
+        if (picture := _picture(value, path)) is not None:
+            header_of(picture)
         for each, inner in value.items():
             is_text = each in _TEXTS and isinstance(inner, str) and not (opens_paths and each in _CHOICES)
             if each not in _TREES and not is_text:

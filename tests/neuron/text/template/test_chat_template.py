@@ -209,7 +209,7 @@ def test_rejects_images_in_any_position(make_model: Any) -> None:
     picture = PicturePart(width=64, height=64)
     result = Message(role="tool", parts=(ToolResult(call_id="1", parts=(picture,)),))
     for message in (Message(role="user", parts=(Text(text="see"), picture)), result):
-        with pytest.raises(UnsupportedModality, match="image"):
+        with pytest.raises(UnsupportedModality, match="picture"):
             make_model("qwen3").render(GenerateRequest(model="m", messages=(said("user", "x"), message)))
 
 

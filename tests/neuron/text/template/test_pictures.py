@@ -138,7 +138,7 @@ def test_rejects_pictures_that_have_no_place(tmp_path: Path, backend: Tokenizer,
     with pytest.raises(InvalidValue, match="1 × 500 pixels") as found:
         model.render(ask((picture(3, 1, 500),)))
     assert found.value.param == "messages[3]"
-    with pytest.raises(InvalidValue, match="is an image in a message of the system"):
+    with pytest.raises(InvalidValue, match="is a picture in a message of the system"):
         model.render(ask(Message(role="system", parts=(picture(0),)), (Text(text="x"),)))
     with pytest.raises(ContextLengthExceeded):
         model.render(ask((picture(0, 1024, 1024),)), PromptRules(context_tokens=1000))
@@ -147,7 +147,7 @@ def test_rejects_pictures_that_have_no_place(tmp_path: Path, backend: Tokenizer,
     bare = model_of(tmp_path, backend, "qwen3_5")
     (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}{% endfor %}")
     bare = load_text(tmp_path)
-    with pytest.raises(TemplateRenderFailed, match="shows 0 of the conversation's 1 images"):
+    with pytest.raises(TemplateRenderFailed, match="shows 0 of the conversation's 1 pictures"):
         bare.render(ask((picture(0),)))
 
 

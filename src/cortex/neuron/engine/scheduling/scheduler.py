@@ -107,9 +107,9 @@ class Scheduler:
                 f"but the context of this model holds {self.limits.context_tokens}: shorten the prompt or max_tokens"
             )
         if request.pictures and self._pictures is None:
-            raise RequestError("the model was loaded without its vision tower, and the prompt has images")
+            raise RequestError("the model was loaded without its vision tower, and the prompt has pictures")
         if any(picture.end > len(request.prompt) for picture in request.pictures):
-            raise RequestError("an image of the request has no place in its prompt")
+            raise RequestError("a picture of the request has no place in its prompt")
         places = NO_PICTURES
         if request.pictures and self._pictures is not None:
             places = PicturePositions(request.pictures, self._pictures)

@@ -385,8 +385,8 @@ def _message(
     if reasoning := [part.text for part in parts if isinstance(part, Reasoning)]:
         # Both names, as in the reference library: templates read one or the other.
         value["reasoning_content"] = value["thinking"] = "".join(reasoning)
-    if (image := next((part for part in parts if isinstance(part, PicturePart)), None)) is not None:
-        _check_picture(image, message, position, takes_pictures=takes_pictures)
+    if (picture := next((part for part in parts if isinstance(part, PicturePart)), None)) is not None:
+        _check_picture(picture, message, position, takes_pictures=takes_pictures)
         value["content"] = content_of(part for part in parts if isinstance(part, Text | PicturePart))
         return value
     # The text parts of an assistant are pieces of one stream; those of other roles are separate blocks.
@@ -406,19 +406,19 @@ def _role(message: Message, template: ChatTemplate) -> str:
     return message.role
 
 
-def _check_picture(image: PicturePart, message: Message, position: int, *, takes_pictures: bool) -> None:
-    place = image.param or f"messages[{position}]"
+def _check_picture(picture: PicturePart, message: Message, position: int, *, takes_pictures: bool) -> None:
+    place = picture.param or f"messages[{position}]"
     if not takes_pictures:
         raise UnsupportedModality(
-            f"{place} is an image, and this model reads text only; "
-            "remove the image, or choose a model whose capabilities include vision",
-            param=image.param or "messages",
+            f"{place} is a picture, and this model reads text only; "
+            "remove the picture, or choose a model whose capabilities include vision",
+            param=picture.param or "messages",
         )
     if message.role not in ("user", "tool"):
         raise InvalidValue(
-            f"{place} is an image in a message of the {message.role}; images can be in messages of the user and in "
+            f"{place} is a picture in a message of the {message.role}; pictures can be in messages of the user and in "
             "results of tools",
-            param=image.param or "messages",
+            param=picture.param or "messages",
         )
 
 

@@ -38,11 +38,11 @@ def picture_grids(request: GenerateRequest, spec: PictureSpec | None) -> dict[in
     grids: dict[int, PictureGrid] = {}
     if spec is None:
         return grids
-    for image in pictures_in(request):
+    for picture in pictures_in(request):
         try:
-            grids[image.number] = spec.grid(image.width, image.height, image.detail)
+            grids[picture.number] = spec.grid(picture.width, picture.height, picture.detail)
         except UnusablePicture as error:
-            raise InvalidValue(f"The image cannot be used: {error}.", param=image.param or "messages") from error
+            raise InvalidValue(f"The picture cannot be used: {error}.", param=picture.param or "messages") from error
     return grids
 
 
@@ -105,8 +105,8 @@ def placeholders(text: str, picture: PictureText, literal_at: Sequence[int], cou
         start = text.find(picture.placeholder, start + 1)
     if len(found) != count:
         raise TemplateRenderFailed(
-            f"the model's chat template shows {len(found)} of the conversation's {count} images; "
-            "send images in messages of the user"
+            f"the model's chat template shows {len(found)} of the conversation's {count} pictures; "
+            "send pictures in messages of the user"
         )
     return found
 
@@ -140,7 +140,7 @@ def expanded(
     feature, row_end, end = (tokenizer.whole_id(each) for each in (text.feature, text.row_end, text.end))
     found = [at for at, token in enumerate(ids) if token == feature]
     if feature is None or len(found) != len(numbers):
-        raise TemplateRenderFailed(f"{len(found)} places for {len(numbers)} images are in the prompt")
+        raise TemplateRenderFailed(f"{len(found)} places for {len(numbers)} pictures are in the prompt")
     every: list[int] = []
     places: list[PicturePlace] = []
     previous = 0

@@ -156,9 +156,9 @@ def _read_picture(block: Fields) -> PicturePart:
         case "url":
             return from_url(source.required_text("url"), block.path)
         case "file":
-            raise source.invalid("type", "no files are stored here; send the image as base64")
+            raise source.invalid("type", "no files are stored here; send the picture as base64")
         case other:
-            raise source.invalid("type", f"'{shorten(other or '')}' is not known; send the image as base64 or url")
+            raise source.invalid("type", f"'{shorten(other or '')}' is not known; send the picture as base64 or url")
 
 
 def _read_document(block: Fields) -> Iterator[Text | PicturePart]:

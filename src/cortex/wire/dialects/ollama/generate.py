@@ -31,22 +31,22 @@ def parse(body: bytes) -> GenerateRequest:
     """Raises `MalformedJSON`, `MissingModel` or `InvalidValue`."""
     fields = GENERATE.read(body)
     read = request.read_request(fields, read_summary(fields))
-    prompt, system, images = fields.text("prompt") or "", fields.text("system"), request.read_pictures(fields)
+    prompt, system, pictures = fields.text("prompt") or "", fields.text("system"), request.read_pictures(fields)
     if suffix := fields.text("suffix"):
-        if images or system:
+        if pictures or system:
             raise fields.invalid("suffix", "what is filled in is text only; leave out 'images' and 'system'")
         return msgspec.structs.replace(read, prompt=prompt, suffix=suffix)
     if read.loads_only:
         return read
     if fields.flag("raw"):
-        if images or system:
+        if pictures or system:
             raise fields.invalid("raw", "a raw prompt is text only; leave out 'images' and 'system'")
         return msgspec.structs.replace(read, prompt=prompt)
     messages: list[Message] = []
     if system:
         messages.append(Message(role="system", parts=(Text(text=system),)))
     parts: list[Text | PicturePart] = [Text(text=prompt)] if prompt else []
-    messages.append(Message(role="user", parts=(*parts, *images)))
+    messages.append(Message(role="user", parts=(*parts, *pictures)))
     return msgspec.structs.replace(read, messages=tuple(messages))
 
 

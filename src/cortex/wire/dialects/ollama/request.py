@@ -129,8 +129,8 @@ def duration_s(text: str) -> float | None:
 def read_pictures(fields: Fields) -> tuple[PicturePart, ...]:
     """The pictures of `images`, which are base64 texts."""
     name = fields.param("images")
-    return tuple(_image(text, f"{name}[{number}]") for number, text in enumerate(fields.texts("images")))
+    return tuple(_picture(text, f"{name}[{number}]") for number, text in enumerate(fields.texts("images")))
 
 
-def _image(text: str, param: str) -> PicturePart:
+def _picture(text: str, param: str) -> PicturePart:
     return from_url(text, param) if ":" in text[:16] else from_base64(text, "", param)

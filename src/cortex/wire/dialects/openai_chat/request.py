@@ -211,7 +211,7 @@ def _read_part(part: Fields) -> Text | PicturePart | Reasoning:
             return Text(text=part.required_text("text"))
         case other:
             raise UnsupportedModality(
-                f"Content of type '{shorten(other)}' is not supported by the models here; send text or images.",
+                f"Content of type '{shorten(other)}' is not supported by the models here; send text or pictures.",
                 param=part.param("type"),
             )
 

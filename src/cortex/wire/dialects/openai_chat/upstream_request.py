@@ -147,8 +147,8 @@ def _content_body(parts: tuple[Part, ...] | tuple[Text | PicturePart, ...]) -> s
     return content
 
 
-def _picture_body(image: PicturePart) -> dict[str, str]:
-    body = {"url": image.url or data_url(image)}
-    if image.detail != "auto":
-        body["detail"] = image.detail
+def _picture_body(picture: PicturePart) -> dict[str, str]:
+    body = {"url": picture.url or data_url(picture)}
+    if picture.detail != "auto":
+        body["detail"] = picture.detail
     return body

@@ -10,7 +10,7 @@ import torch
 
 from cortex.neuron.engine.errors import LoadError
 from cortex.neuron.engine.loading.kernel_pass import META, KernelPass, ModelToCompile
-from cortex.neuron.engine.loading.loading import matrix_layouts
+from cortex.neuron.engine.loading.loading import kv_cache_dtype, matrix_layouts
 from cortex.neuron.engine.memory.device import compute_dtype
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.kernels.compilation import Report
@@ -50,12 +50,11 @@ def warm_kernels(
     except UnsupportedModel as error:
         raise LoadError(str(error)) from error
     dtype = compute_dtype(spec.dtype, _GPU)
-    kv_dtype = dtype if spec.kv_dtype == "auto" else torch.float8_e4m3fn
     passed = ModelToCompile(
         architecture,
         matrix_layouts(tensors, spec, _GPU),
         dtype,
-        kv_dtype,
+        kv_cache_dtype(spec, dtype, META),
         WHOLE if num_ranks == 1 else Shard(0, num_ranks),
         spec.max_num_seqs,
         min(spec.context_tokens or architecture.config.context_tokens, architecture.config.context_tokens),

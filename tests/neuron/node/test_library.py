@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from cortex.neuron.config import DefaultModel, HarnessSettings, ModelEntry, NeuronConfig, TorchHarness
 from cortex.neuron.node.library import MAX_ADOPTED, Library, cache_directory, scan_cache
 from cortex.neuron.weights.hub.cache import RepositoryCache
-from cortex.wire.errors import LoadFailed, ModelNotFound
+from cortex.wire.errors import LoadFailed, ModelNotFound, ModelUnsupported
 from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.node.neighbours import Neighbour, repository_of
 from cortex.wire.node.orders import LoadRequest
@@ -220,9 +220,9 @@ def test_request_for_devices_that_the_entry_does_not_permit_is_rejected() -> Non
     assert library.adopt(LoadRequest(model_id="m")).devices == (2, 3, 4)
     assert library.adopt(LoadRequest(model_id="m", devices=(2, 4))).devices == (2, 4)
     assert library.adopt(LoadRequest(model_id="n", devices=(0, 1), tensor_parallel=2)).devices == (0, 1)
-    with pytest.raises(LoadFailed, match=r"may not use device 0 of this node, only 2, 3, 4: name those"):
+    with pytest.raises(ModelUnsupported, match=r"may not use device 0 of this node, only 2, 3, 4: name those"):
         library.adopt(LoadRequest(model_id="m", devices=(0, 2)))
-    with pytest.raises(LoadFailed, match=r"takes 2 devices of this node by its entry .* names 1: name more, or none"):
+    with pytest.raises(ModelUnsupported, match=r"takes 2 devices of this node .* names 1: name more, or none"):
         library.adopt(LoadRequest(model_id="m", devices=(2,)))
 
 

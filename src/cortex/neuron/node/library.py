@@ -23,7 +23,7 @@ from cortex.neuron.weights.errors import CheckpointError
 from cortex.neuron.weights.hub.cache import RepositoryCache
 from cortex.neuron.weights.hub.cache import cache_directory as hub_cache_directory
 from cortex.neuron.weights.hub.source import is_hub_id, parse_source
-from cortex.wire.errors import InvalidValue, LoadFailed, ModelNotFound, SourceNotAllowed, shorten
+from cortex.wire.errors import InvalidValue, LoadFailed, ModelNotFound, ModelUnsupported, SourceNotAllowed, shorten
 from cortex.wire.fields.body import MAX_MODEL_NAME
 from cortex.wire.model_names import check_name
 from cortex.wire.node.groups import GroupMember
@@ -228,16 +228,16 @@ def _requested(known: KnownModel, request: LoadRequest) -> KnownModel:
 
 
 def _check_placement(known: KnownModel, request: LoadRequest) -> None:
-    """Raises LoadFailed for devices that the entry of the model does not permit, or too few of them."""
+    """Raises ModelUnsupported for devices that the entry of the model does not permit, or too few of them."""
     if not request.devices:
         return
     if excluded := [index for index in request.devices if known.devices and index not in known.devices]:
-        raise LoadFailed(
+        raise ModelUnsupported(
             f"{known.id} may not use device {excluded[0]} of this node, only {', '.join(map(str, known.devices))}: "
             "name those, or change `devices` of its entry in neuron.toml"
         )
     if len(request.devices) < known.num_devices:
-        raise LoadFailed(
+        raise ModelUnsupported(
             f"{known.id} takes {plural(known.num_devices, 'device')} of this node by its entry in neuron.toml, but the "
             f"request names {len(request.devices)}: name more, or none"
         )
@@ -309,8 +309,8 @@ class Library:
         source; other options apply to this load only (but see `keep_options`, `remember_quant`).
 
         Raises ModelNotFound for an id that is neither known, nor a hub id, nor an existing path. Raises
-        SourceNotAllowed for a path outside the model roots, whether or not it exists, and LoadFailed for that of its
-        draft model.
+        SourceNotAllowed for a path outside the model roots, whether or not it exists, LoadFailed for that of its draft
+        model, and ModelUnsupported for devices that its entry does not permit.
         """
         request = self._with_own_source(request)
         known = self._models.get(request.model_id)

@@ -8,7 +8,8 @@ ROUTER = Router(
     [
         Route("GET", "/models", "list"),
         Route("POST", "/models", "add"),
-        Route("GET DELETE", "/models/(?P<name>.+)", "one"),
+        Route("GET DELETE", "/models/{name:.+}", "one"),
+        Route("GET", "/devices/{index:[0-9]{1,2}}/{part}", "part"),
         Route("", "/gone", "reject"),
     ]
 )
@@ -26,12 +27,13 @@ def request(method: str, path: str, search: bytes = b"") -> Request:
         ("POST", "/models", ("add", {})),
         ("DELETE", "/models/owner%2Fname", ("one", {"name": "owner/name"})),
         ("HEAD", "/models/a/b", ("one", {"name": "a/b"})),
+        ("GET", "/devices/12/a%20b", ("part", {"index": "12", "part": "a b"})),
         ("PATCH", "/gone", ("reject", {})),
     ],
 )
 def test_finds_the_handler_and_what_the_path_matched(method: str, path: str, expected: object) -> None:
-    assert ROUTER.find(request(method, path)) == expected
-    assert ROUTER.serves(request("TRACE", path))
+    match = ROUTER.find(request(method, path))
+    assert (match.route.handler, match.values) == expected
 
 
 def test_method_without_a_route_is_rejected_with_those_that_have_one() -> None:
@@ -39,8 +41,14 @@ def test_method_without_a_route_is_rejected_with_those_that_have_one() -> None:
         ROUTER.find(request("PUT", "/models"))
 
 
-def test_unknown_path_is_rejected() -> None:
-    assert not ROUTER.serves(request("GET", "/other"))
+@pytest.mark.parametrize("path", ["/other", "/devices/123/part", "/devices/1/a/b", "/devicesx1/a"])
+def test_unknown_path_is_rejected(path: str) -> None:
+    assert ROUTER.match(request("GET", path)) is None
+    with pytest.raises(RouteNotFound, match=path):
+        ROUTER.find(request("GET", path))
+
+
+def test_error_for_an_unknown_path_says_where_the_routes_are() -> None:
     with pytest.raises(RouteNotFound, match="There is no /other; GET / lists the routes"):
         ROUTER.find(request("GET", "/other"))
 

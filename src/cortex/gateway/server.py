@@ -70,7 +70,7 @@ from cortex.gateway.proxy.inference import Inference
 from cortex.gateway.proxy.listener import api_server, client_limits, metrics_server, paths_without_key
 from cortex.gateway.proxy.services import RequestLimits, Services
 from cortex.gateway.responses.service import ResponsesService
-from cortex.gateway.router import RequestRouter
+from cortex.gateway.routes import GatewayRoutes
 from cortex.http.cross_site import CrossSiteCheck
 from cortex.http.limits import Buffered
 from cortex.http.ticker import Ticker
@@ -209,7 +209,6 @@ class Gateway:
             JobRoutes(api, board),
             AuditRoutes(api, self._audit),
             ActivityRoutes(api, self._services.activity, self._request_log, self._services.running, self._streams),
-            self._batches,
             HistoryRoutes(api, self._history.history),
             UsageRoutes(api),
             key_routes,
@@ -221,7 +220,7 @@ class Gateway:
             self._health,
             cross_site,
             self._streams,
-            [route for part in parts for route in part.routes()],
+            [*(route for part in parts for route in part.routes()), *self._batches.fleet_routes()],
             open_paths,
             self._audit,
         )
@@ -229,11 +228,20 @@ class Gateway:
         self._signing_in = SigningIn(self._metering, Conversations(self.database), attempts)
         ollama = OllamaInference(self._inference, operator, cross_site)
         page = Page(self._metering, self._signing_in, attempts, is_secure=self._certificate is not None)
-        self._router = RequestRouter(
-            self._inference, self._responses, self._batches, ollama, self._control, page, cross_site
+        self._routes = GatewayRoutes(
+            self._inference,
+            self._responses,
+            self._batches,
+            ollama,
+            self._control,
+            page,
+            cross_site,
+            self._metering,
+            open_paths,
         )
         self.server = api_server(
-            self._router.handle,
+            self._routes.handle,
+            self._routes.match,
             config,
             self._ticker,
             self.metrics,
@@ -253,7 +261,7 @@ class Gateway:
         await self._history.restore()
         self._request_log.retention_days = self.config.activity.log_retention_days
         await self._use_keys(self.config)
-        self._router.configure(self.config, is_open=self._metering.is_open)
+        self._routes.configure(self.config, is_open=self._metering.is_open)
         section, sockets = self.config.gateway, sockets or ListeningSockets()
         await sockets.check(section)
         await self._operator_state.synchronise()
@@ -380,7 +388,7 @@ class Gateway:
         self._services.pictures.section = config.pictures
         self._responses.use(config.responses)
         self._batches.use(config.batches)
-        self._router.configure(config, is_open=self._metering.is_open)
+        self._routes.configure(config, is_open=self._metering.is_open)
         self._services.activity.configure(config.activity)
         self._request_log.retention_days = config.activity.log_retention_days
         logs.configure(config.gateway.log_format, config.gateway.log_level)
@@ -438,7 +446,7 @@ class Gateway:
         async with self._reloading:
             was_open = self._metering.is_open
             await self._use_keys(self.config)
-            self._router.configure(self.config, is_open=self._metering.is_open)
+            self._routes.configure(self.config, is_open=self._metering.is_open)
             if self._metering.is_open != was_open:
                 self._warn_about_access()
 

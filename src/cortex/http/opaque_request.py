@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from cortex.http.composed_body import Body
+from cortex.http.limits import ClientLimits
 from cortex.http.request import Headers, Request
 from cortex.http.server.parser import Spooled
 from cortex.wire.opaque import fields as opaque_fields
@@ -26,10 +27,10 @@ class WrittenRequest(NamedTuple):
     body: Body
 
 
-def body_limit(request: Request, *, body_bytes: int, upload_bytes: int) -> int | Spooled:
-    """How long the body of a head may be: files are spooled, what must be parsed as a whole is not."""
-    form = form_of(request.text(_CONTENT_TYPE) or "")
-    return Spooled(upload_bytes) if form in ("multipart", "other") else body_bytes
+def spooled_form(request: Request, limits: ClientLimits) -> int | Spooled:
+    """The body limit of a head: files are spooled, what must be parsed as a whole is not."""
+    kind = form_of(request.text(_CONTENT_TYPE) or "")
+    return Spooled(limits.upload_bytes) if kind in ("multipart", "other") else limits.body_bytes
 
 
 async def read_fields(request: Request) -> OpaqueFields:

@@ -173,7 +173,18 @@ async def test_mistyped_route_is_not_found_whatever_its_body_is(start_gateway: S
         assert (status, body["error"]["code"]) == (404, "route_not_found")
 
 
-@pytest.mark.parametrize(("path", "allowed"), [("/v1/chat/completions", "POST"), ("/v1/models", "GET, HEAD")])
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        ("/v1/chat/completions", "POST"),
+        ("/v1/models", "GET, HEAD"),
+        ("/v1/responses/resp_1/cancel", "POST"),
+        ("/v1/conversations", "POST"),
+        ("/v1/batches/batch_1", "GET, HEAD"),
+        ("/session/methods", "GET, HEAD"),
+        ("/page/index.html", "GET, HEAD"),
+    ],
+)
 async def test_wrong_method_gets_the_allowed_ones(start_gateway: StartGateway, path: str, allowed: str) -> None:
     client = await start_gateway()
     async with client.session.delete(client.url + path) as response:

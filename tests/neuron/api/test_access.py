@@ -11,8 +11,12 @@ import pytest
 from aiohttp import ClientError, ClientSession
 
 from cortex.http.limits import ClientLimits
+from cortex.http.request import Request
+from cortex.http.routing import Router
 from cortex.http.tls import client_context
 from cortex.neuron.api.access import NodeKeys, read_keys
+from cortex.neuron.api.routes.models import ModelRoutes
+from cortex.neuron.api.routes.transfers import KvBlocks, SharedFiles
 from cortex.neuron.api.server import ReloadableSettings, client_limits
 from cortex.neuron.config import Limits, NeuronConfig
 from cortex.settings import Listen, SettingsError
@@ -61,20 +65,25 @@ async def test_serves_callers_with_any_of_its_keys(
 
 
 @pytest.mark.parametrize(
-    ("path", "opening"),
+    ("method", "path", "opening"),
     [
-        (KV_PATH, SCOPE),
-        (f"{SHARED_FILES}org/tiny", "org/tiny"),
-        (f"{SHARED_FILES}org/tiny/0123", "org/tiny"),
-        (f"{SHARED_FILES}kv/blocks", "kv/blocks"),
-        ("/models", None),
+        ("POST", KV_PATH, SCOPE),
+        ("GET", f"{SHARED_FILES}org/tiny", "org/tiny"),
+        ("GET", f"{SHARED_FILES}org/tiny/0123", "org/tiny"),
+        ("GET", f"{SHARED_FILES}kv/blocks", "kv/blocks"),
+        ("GET", f"{SHARED_FILES}org/tiny%2F..%2Fother", None),
+        ("GET", "/v1/models", None),
+        ("GET", "/nowhere", None),
     ],
 )
-def test_ticket_opens_one_repository_or_kv_blocks_and_nothing_else(path: str, opening: str | None) -> None:
+def test_ticket_opens_one_repository_or_kv_blocks_and_nothing_else(method: str, path: str, opening: str | None) -> None:
     keys = NodeKeys([KEY])
+    node: Any = None
+    routes = Router([*SharedFiles(node, None).routes(), *KvBlocks(node).routes(), *ModelRoutes(node).routes()])
+    match = routes.match(Request(method.encode(), path.encode(), b"", (), b"", "127.0.0.1"))
     for scope in ("org/tiny", "kv/blocks", SCOPE):
         ticket = new_ticket(key_hash(KEY), scope, time.time())
-        assert keys.admits_ticket(ticket, path) == (scope == opening)
+        assert keys.admits_ticket(ticket, match) == (scope == opening)
 
 
 async def test_health_has_only_the_status_for_callers_without_a_key(api: Any, node_keys: NodeKeys) -> None:

@@ -59,9 +59,9 @@ class ActivityRoutes:
             Route("DELETE", PATH, self._forget_matching),
             Route("GET", EVENTS_PATH, self._stream),
             Route("GET", RUNNING_PATH, self._list_running),
-            Route("DELETE", f"{RUNNING_PATH}/(?P<request_id>.+)", self._cancel),
-            Route("GET", f"{PATH}/(?P<request_id>.+)", self._one),
-            Route("DELETE", f"{PATH}/(?P<request_id>.+)", self._forget),
+            Route("DELETE", f"{RUNNING_PATH}/{{request_id:.+}}", self._cancel),
+            Route("GET", f"{PATH}/{{request_id:.+}}", self._one),
+            Route("DELETE", f"{PATH}/{{request_id:.+}}", self._forget),
         ]
 
     def _key(self, exchange: Exchange) -> KeySection | None:

@@ -45,7 +45,7 @@ class BenchRoutes:
         self._board = board
 
     def routes(self) -> list[ApiRoute]:
-        return [Route("POST", "/fleet/models/(?P<name>.+)/bench", self._begin)]
+        return [Route("POST", "/fleet/models/{name:.+}/bench", self._begin)]
 
     def _begin(self, exchange: Exchange, name: str) -> Response | None:
         request = exchange.request

@@ -19,7 +19,7 @@ from cortex.gateway.api.health import GatewayHealth, is_ready
 from cortex.gateway.api.live.event_streams import EventStreams
 from cortex.gateway.api.live.fleet_feed import FleetFeed, node_statuses
 from cortex.gateway.api.live.public_view import FleetView
-from cortex.gateway.api.parts import ApiHandler, ApiRoute, ApiServices, listing_key
+from cortex.gateway.api.parts import ApiRoute, ApiServices, listing_key
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.operator.audit import MAX_DETAIL, AuditLog
 from cortex.gateway.dispatch.view import DispatchView
@@ -28,10 +28,10 @@ from cortex.gateway.ledger.meter import ANONYMOUS
 from cortex.gateway.proxy.admission import resolve_listed
 from cortex.gateway.proxy.listener import OLLAMA_LISTINGS
 from cortex.gateway.proxy.redaction import shown_to
-from cortex.gateway.proxy.routes import OPAQUE, ROUTES, error_response, family_of, json_response
+from cortex.gateway.proxy.routes import OPAQUE, ROUTES, HttpRoute, error_response, family_of, json_response
 from cortex.http.cross_site import CrossSiteCheck
 from cortex.http.request import Request
-from cortex.http.routing import Route, Router, expect, path_of, query
+from cortex.http.routing import Route, expect, path_of, query
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.system.build import build_information
@@ -76,37 +76,43 @@ class Control:
         """Ticked by the gateway."""
         self._deferred = api.deferred
         self._streams = streams
-        self._with_effects = Router(routes)
-        """Requests that may change something."""
         self._created = int(time.time())
-        self._pages: Router[ApiHandler] = Router(
-            [
-                Route("GET", "/", self._index),
-                Route("GET", "/health", self._health),
-                Route("GET", "/ready", self._ready),
-                Route("GET", "/version", self._version),
-                Route("GET", "/v1/models", self._list_models),
-                Route("GET", "/v1/models/(?P<name>.+)", self._model),
-                Route("GET", "/fleet/status", self._status),
-                Route("GET", "/fleet/decisions", self._decisions),
-                Route("GET", "/fleet/events", self._stream_events),
-                Route("GET", "/fleet/explain/(?P<name>.+)", self._explain),
-            ]
-        )
+        self._routes = tuple(routes)
+        self.index = self._served(Route("GET", "/", self._index), has_effects=False).handler
+        """What programs get at `/`."""
 
-    def handle(self, exchange: Exchange) -> None:
+    def routes(self) -> list[HttpRoute]:
+        """Those of the other parts, which may change something, and its own."""
+        own: list[ApiRoute] = [
+            Route("GET", "/health", self._health),
+            Route("GET", "/ready", self._ready),
+            Route("GET", "/version", self._version),
+            Route("GET", "/v1/models", self._list_models),
+            Route("GET", "/v1/models/{name:.+}", self._model),
+            Route("GET", "/fleet/status", self._status),
+            Route("GET", "/fleet/decisions", self._decisions),
+            Route("GET", "/fleet/events", self._stream_events),
+            Route("GET", "/fleet/explain/{name:.+}", self._explain),
+        ]
+        return [
+            *(self._served(route, has_effects=True) for route in self._routes),
+            *(self._served(route, has_effects=False) for route in own),
+        ]
+
+    def _served(self, route: ApiRoute, *, has_effects: bool) -> HttpRoute:
+        return Route(route.methods, route.path, partial(self._serve, route, has_effects), route.body_limit)
+
+    def _serve(self, route: ApiRoute, has_effects: bool, exchange: Exchange, /, **values: str) -> None:
         """Serve a request that is not inference; errors are in the dialect of its path."""
         request = exchange.request
         try:
             if request.path not in self._open_paths:
                 self._metering.meter.authenticate(request)
-            path, has_effects = path_of(request), self._with_effects.serves(request)
-            is_read = request.method in (b"GET", b"HEAD") and path not in CHANGED_BY_GET
-            if has_effects and not is_read and path not in READ_BY_POST:
-                self._record(exchange, path)
-            self._reject_cross_site(request, path, has_effects=has_effects)
-            handler, values = (self._with_effects if has_effects else self._pages).find(request)
-            served = handler(exchange, **values)
+            is_read = request.method in (b"GET", b"HEAD") and route.path not in CHANGED_BY_GET
+            if has_effects and not is_read and route.path not in READ_BY_POST:
+                self._record(exchange)
+            self._reject_cross_site(request, route, has_effects=has_effects)
+            served = route.handler(exchange, **values)
             if served is None:
                 return
             if not isinstance(served, Response):
@@ -120,12 +126,12 @@ class Control:
             response = error_response(shown_to(key, error), _family_of(request))
         exchange.respond(*response)
 
-    def _record(self, exchange: Exchange, path: str) -> None:
+    def _record(self, exchange: Exchange) -> None:
         """Record the request, which may change something, with the status of its response."""
         request, key = exchange.request, self._metering.meter.key(exchange.request)
         record = partial(
             self._audit.record,
-            f"{request.method.decode('latin-1')} {path}",
+            f"{request.method.decode('latin-1')} {path_of(request)}",
             key_id="" if key is None else key.id,
             key_name=ANONYMOUS if key is None else key.name,
             client=request.client,
@@ -133,18 +139,18 @@ class Control:
         )
         exchange.on_status(lambda status: record(status=status))
 
-    def _reject_cross_site(self, request: Request, path: str, *, has_effects: bool) -> None:
+    def _reject_cross_site(self, request: Request, route: ApiRoute, *, has_effects: bool) -> None:
         """Raise CrossSiteRequest or UnsupportedMediaType for a request that another site's page may have sent.
 
         `has_effects`: the request may change something. Otherwise the route itself reports the error."""
         host = _text(request.header(b"host"))
-        is_public = request.path in (*self._open_paths, *OLLAMA_LISTINGS) or path.startswith("/v1/")
+        is_public = request.path in (*self._open_paths, *OLLAMA_LISTINGS) or route.path.startswith("/v1/")
         if not is_public and self._metering.meter.key(request) is None:
             self._cross_site.check_host(host)
         if request.method in (b"GET", b"HEAD"):
             return
         self._cross_site.check_origin(_text(request.header(b"origin")), host, _text(request.header(b"sec-fetch-site")))
-        is_undeclared = path.startswith("/api/") and request.header(b"origin") is None  # as by Ollama's clients
+        is_undeclared = not _family_of(request).declares_bodies and request.header(b"origin") is None
         if has_effects and request.method != b"DELETE" and not is_undeclared:
             check_content_type(_text(request.header(b"content-type")), required=True)
 

@@ -149,8 +149,8 @@ class FileRoutes:
     def routes(self) -> list[ApiRoute]:
         return [
             Route("POST", PULL_PATH, self._begin_pull),
-            Route("GET", "/fleet/hub/(?P<source>.+)", self._offer),
-            Route("DELETE", "/fleet/nodes/(?P<node>[^/]+)/files/(?P<model>.+)", self._delete),
+            Route("GET", "/fleet/hub/{source:.+}", self._offer),
+            Route("DELETE", "/fleet/nodes/{node}/files/{model:.+}", self._delete),
         ]
 
     def _begin_pull(self, exchange: Exchange) -> Response:

@@ -182,7 +182,7 @@ class JobRoutes:
         self._board = board
 
     def routes(self) -> list[ApiRoute]:
-        return [Route("GET", PATH, self._list), Route("GET DELETE", f"{PATH}/(?P<job_id>.+)", self._one)]
+        return [Route("GET", PATH, self._list), Route("GET DELETE", f"{PATH}/{{job_id:.+}}", self._one)]
 
     def _list(self, exchange: Exchange) -> Response:
         self._api.authenticate_operator(exchange.request)

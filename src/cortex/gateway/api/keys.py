@@ -89,7 +89,7 @@ class KeyRoutes:
             for root in (KEYS_PATH, GROUPS_PATH)
             for route in (
                 Route("GET POST", root, partial(self._handle, root=root)),
-                Route("PATCH DELETE", f"{root}/(?P<name>.+)", partial(self._handle, root=root)),
+                Route("PATCH DELETE", f"{root}/{{name:.+}}", partial(self._handle, root=root)),
             )
         ]
 

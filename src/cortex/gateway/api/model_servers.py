@@ -43,11 +43,11 @@ class ModelServerRoutes:
 
     def routes(self) -> list[ApiRoute]:
         return [
-            Route("GET", "/fleet/models/(?P<name>.+)/log", self._log),
-            Route("DELETE", "/fleet/models/(?P<name>.+)/size", self._forget_size),
+            Route("GET", "/fleet/models/{name:.+}/log", self._log),
+            Route("DELETE", "/fleet/models/{name:.+}/size", self._forget_size),
             Route("GET", "/logs", self._show_all),
             Route("GET", "/logs/stream", self._stream),
-            Route("GET", "/logs/stream/(?P<name>.+)", self._stream),
+            Route("GET", "/logs/stream/{name:.+}", self._stream),
         ]
 
     async def _show_all(self, exchange: Exchange) -> Response:

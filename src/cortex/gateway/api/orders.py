@@ -68,12 +68,12 @@ class OrderRoutes:
 
     def routes(self) -> list[ApiRoute]:
         return [
-            Route("POST", "/fleet/models/(?P<name>.+)/(?P<order>load|unload|pin|unpin)", self._carry_out),
-            Route("POST", "/fleet/nodes/(?P<name>.+)/(?P<order>drain|undrain)", self._drain_node),
-            Route("POST", "/fleet/profiles/(?P<name>.+)/load", self._load_profile),
+            Route("POST", "/fleet/models/{name:.+}/{order:load|unload|pin|unpin}", self._carry_out),
+            Route("POST", "/fleet/nodes/{name:.+}/{order:drain|undrain}", self._drain_node),
+            Route("POST", "/fleet/profiles/{name:.+}/load", self._load_profile),
             Route("GET", "/unload", self._unload_by_get),
             Route("POST", "/api/models/unload", self._unload_all),
-            Route("POST", "/api/models/unload/(?P<name>.+)", self._unload_one),
+            Route("POST", "/api/models/unload/{name:.+}", self._unload_one),
         ]
 
     def _drain_node(self, exchange: Exchange, name: str, order: str) -> None:

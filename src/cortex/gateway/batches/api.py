@@ -9,6 +9,7 @@ import asyncio
 import re
 from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,10 @@ from cortex.gateway.ledger.users import is_user
 from cortex.gateway.proxy.admission import client_of
 from cortex.gateway.proxy.deferred_responses import respond
 from cortex.gateway.proxy.inference import Inference
-from cortex.gateway.proxy.listener import FILES_PATH, MESSAGE_BATCHES_PATH
-from cortex.gateway.proxy.routes import json_response
+from cortex.gateway.proxy.routes import HttpRoute, json_response
 from cortex.http.cross_site import CrossSiteCheck
 from cortex.http.request import Request
-from cortex.http.routing import Route, Router, query
+from cortex.http.routing import Route, in_memory, path_of, query, spooled
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.system.tasks import OwnedTasks, Supervisor
@@ -49,7 +49,6 @@ from cortex.wire.errors import (
 from cortex.wire.fields.body import check_content_type
 from cortex.wire.opaque import multipart
 
-BATCHES_PATH = b"/v1/batches"
 PURPOSES = ("batch", "user_data")
 _MAX_PAGE = 1000
 _MIN_LASTS_S = 3600
@@ -78,13 +77,7 @@ class _NewBatch(msgspec.Struct, frozen=True):
     metadata: dict[str, str] | None = None
 
 
-def takes(request: Request) -> bool:
-    """Whether a request is about files or batches. Anthropic's file API is not supported."""
-    path = request.path
-    if path == MESSAGE_BATCHES_PATH or path.startswith(MESSAGE_BATCHES_PATH + b"/"):
-        return True
-    is_theirs = any(path == each or path.startswith(each + b"/") for each in (FILES_PATH, BATCHES_PATH))
-    return is_theirs and request.header(b"anthropic-version") is None
+_Work = Callable[..., Coroutine[Any, Any, Response | None]]
 
 
 class BatchService:
@@ -107,26 +100,6 @@ class BatchService:
         self._parser = inference.services.parser
         self._cross_site = cross_site
         self._tasks = OwnedTasks()
-        id = "(?P<id>[^/]+)"
-        self._router: Router[Callable[..., Coroutine[Any, Any, Response | None]]] = Router(
-            [
-                Route("GET", "/v1/files", self._list_files),
-                Route("POST", "/v1/files", self._upload),
-                Route("GET", f"/v1/files/{id}", self._show_file),
-                Route("DELETE", f"/v1/files/{id}", self._delete_file),
-                Route("GET", f"/v1/files/{id}/content", self._content),
-                Route("GET", "/v1/batches", self._list_batches),
-                Route("POST", "/v1/batches", self._create),
-                Route("GET", f"/v1/batches/{id}", self._show_batch),
-                Route("POST", f"/v1/batches/{id}/cancel", self._cancel),
-                Route("GET", "/v1/messages/batches", self._list_message_batches),
-                Route("POST", "/v1/messages/batches", self._create_messages),
-                Route("GET", f"/v1/messages/batches/{id}", self._show_messages),
-                Route("DELETE", f"/v1/messages/batches/{id}", self._delete_messages),
-                Route("POST", f"/v1/messages/batches/{id}/cancel", self._cancel_messages),
-                Route("GET", f"/v1/messages/batches/{id}/results", self._message_results),
-            ]
-        )
 
     def start(self) -> None:
         self._runner.start()
@@ -139,24 +112,52 @@ class BatchService:
         await self._runner.close(grace_s)
         await self._tasks.cancel()
 
-    def routes(self) -> list[ApiRoute]:
-        """Those of the fleet."""
+    def routes(self) -> list[HttpRoute]:
+        routes: list[Route[_Work]] = [
+            Route("GET", "/v1/files", self._list_files),
+            Route("POST", "/v1/files", self._upload, spooled),
+            Route("GET", "/v1/files/{id}", self._show_file),
+            Route("DELETE", "/v1/files/{id}", self._delete_file),
+            Route("GET", "/v1/files/{id}/content", self._content),
+            Route("GET", "/v1/batches", self._list_batches),
+            Route("POST", "/v1/batches", self._create),
+            Route("GET", "/v1/batches/{id}", self._show_batch),
+            Route("POST", "/v1/batches/{id}/cancel", self._cancel),
+        ]
+        message_routes: list[Route[_Work]] = [
+            Route("GET", "/v1/messages/batches", self._list_message_batches),
+            Route("POST", "/v1/messages/batches", self._create_messages, in_memory),
+            Route("GET", "/v1/messages/batches/{id}", self._show_messages),
+            Route("DELETE", "/v1/messages/batches/{id}", self._delete_messages),
+            Route("POST", "/v1/messages/batches/{id}/cancel", self._cancel_messages),
+            Route("GET", "/v1/messages/batches/{id}/results", self._message_results),
+        ]
+        return [
+            *(_served(route, self._begin_openai) for route in routes),
+            *(_served(route, self._begin) for route in message_routes),
+        ]
+
+    def fleet_routes(self) -> list[ApiRoute]:
         return [Route("GET", "/fleet/batches", self._list_all)]
 
-    def handle(self, exchange: Exchange) -> None:
-        """Take over an exchange whose path `takes` admits."""
-        self._tasks.start(respond(exchange, self._response(exchange)))
+    def _begin_openai(self, work: _Work, exchange: Exchange, /, **values: str) -> None:
+        """Anthropic's file API, which has the same paths, is not supported."""
+        if exchange.request.header(b"anthropic-version") is not None:
+            raise RouteNotFound(f"There is no {shorten(path_of(exchange.request))}; GET / lists the routes.")
+        self._begin(work, exchange, **values)
 
-    async def _response(self, exchange: Exchange) -> Response | None:
+    def _begin(self, work: _Work, exchange: Exchange, /, **values: str) -> None:
+        self._tasks.start(respond(exchange, self._response(work, exchange, values)))
+
+    async def _response(self, work: _Work, exchange: Exchange, values: dict[str, str]) -> Response | None:
         request = exchange.request
-        handler, values = self._router.find(request)
         key = self._metering.meter.key(request)
         if request.method not in (b"GET", b"HEAD"):
             self._cross_site.check_origin(
                 request.text(b"origin"), request.text(b"host"), request.text(b"sec-fetch-site")
             )
         try:
-            return await handler(exchange, key, **values)
+            return await work(exchange, key, **values)
         except FileNotFoundError as problem:
             raise FileNotFound("The content of the file no longer exists.") from problem
 
@@ -421,6 +422,10 @@ class BatchService:
         limit = number_in_query(request, "limit", 100, most=_MAX_PAGE)
         found = await self._files.do(lambda execute: tables.batches(execute, key_id, kind=None, limit=limit))
         return json_response({"batches": [_summary(each, _id_of(key)) for each in found]})
+
+
+def _served(route: Route[_Work], begin: Callable[..., None]) -> HttpRoute:
+    return Route(route.methods, route.path, partial(begin, route.handler), route.body_limit)
 
 
 def _id_of(key: KeySection | None) -> str:

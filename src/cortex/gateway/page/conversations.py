@@ -11,11 +11,10 @@ import msgspec
 
 from cortex.gateway.database import Database, Execute, Schema
 from cortex.gateway.ledger.keys import KeySection
-from cortex.gateway.proxy.listener import CONVERSATIONS_PATH
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.request import Request
 from cortex.http.server.server import Response
-from cortex.wire.errors import InvalidValue, MethodNotAllowed, RouteNotFound
+from cortex.wire.errors import InvalidValue, RouteNotFound
 
 MAX_KEPT = 60
 """Conversations per person, as many as the page shows. Older ones are deleted."""
@@ -53,26 +52,22 @@ class _Conversation(msgspec.Struct, frozen=True):
 
 
 class Conversations:
-    """Used on the loop's thread."""
+    """Used on the loop's thread. Requests raise `DatabaseUnavailable`, InvalidValue and RouteNotFound."""
 
     def __init__(self, database: Database) -> None:
         self._database = database.use(SCHEMA)
 
-    async def respond(self, request: Request, key: KeySection) -> Response:
-        """Raises `DatabaseUnavailable`, InvalidValue, RouteNotFound and MethodNotAllowed."""
-        name = request.path.removeprefix(CONVERSATIONS_PATH).removeprefix(b"/").decode("latin-1")
-        if not name and request.method in (b"GET", b"HEAD"):
-            rows = await self._database.serve(lambda execute: execute(_LIST, (key.id,)))
-            return json_response({"conversations": [msgspec.Raw(str(row[0]).encode()) for row in rows]})
-        if name and request.method == b"PUT":
-            return await self._put(name, request.body, key)
-        if name and request.method == b"DELETE":
-            if not await self._database.serve(lambda execute: execute(_DELETE, (key.id, name))):
-                raise RouteNotFound("There is no such conversation.")
-            return json_response({"deleted": name})
-        raise MethodNotAllowed("Conversations are listed with GET, and changed one by one with PUT and DELETE.")
+    async def show(self, _: Request, key: KeySection) -> Response:
+        rows = await self._database.serve(lambda execute: execute(_LIST, (key.id,)))
+        return json_response({"conversations": [msgspec.Raw(str(row[0]).encode()) for row in rows]})
 
-    async def _put(self, name: str, body: bytes, key: KeySection) -> Response:
+    async def delete(self, _: Request, key: KeySection, name: str) -> Response:
+        if not await self._database.serve(lambda execute: execute(_DELETE, (key.id, name))):
+            raise RouteNotFound("There is no such conversation.")
+        return json_response({"deleted": name})
+
+    async def put(self, request: Request, key: KeySection, name: str) -> Response:
+        body = request.body
         try:
             found = msgspec.json.decode(body, type=_Conversation)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:

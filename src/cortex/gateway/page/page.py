@@ -9,6 +9,7 @@ import gzip
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from importlib.resources.abc import Traversable
 from typing import Any
@@ -20,17 +21,16 @@ from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.ledger.sessions import COOKIE, LIFETIME_S, PAGE_HEADER, is_cross_site
 from cortex.gateway.page.signing_in import SignInAttempts, SigningIn
-from cortex.gateway.proxy.listener import CONVERSATIONS_PATH, PAGE_FILES, SESSION_PATH, SIGN_IN_PATHS
-from cortex.gateway.proxy.routes import error_response, json_response
+from cortex.gateway.proxy.listener import PAGE_FILES, SESSION_PATH
+from cortex.gateway.proxy.routes import HttpHandler, HttpRoute, error_response, json_response
 from cortex.http.request import Request
+from cortex.http.routing import Route
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.wire.error_encoding import OPENAI
 from cortex.wire.errors import (
-    CortexError,
     InvalidAPIKey,
     InvalidValue,
-    MethodNotAllowed,
     RouteNotFound,
     shorten,
 )
@@ -70,7 +70,6 @@ _SECURITY_HEADERS = (
     (b"permissions-policy", b"camera=(), geolocation=(), microphone=()"),
 )
 
-_READS = (b"GET", b"HEAD")
 _NOT_STORED = (b"cache-control", b"no-store")
 
 
@@ -145,28 +144,33 @@ class Page:
         self._reading: asyncio.Task[None] | None = None
         self._waiting: list[Callable[[], None]] = []
 
-    def takes(self, request: Request) -> bool:
-        """Whether the request is for the page and not for a program's route."""
-        path = request.path
-        return (
-            path.startswith(PAGE_FILES)
-            or path == SESSION_PATH
-            or path in SIGN_IN_PATHS
-            or path.startswith(CONVERSATIONS_PATH)
-            or (path == b"/" and request.method in _READS and wants_html(request))
-        )
+    def routes(self, index: HttpHandler) -> list[HttpRoute]:
+        """`index`: what programs get where browsers get the page."""
+        return [
+            Route("GET", "/", partial(self._show_index, index)),
+            Route("GET", f"{PAGE_FILES}{{name:.+}}", self._show),
+            Route("GET", SESSION_PATH, self._describe),
+            Route("POST", SESSION_PATH, partial(self._change, self._sign_in)),
+            Route("DELETE", SESSION_PATH, partial(self._change, self._sign_out)),
+            *self._signing_in.routes(),
+        ]
 
-    def handle(self, exchange: Exchange) -> None:
-        """Respond to a request that `takes` accepts."""
-        request = exchange.request
-        if request.path == SESSION_PATH:
-            exchange.respond(*self._session(request))
-        elif request.path in SIGN_IN_PATHS or request.path.startswith(CONVERSATIONS_PATH):
-            self._signing_in.handle(exchange)
-        elif self._bundle is not None:
-            exchange.respond(*_file(self._bundle, request))
+    def _show_index(self, index: HttpHandler, exchange: Exchange) -> None:
+        if wants_html(exchange.request):
+            self._show(exchange, INDEX)
         else:
-            self._waiting.append(lambda: self.handle(exchange))
+            index(exchange)
+
+    def _show(self, exchange: Exchange, name: str) -> None:
+        if self._bundle is not None:
+            file = self._bundle.get(name)
+            if file is None:
+                missing = RouteNotFound(f"The page has no file {shorten(name)}; open / instead.")
+                exchange.respond(*error_response(missing, OPENAI))
+            else:
+                exchange.respond(*respond(file, exchange.request))
+        else:
+            self._waiting.append(lambda: self._show(exchange, name))
             if self._reading is None:
                 self._reading = asyncio.create_task(self._read())
 
@@ -181,21 +185,17 @@ class Page:
             for resume in waiting:
                 resume()
 
-    def _session(self, request: Request) -> Response:
-        try:
-            if request.method in _READS:
-                return _described(
-                    self._metering.meter.key(request), has_conversations=self._signing_in.has_conversations
-                )
-            if request.header(PAGE_HEADER) is None or is_cross_site(request):
-                raise InvalidValue("/session is changed by the page only; programs send their key with every request.")
-            if request.method == b"POST":
-                return self._sign_in(request)
-            if request.method == b"DELETE":
-                return json_response({"signed_in": False})._replace(headers=(self._cookie("", 0, request), _NOT_STORED))
-            raise MethodNotAllowed("/session takes GET, POST or DELETE only.")
-        except CortexError as error:
-            return error_response(error, OPENAI)
+    def _describe(self, exchange: Exchange) -> None:
+        key = self._metering.meter.key(exchange.request)
+        exchange.respond(*_described(key, has_conversations=self._signing_in.has_conversations))
+
+    def _change(self, work: Callable[[Request], Response], exchange: Exchange) -> None:
+        if exchange.request.header(PAGE_HEADER) is None or is_cross_site(exchange.request):
+            raise InvalidValue("/session is changed by the page only; programs send their key with every request.")
+        exchange.respond(*work(exchange.request))
+
+    def _sign_out(self, request: Request) -> Response:
+        return json_response({"signed_in": False})._replace(headers=(self._cookie("", 0, request), _NOT_STORED))
 
     def _sign_in(self, request: Request) -> Response:
         try:
@@ -220,17 +220,6 @@ class Page:
         secure = "; Secure" if self._is_secure or request.header(b"x-forwarded-proto") == b"https" else ""
         text = f"{COOKIE.decode()}={value}; HttpOnly; SameSite=Strict; Max-Age={lifetime_s}{secure}"
         return b"set-cookie", text.encode()
-
-
-def _file(bundle: Mapping[str, PageFile], request: Request) -> Response:
-    path = request.path.decode("latin-1")
-    file = bundle.get(INDEX if path == "/" else path.removeprefix(PAGE_FILES.decode()))
-    if file is None:
-        error = RouteNotFound(f"The page has no file {shorten(path)}; open / instead.")
-        return error_response(error, OPENAI)
-    if request.method not in _READS:
-        return error_response(MethodNotAllowed(f"{shorten(path)} takes GET only."), OPENAI)
-    return respond(file, request)
 
 
 def _described(key: KeySection | None, *, has_conversations: bool) -> Response:

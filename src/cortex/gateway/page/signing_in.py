@@ -7,25 +7,28 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any
 
 from msgspec.structs import replace
 
 from cortex.gateway.dispatch.operator.audit import AuditLog
 from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.meter import Metering
-from cortex.gateway.ledger.sessions import COOKIE, LIFETIME_S
+from cortex.gateway.ledger.sessions import COOKIE, LIFETIME_S, Sessions
 from cortex.gateway.ledger.users import SignInSection
 from cortex.gateway.page.conversations import Conversations
 from cortex.gateway.page.openid import FLOW_S, Flow, OpenIDClient
 from cortex.gateway.proxy.deferred_responses import DeferredResponses
-from cortex.gateway.proxy.listener import CONVERSATIONS_PATH, SIGN_IN_CALLBACK, SIGN_IN_METHODS, SIGN_IN_START
-from cortex.gateway.proxy.routes import json_response
+from cortex.gateway.proxy.listener import SIGN_IN_CALLBACK, SIGN_IN_METHODS, SIGN_IN_START
+from cortex.gateway.proxy.routes import HttpRoute, json_response
 from cortex.http.limits import network_of
 from cortex.http.request import Request
+from cortex.http.routing import Route
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
-from cortex.wire.errors import CortexError, InvalidAPIKey, MethodNotAllowed, RateLimitExceeded, RouteNotFound
+from cortex.wire.errors import CortexError, InvalidAPIKey, RateLimitExceeded, RouteNotFound
 
 log = logging.getLogger(__name__)
 
@@ -122,6 +125,8 @@ def _action(request: Request) -> str:
 
 
 FLOW_COOKIE = b"cortex_sign_in"
+_CONVERSATIONS = "/session/conversations"
+_CONVERSATION_BYTES = 1024 * 1024
 REST_INTERVAL_S = 30.0
 
 
@@ -159,31 +164,46 @@ class SigningIn:
         if self._client is not None:
             await self._client.close()
 
-    def handle(self, exchange: Exchange) -> None:
-        self._deferred.respond(exchange, self._response(exchange.request))
+    def routes(self) -> list[HttpRoute]:
+        one = f"{_CONVERSATIONS}/{{name}}"
+        kept = self._conversations
+        return [
+            Route("GET", SIGN_IN_METHODS, self._show_methods),
+            Route("GET", SIGN_IN_START, partial(self._with_provider, self._start)),
+            Route("GET", SIGN_IN_CALLBACK, partial(self._with_provider, self._complete)),
+            Route("GET", _CONVERSATIONS, partial(self._with_conversations, kept.show)),
+            Route("PUT", one, partial(self._with_conversations, kept.put), lambda *_: _CONVERSATION_BYTES),
+            Route("DELETE", one, partial(self._with_conversations, kept.delete)),
+        ]
 
-    async def _response(self, request: Request) -> Response:
-        if request.path.startswith(CONVERSATIONS_PATH):
-            key = self._metering.meter.key(request)
-            if key is None or not self._section.conversations:
-                raise RouteNotFound("This gateway keeps no conversations; they stay in the browser.")
-            return await self._conversations.respond(request, key)
-        if request.method not in (b"GET", b"HEAD"):
-            raise MethodNotAllowed(f"{request.path.decode()} takes GET only.")
-        if request.path == SIGN_IN_METHODS:
-            return json_response({"openid": self._client is not None, "key": not self._metering.is_open})
+    def _with_conversations(
+        self, work: Callable[..., Coroutine[Any, Any, Response]], exchange: Exchange, /, **values: str
+    ) -> None:
+        key = self._metering.meter.key(exchange.request)
+        if key is None or not self._section.conversations:
+            raise RouteNotFound("This gateway keeps no conversations; they stay in the browser.")
+        self._deferred.respond(exchange, work(exchange.request, key, **values))
+
+    def _show_methods(self, exchange: Exchange) -> None:
+        exchange.respond(*json_response({"openid": self._client is not None, "key": not self._metering.is_open}))
+
+    def _with_provider(
+        self, work: Callable[[Request, OpenIDClient, Sessions], Coroutine[Any, Any, Response]], exchange: Exchange
+    ) -> None:
         sessions = self._metering.sessions
         if self._client is None or sessions is None or self._section.public_url is None:
             raise RouteNotFound("This gateway has no sign-in provider; sign in with a key.")
-        home = f"{self._section.public_url.rstrip('/')}/"
-        if request.path == SIGN_IN_START:
-            location, flow = await self._client.begin()
-            return _redirect(location, self._cookie(FLOW_COOKIE, sessions.sealed(flow), FLOW_S, "Lax"))
-        assert request.path == SIGN_IN_CALLBACK
+        self._deferred.respond(exchange, work(exchange.request, self._client, sessions))
+
+    async def _start(self, _: Request, client: OpenIDClient, sessions: Sessions) -> Response:
+        location, flow = await client.begin()
+        return _redirect(location, self._cookie(FLOW_COOKIE, sessions.sealed(flow), FLOW_S, "Lax"))
+
+    async def _complete(self, request: Request, client: OpenIDClient, sessions: Sessions) -> Response:
         self._attempts.check(request)
         sealed = _flow_of(request)
         try:
-            user = await self._client.complete(request.query, sessions.unsealed(sealed, Flow))
+            user = await client.complete(request.query, sessions.unsealed(sealed, Flow))
             key = self._section.key_of(user)
         except CortexError as error:
             # Without the cookie nothing was tried: any other page can make a browser send that.
@@ -193,7 +213,7 @@ class SigningIn:
         kept = replace(user, roles=self._section.relevant(user.roles))
         log.info("signed in: %s, operator: %s", key.name, key.operator)
         return _redirect(
-            home,
+            f"{(self._section.public_url or '').rstrip('/')}/",
             self._cookie(FLOW_COOKIE, "", 0, "Lax"),
             self._cookie(COOKIE, sessions.issue_user(kept), LIFETIME_S, "Strict"),
         )

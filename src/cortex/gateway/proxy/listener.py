@@ -8,20 +8,21 @@ from collections.abc import Callable, Iterable
 from cortex.gateway.config import Config
 from cortex.gateway.ledger.keys import KeySection, check_operator
 from cortex.gateway.metrics import CONTENT_TYPE, Metrics
-from cortex.gateway.proxy.routes import ROUTES, error_response, opaque_route, rejection_response
+from cortex.gateway.proxy.routes import HttpHandler, error_response, rejection_response
 from cortex.http.limits import Buffered, ClientLimits
-from cortex.http.opaque_request import body_limit
 from cortex.http.request import Headers, Request
+from cortex.http.routing import Match, Route, Router
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.parser import Spooled
 from cortex.http.server.server import Handler, Response, Server
 from cortex.http.ticker import Ticker
 from cortex.system import open_files
-from cortex.wire.dialects.ollama.models import BLOBS_PREFIX
+from cortex.wire.dialects.ollama.models import BLOBS
 from cortex.wire.dialects.registry import FAMILIES
 from cortex.wire.error_encoding import OPENAI
-from cortex.wire.errors import CortexError, RouteNotFound
+from cortex.wire.errors import CortexError
 from cortex.wire.node.headers import BUDGET, DROPPED_TOOLS, IGNORED_FIELDS, NODE, UNENFORCED
+from cortex.wire.opaque.routes import UPSTREAM_ROUTE
 
 ANY_ORIGIN = b"*"
 _READABLE = (
@@ -79,26 +80,23 @@ class CrossOrigin:
         return handle
 
 
-SESSION_PATH = b"/session"
+SESSION_PATH = "/session"
 """The path where a browser signs in."""
-PAGE_FILES = b"/page/"
+PAGE_FILES = "/page/"
 """The prefix of the page's files, which are public."""
+_PAGE_FILES = PAGE_FILES.encode()
 SIGN_IN_PATHS = (SIGN_IN_METHODS, SIGN_IN_START, SIGN_IN_CALLBACK) = (
-    b"/session/methods",
-    b"/session/start",
-    b"/session/callback",
+    "/session/methods",
+    "/session/start",
+    "/session/callback",
 )
-OPEN_PATHS = (b"/", b"/health", b"/ready", SESSION_PATH, *SIGN_IN_PATHS)
+OPEN_PATHS = (b"/", b"/health", b"/ready", *(path.encode() for path in (SESSION_PATH, *SIGN_IN_PATHS)))
 """Paths that need no key, in addition to those of `PAGE_FILES`."""
 OLLAMA_LISTINGS = (b"/api/version", b"/api/tags", b"/api/ps", b"/api/show")
 LISTING_PATHS = (b"/v1/models", b"/models", b"/props", *OLLAMA_LISTINGS)
 """Paths that need no key either, with `gateway.open_listing`."""
-CONVERSATIONS_PATH = b"/session/conversations"
-CONVERSATION_BYTES = 1024 * 1024
-API_CONVERSATIONS = b"/v1/conversations"
-"""Items of these may have pictures, like the input of a response."""
-FILES_PATH = b"/v1/files"
-MESSAGE_BATCHES_PATH = b"/v1/messages/batches"
+_OPERATOR_FILES = (UPSTREAM_ROUTE, *BLOBS)
+"""Routes for operators whose bodies are written to files."""
 CONTROL_BODY_BYTES = 64 * 1024
 """The longest body of a request that is not inference."""
 MAX_SCRAPERS = 32
@@ -106,6 +104,10 @@ MAX_SCRAPERS = 32
 
 Authenticate = Callable[[Request], KeySection | None]
 """The key of a request, once it is checked; None on an open gateway. Raises InvalidAPIKey."""
+
+
+def needs_key(path: bytes, open_paths: Iterable[bytes]) -> bool:
+    return path not in open_paths and not path.startswith(_PAGE_FILES)
 
 
 def paths_without_key(config: Config) -> tuple[bytes, ...]:
@@ -139,6 +141,7 @@ def client_limits(config: Config, num_files: int) -> ClientLimits:
 
 def api_server(
     handler: Handler,
+    match: Callable[[Request], Match[HttpHandler] | None],
     config: Config,
     ticker: Ticker,
     metrics: Metrics,
@@ -146,7 +149,8 @@ def api_server(
     limits: ClientLimits,
     buffered: Buffered | None = None,
 ) -> Server:
-    """A server that reads no large body without a valid key and counts rejections. `buffered`: see `Server`."""
+    """A server that reads no large body without a valid key and counts rejections. `match` finds the route of a
+    request. `buffered`: see `Server`."""
     cross_origin = CrossOrigin(config.gateway.cors_origins) if config.gateway.cors_origins else None
 
     open_paths = paths_without_key(config)
@@ -154,26 +158,13 @@ def api_server(
     def admit_head(request: Request) -> int | Spooled:
         if cross_origin is not None and cross_origin.is_preflight(request):
             return CONTROL_BODY_BYTES  # it needs no key, so it gets no room
-        is_open = request.path in open_paths or request.path.startswith(PAGE_FILES)
-        key = None if is_open else authenticate(request)
-        if (opaque := opaque_route(request.path)) is not None:
-            if opaque.is_upstream and key is not None:
-                check_operator(key)  # before gigabytes of others are on the disk
-            return body_limit(request, body_bytes=limits.body_bytes, upload_bytes=limits.upload_bytes)
-        if request.path.startswith(BLOBS_PREFIX.encode()):
-            if key is not None:
-                check_operator(key)
-            return Spooled(limits.upload_bytes)
-        if request.method == b"POST" and request.path.rstrip(b"/") == FILES_PATH:
-            return Spooled(limits.upload_bytes)
-        is_inference = request.method == b"POST" and (
-            request.path in ROUTES
-            or request.path.startswith(API_CONVERSATIONS)
-            or request.path.rstrip(b"/") == MESSAGE_BATCHES_PATH
-        )
-        if request.path.startswith(CONVERSATIONS_PATH):
-            return CONVERSATION_BYTES
-        return limits.body_bytes if is_inference else CONTROL_BODY_BYTES
+        key = authenticate(request) if needs_key(request.path, open_paths) else None
+        found = match(request)
+        if found is None or found.route.body_limit is None:
+            return CONTROL_BODY_BYTES
+        if found.route.path in _OPERATOR_FILES and key is not None:
+            check_operator(key)  # before gigabytes of others are on the disk
+        return found.route.body_limit(request, limits)
 
     def reject(error: CortexError, path: bytes) -> Response:
         metrics.errors.labels("", "", error.code).inc()
@@ -195,11 +186,16 @@ def api_server(
 def metrics_server(metrics: Metrics, ticker: Ticker, limits: ClientLimits) -> Server:
     """A server of the metrics alone, which needs no key: it has room for a few clients and reads no long bodies."""
 
+    def expose(exchange: Exchange) -> None:
+        exchange.respond(200, ((b"content-type", CONTENT_TYPE.encode()),), metrics.exposition())
+
+    router = Router([Route("", path, expose) for path in ("/metrics", "/")], "the metrics are at /metrics")
+
     def handle(exchange: Exchange) -> None:
-        if exchange.request.path in (b"/metrics", b"/"):
-            exchange.respond(200, ((b"content-type", CONTENT_TYPE.encode()),), metrics.exposition())
-        else:
-            exchange.respond(*error_response(RouteNotFound("The metrics are at /metrics."), OPENAI))
+        try:
+            router.find(exchange.request).route.handler(exchange)
+        except CortexError as error:
+            exchange.respond(*error_response(error, OPENAI))
 
     few = dataclasses.replace(
         limits,

@@ -14,6 +14,7 @@ from cortex.gateway.dispatch.leases import RequestKind
 from cortex.http.head import stream_headers
 from cortex.http.observer import Keepalive
 from cortex.http.request import Headers
+from cortex.http.routing import Route
 from cortex.http.server.server import Response
 from cortex.wire import error_encoding, sse
 from cortex.wire.dialects.dialect import Dialect
@@ -22,15 +23,17 @@ from cortex.wire.error_encoding import Family
 from cortex.wire.errors import CortexError
 from cortex.wire.events import AnyEvent, Finish, Start, Usage
 from cortex.wire.opaque.routes import PATHS as OPAQUE_PATHS
-from cortex.wire.opaque.routes import UPSTREAM as UPSTREAM_PREFIX
-from cortex.wire.opaque.routes import UPSTREAM_METHODS
 from cortex.wire.pooling.parse import MODEL_OPTIONAL
 from cortex.wire.pooling.parse import ROUTES as POOLING_ROUTES
 from cortex.wire.requests import GenerateRequest
 
 UPSTREAM_PATH = b"/upstream/{model}"
-_UPSTREAM_PREFIX = UPSTREAM_PREFIX.encode()
 JSON_HEADERS = ((b"content-type", b"application/json"),)
+
+HttpHandler = Callable[..., None]
+"""Gets the exchange, and the parameters of the path by name. It responds in every case, now or later, or raises
+CortexError."""
+HttpRoute = Route[HttpHandler]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,16 +147,6 @@ def loading_note(route: InferenceRoute, model: str, text: str, *, as_reasoning: 
     if as_reasoning and codec.loading_chunk is not None:
         return codec.loading_chunk(model, text, time.time())
     return sse.comment(" ".join(text.splitlines())) if codec.content_type == sse.CONTENT_TYPE else b""
-
-
-def opaque_route(path: bytes) -> InferenceRoute | None:
-    """The route of a path whose requests only the server of their model understands."""
-    return UPSTREAM if path.startswith(_UPSTREAM_PREFIX) else OPAQUE.get(path)
-
-
-def methods_of(route: InferenceRoute) -> tuple[str, ...]:
-    """The HTTP methods of an opaque route."""
-    return UPSTREAM_METHODS if route.is_upstream else (OPAQUE_PATHS[route.path.decode()],)
 
 
 def family_of(path: bytes, header: Callable[[bytes], bytes | None] | None = None) -> Family:

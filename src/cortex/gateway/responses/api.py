@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from urllib.parse import unquote
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any
 
+from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.proxy.admission import AdmissionController, client_of
 from cortex.gateway.proxy.deferred_responses import DeferredResponses
-from cortex.gateway.proxy.routes import JSON_HEADERS, json_response
+from cortex.gateway.proxy.routes import JSON_HEADERS, HttpRoute, json_response
 from cortex.gateway.responses.background import BackgroundRuns, current_body
 from cortex.gateway.responses.response_object import build_last_event, ended_body, head_of
 from cortex.gateway.responses.store import ResponseStore
 from cortex.gateway.responses.tables import StoredResponse
 from cortex.http.request import Request
-from cortex.http.routing import expect, query
+from cortex.http.routing import Route, query
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.parsing.items import StoredTexts
 from cortex.parsing.parser import BodyParser
 from cortex.wire import sse
-from cortex.wire.errors import InvalidValue, ResponseNotFound, RouteNotFound, shorten
+from cortex.wire.errors import InvalidValue, ResponseNotFound, shorten
 
-PREFIX = b"/v1/responses/"
+_ONE = "/v1/responses/{id}"
 _MAX_PAGE = 100
 _DEFAULT_PAGE = 20
 _MAX_EVENT_NUMBER = 2**53
@@ -44,31 +46,28 @@ class StoredResponses:
         self._admission = admission
         self._deferred = deferred
 
-    def handle(self, exchange: Exchange) -> None:
-        """Take over an exchange whose path begins with `PREFIX`."""
-        self._deferred.respond(exchange, self._response(exchange))
+    def routes(self) -> list[HttpRoute]:
+        return [
+            Route("GET", _ONE, partial(self._begin, self._show)),
+            Route("DELETE", _ONE, partial(self._begin, self._delete)),
+            Route("GET", f"{_ONE}/input_items", partial(self._begin, self._input_items)),
+            Route("POST", f"{_ONE}/cancel", partial(self._begin, self._cancel)),
+        ]
 
-    async def _response(self, exchange: Exchange) -> Response | None:
-        """The response; None when the exchange follows a stream."""
-        request = exchange.request
-        key = self._admission.meter.key(request)
-        key_id = key.id if key is not None else ""
-        id, _, action = unquote(request.path[len(PREFIX) :].decode("latin-1")).partition("/")
-        match action:
-            case "":
-                expect(request, b"GET", b"HEAD", b"DELETE")
-                if request.method == b"DELETE":
-                    return await self._delete(key_id, id)
-                if query(request, "stream") == "true":
-                    return await self._follow(exchange, key_id, id)
-                return _json(await self._body(key_id, id))
-            case "input_items":
-                expect(request, b"GET", b"HEAD")
-                return await self._input_items(request, client_of(key, request), key_id, id)
-            case "cancel":
-                expect(request, b"POST")
-                return _json(await self._cancel(key_id, id))
-        raise RouteNotFound(f"There is no {shorten(request.path.decode('latin-1'))}; GET / lists the routes.")
+    def _begin(
+        self,
+        work: Callable[[Exchange, KeySection | None, str], Coroutine[Any, Any, Response | None]],
+        exchange: Exchange,
+        id: str,
+    ) -> None:
+        key = self._admission.meter.key(exchange.request)
+        self._deferred.respond(exchange, work(exchange, key, id))
+
+    async def _show(self, exchange: Exchange, key: KeySection | None, id: str) -> Response | None:
+        """None when the exchange follows a stream."""
+        if query(exchange.request, "stream") == "true":
+            return await self._follow(exchange, _id_of(key), id)
+        return _json(await self._body(_id_of(key), id))
 
     async def _read(self, key_id: str, id: str) -> StoredResponse:
         stored = await self._store.read(key_id, id)
@@ -83,19 +82,24 @@ class StoredResponses:
             return await run.shown_body()
         return current_body(await self._read(key_id, id), self._store.clock())
 
-    async def _delete(self, key_id: str, id: str) -> Response:
+    async def _delete(self, _: Exchange, key: KeySection | None, id: str) -> Response:
+        key_id = _id_of(key)
         if not await self._store.delete(key_id, id):
             raise _not_found(id)
         if self._background.find(key_id, id) is not None:
             self._background.forget(id)
         return json_response({"id": id, "object": "response", "deleted": True})
 
-    async def _input_items(self, request: Request, client: str, key_id: str, id: str) -> Response:
+    async def _input_items(self, exchange: Exchange, key: KeySection | None, id: str) -> Response:
         """All input items of the conversation behind the response."""
+        request, key_id = exchange.request, _id_of(key)
         chain = await self._store.read_chain(key_id, id) or [await self._read(key_id, id)]
-        return await item_page(self._parser, request, client, [stored.texts for stored in chain])
+        return await item_page(self._parser, request, client_of(key, request), [stored.texts for stored in chain])
 
-    async def _cancel(self, key_id: str, id: str) -> bytes:
+    async def _cancel(self, _: Exchange, key: KeySection | None, id: str) -> Response:
+        return _json(await self._cancelled(_id_of(key), id))
+
+    async def _cancelled(self, key_id: str, id: str) -> bytes:
         run = self._background.find(key_id, id)
         if run is not None:
             run.cancel()
@@ -139,6 +143,10 @@ async def item_page(parser: BodyParser, request: Request, client: str, chain: Se
         raise InvalidValue("order: it must be `asc` or `desc`.", param="order")
     after = query(request, "after")
     return _json(await parser.list_items(chain, client, limit=limit, ascending=order == "asc", after=after))
+
+
+def _id_of(key: KeySection | None) -> str:
+    return "" if key is None else key.id
 
 
 def _json(body: bytes) -> Response:

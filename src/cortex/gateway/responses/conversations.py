@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
-from typing import Annotated, Any
-from urllib.parse import unquote
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Raw
 
 from cortex.gateway.proxy.admission import AdmissionController, client_of
 from cortex.gateway.proxy.deferred_responses import DeferredResponses
-from cortex.gateway.proxy.routes import json_response
+from cortex.gateway.proxy.routes import HttpRoute, json_response
 from cortex.gateway.responses import conversation_tables as tables
 from cortex.gateway.responses.api import item_page
 from cortex.gateway.responses.conversation_tables import ConversationRow, Owner
 from cortex.gateway.responses.response_object import new_response_id
 from cortex.gateway.responses.store import ResponseStore
 from cortex.http.request import Request
-from cortex.http.routing import expect
+from cortex.http.routing import Route, in_memory
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.parsing import items as stored_items
 from cortex.parsing.items import StoredTexts
 from cortex.parsing.parser import BodyParser
-from cortex.wire.errors import ConversationNotFound, InvalidValue, ItemNotFound, RouteNotFound, shorten
+from cortex.wire.errors import ConversationNotFound, InvalidValue, ItemNotFound, shorten
 from cortex.wire.fields.body import check_content_type, decode
 
-PATH = b"/v1/conversations"
+_ALL = "/v1/conversations"
+_ONE = f"{_ALL}/{{id}}"
 MAX_ITEMS_AT_ONCE = 20
 """As OpenAI's API."""
 _MAX_METADATA_BYTES = 128 * 1024
@@ -53,6 +54,14 @@ class _Update(msgspec.Struct, frozen=True):
     metadata: Raw
 
 
+class _Caller(NamedTuple):
+    """A request, and who sent it."""
+
+    request: Request
+    owner: Owner
+    client: str
+
+
 class StoredConversations:
     """Serves conversations to the keys that made them."""
 
@@ -64,9 +73,30 @@ class StoredConversations:
         self._parser = parser
         self._deferred = deferred
 
-    def handle(self, exchange: Exchange) -> None:
-        """Take over an exchange whose path is `PATH` or begins with it and a slash."""
-        self._deferred.respond(exchange, self._response(exchange.request))
+    def routes(self) -> list[HttpRoute]:
+        items, item = f"{_ONE}/items", f"{_ONE}/items/{{item_id}}"
+        works: list[tuple[str, str, Callable[..., Coroutine[Any, Any, Response]]]] = [
+            ("POST", _ALL, self._create),
+            ("GET", _ONE, self._show),
+            ("POST", _ONE, self._update),
+            ("DELETE", _ONE, self._delete),
+            ("GET", items, self._list_items),
+            ("POST", items, self._add),
+            ("GET", item, self._show_item),
+            ("DELETE", item, self._delete_item),
+        ]
+        # Items may have pictures, like the input of a response.
+        return [Route(methods, path, partial(self._begin, work), in_memory) for methods, path, work in works]
+
+    def _begin(self, work: Callable[..., Coroutine[Any, Any, Response]], exchange: Exchange, /, **values: str) -> None:
+        request = exchange.request
+        key = self._admission.meter.key(request)
+        if not self._store.section.store:
+            raise InvalidValue("This gateway stores no conversations (responses.store): send them in 'input'.")
+        if request.method == b"POST":
+            check_content_type((request.header(b"content-type") or b"").decode("latin-1"), required=True)
+        caller = _Caller(request, self._owner(key.id if key is not None else ""), client_of(key, request))
+        self._deferred.respond(exchange, work(caller, **values))
 
     async def texts(self, key_id: str, id: str) -> StoredTexts:
         """All items of a conversation, as the input of a stored response. Raises ConversationNotFound."""
@@ -78,59 +108,42 @@ class StoredConversations:
     def _owner(self, key_id: str) -> Owner:
         return Owner(key_id, self._store.clock(), self._store.section.retention_s)
 
-    async def _response(self, request: Request) -> Response:
-        key = self._admission.meter.key(request)
-        owner, client = self._owner(key.id if key is not None else ""), client_of(key, request)
-        if not self._store.section.store:
-            raise InvalidValue("This gateway stores no conversations (responses.store): send them in 'input'.")
-        if request.method == b"POST":
-            check_content_type((request.header(b"content-type") or b"").decode("latin-1"), required=True)
-        path = unquote(request.path[len(PATH) + 1 :].decode("latin-1"))
-        id, _, rest = path.partition("/")
-        kind, _, item_id = rest.partition("/")
-        if not path:
-            expect(request, b"POST")
-            return await self._create(request, owner, client)
-        if not rest:
-            return await self._one(request, owner, id)
-        if kind != "items":
-            raise RouteNotFound(f"There is no {shorten(request.path.decode('latin-1'))}; GET / lists the routes.")
-        if item_id:
-            return await self._item(request, owner, id, item_id)
-        expect(request, b"GET", b"HEAD", b"POST")
-        if request.method == b"POST":
-            return await self._add(request, owner, client, id)
-        return await item_page(self._parser, request, client, [await self.texts(owner.key_id, id)])
-
-    async def _create(self, request: Request, owner: Owner, client: str) -> Response:
-        self._check_size(len(request.body))
-        wanted = decode(request.body or b"{}", _Creation)
+    async def _create(self, caller: _Caller) -> Response:
+        body, owner = caller.request.body, caller.owner
+        self._check_size(len(body))
+        wanted = decode(body or b"{}", _Creation)
         id, metadata = f"conv_{uuid.uuid4().hex}", _metadata(wanted.metadata)
-        items = await self._checked(wanted.items, client)
+        items = await self._checked(wanted.items, caller.client)
         await self._store.run(lambda execute: tables.create(execute, id, owner, metadata, items))
         made = ConversationRow(id, int(owner.now_s), metadata, 0)
         return json_response(made.as_json())
 
-    async def _one(self, request: Request, owner: Owner, id: str) -> Response:
-        expect(request, b"GET", b"HEAD", b"POST", b"DELETE")
-        if request.method == b"DELETE":
-            if not await self._store.run(lambda execute: tables.delete(execute, id, owner)):
-                raise _not_found(id)
-            return json_response({"id": id, "object": "conversation.deleted", "deleted": True})
-        if request.method == b"POST":
-            metadata = _metadata(decode(request.body, _Update).metadata)
-            found = await self._store.run(lambda execute: tables.update(execute, id, owner, metadata))
-        else:
-            found = await self._store.run(lambda execute: tables.read(execute, id, owner))
+    async def _show(self, caller: _Caller, id: str) -> Response:
+        found = await self._store.run(lambda execute: tables.read(execute, id, caller.owner))
         return json_response(_existing(found, id).as_json())
 
-    async def _add(self, request: Request, owner: Owner, client: str, id: str) -> Response:
-        self._check_size(len(request.body))
-        items = await self._checked(decode(request.body, _Addition).items, client)
+    async def _update(self, caller: _Caller, id: str) -> Response:
+        metadata = _metadata(decode(caller.request.body, _Update).metadata)
+        found = await self._store.run(lambda execute: tables.update(execute, id, caller.owner, metadata))
+        return json_response(_existing(found, id).as_json())
+
+    async def _delete(self, caller: _Caller, id: str) -> Response:
+        if not await self._store.run(lambda execute: tables.delete(execute, id, caller.owner)):
+            raise _not_found(id)
+        return json_response({"id": id, "object": "conversation.deleted", "deleted": True})
+
+    async def _list_items(self, caller: _Caller, id: str) -> Response:
+        texts = await self.texts(caller.owner.key_id, id)
+        return await item_page(self._parser, caller.request, caller.client, [texts])
+
+    async def _add(self, caller: _Caller, id: str) -> Response:
+        body, owner = caller.request.body, caller.owner
+        self._check_size(len(body))
+        items = await self._checked(decode(body, _Addition).items, caller.client)
         found, has_room = await self._store.run(
             lambda execute: (tables.read(execute, id, owner), tables.has_room(execute, id, len(items)))
         )
-        self._check_size(_existing(found, id).num_bytes + len(request.body))
+        self._check_size(_existing(found, id).num_bytes + len(body))
         if not has_room:
             raise InvalidValue(
                 f"items: the conversation would have more than {stored_items.MAX_ITEMS} items; start a new one.",
@@ -143,17 +156,16 @@ class StoredConversations:
             stored_items.listing(added, limit=len(added), ascending=True, after=None)  # in the order given
         )
 
-    async def _item(self, request: Request, owner: Owner, id: str, item_id: str) -> Response:
-        expect(request, b"GET", b"HEAD", b"DELETE")
-        if request.method == b"DELETE":
-            if not await self._store.run(lambda execute: tables.delete_item(execute, id, owner, item_id)):
-                raise _no_item(item_id)
-            found = await self._store.run(lambda execute: tables.read(execute, id, owner))
-            return json_response(_existing(found, id).as_json())
-        item = await self._store.run(lambda execute: tables.item_of(execute, id, owner, item_id))
+    async def _show_item(self, caller: _Caller, id: str, item_id: str) -> Response:
+        item = await self._store.run(lambda execute: tables.item_of(execute, id, caller.owner, item_id))
         if item is None:
             raise _no_item(item_id)
         return json_response(Raw(item.encode()))
+
+    async def _delete_item(self, caller: _Caller, id: str, item_id: str) -> Response:
+        if not await self._store.run(lambda execute: tables.delete_item(execute, id, caller.owner, item_id)):
+            raise _no_item(item_id)
+        return await self._show(caller, id)
 
     def _check_size(self, num_bytes: int) -> None:
         """Raises InvalidValue for a conversation that is too large."""

@@ -6,6 +6,7 @@ from cortex.gateway.config import Config, ResponsesSection
 from cortex.gateway.database import Database
 from cortex.gateway.proxy.deferred_responses import DeferredResponses
 from cortex.gateway.proxy.inference import Inference
+from cortex.gateway.proxy.routes import HttpRoute
 from cortex.gateway.responses.api import StoredResponses
 from cortex.gateway.responses.background import BackgroundRuns
 from cortex.gateway.responses.conversations import StoredConversations
@@ -36,14 +37,16 @@ class ResponsesService:
             lambda result: services.metrics.stored_responses.labels(result).inc(),
         )
         self._background = BackgroundRuns(inference, self._store, tasks)
-        self.conversations = StoredConversations(self._store, services.admission, services.parser, deferred)
-        """Serves `/v1/conversations`."""
-        self.stateful = StatefulInference(inference, self._store, self._background, self.conversations)
+        self._conversations = StoredConversations(self._store, services.admission, services.parser, deferred)
+        self.stateful = StatefulInference(inference, self._store, self._background, self._conversations)
         """Serves `POST /v1/responses` and its token counts."""
         self.sockets = ResponseSockets(services, self.stateful, limits)
         """Serves `GET /v1/responses` over WebSockets."""
-        self.stored = StoredResponses(self._store, self._background, services.admission, services.parser, deferred)
-        """Serves `/v1/responses/{id}`."""
+        self._stored = StoredResponses(self._store, self._background, services.admission, services.parser, deferred)
+
+    def routes(self) -> list[HttpRoute]:
+        """Those of stored responses and conversations."""
+        return [*self._stored.routes(), *self._conversations.routes()]
 
     def start(self) -> None:
         self._store.start()

@@ -6,9 +6,11 @@ import hmac
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from cortex.http.cross_site import CrossSiteCheck
 from cortex.http.request import Request
+from cortex.http.routing import Match, Route
 from cortex.neuron.config import NeuronConfig, check_key
 from cortex.settings import SettingsError
 from cortex.wire.dialects.registry import DIALECTS, FAMILIES
@@ -22,11 +24,11 @@ from cortex.wire.opaque.routes import is_opaque
 
 OPEN_PATH = b"/health"
 """Needs no key; without one the response has only the status."""
-_UNDECLARED_PATHS = tuple(each.prefix.encode() for each in FAMILIES if each.prefix and not each.declares_bodies)
+_UNDECLARED_PATHS = tuple(each.prefix for each in FAMILIES if each.prefix and not each.declares_bodies)
 """Paths of clients that omit Content-Type."""
 _INFERENCE_PATHS = (
-    *(b"/v1/", b"/tokenize", b"/detokenize", b"/apply-template"),
-    *(dialect.path.encode() for dialect in DIALECTS.values() if dialect.family.declares_bodies),
+    *("/v1/", "/tokenize", "/detokenize", "/apply-template"),
+    *(dialect.path for dialect in DIALECTS.values() if dialect.family.declares_bodies),
 )
 _HASHED_CHARACTERS = 1024
 """The cost of a check must not depend on what an unauthenticated client sends."""
@@ -51,14 +53,12 @@ class NodeKeys:
         matches = [hmac.compare_digest(given, known) for known in self._hashes]
         return any(matches)
 
-    def admits_ticket(self, text: str, path: str) -> bool:
-        """Whether `text` is a gateway's ticket for `path`: files of a repository, or KV blocks."""
-        if path == KV_PATH:
-            scope = SCOPE
-        elif path.startswith(SHARED_FILES):
-            scope = "/".join(path.removeprefix(SHARED_FILES).split("/")[:2])
-        else:
+    def admits_ticket(self, text: str, match: Match[Any] | None) -> bool:
+        """Whether `text` is a gateway's ticket for the route: files of a repository, or KV blocks."""
+        path = "" if match is None else match.route.path
+        if match is None or not (path == KV_PATH or path.startswith(SHARED_FILES)):
             return False
+        scope = SCOPE if path == KV_PATH else match.values["repository"]
         return any(is_valid_ticket(text, known, scope, time.time()) for known in self._hashes)
 
 
@@ -92,22 +92,22 @@ class NodeAccess:
         self._keys = keys
         self._cross_site = CrossSiteCheck(allowed_hosts)
 
-    def check(self, request: Request) -> None:
-        """Raises the CortexError that rejects the caller."""
+    def check(self, request: Request, match: Match[Any] | None) -> None:
+        """Raises the CortexError that rejects the caller. `match`: the route of the request, if there is one."""
         if request.path != OPEN_PATH or _key_in(request) is not None:
-            self._check_caller(request)
+            self._check_caller(request, match)
 
-    def check_form(self, request: Request) -> None:
-        """Raises the CortexError for a request to an existing route that another site's web page may have sent."""
+    def check_form(self, request: Request, route: Route[Any]) -> None:
+        """Raises the CortexError for a request that another site's web page may have sent."""
         content_type, origin = request.text(b"content-type"), request.text(b"origin")
-        if is_opaque(request.path.decode("latin-1")):  # a form needs no permission of the browser, and GET may load
+        if is_opaque(route.path):  # a form needs no permission of the browser, and GET may load
             self._cross_site.check_origin(origin, request.text(b"host"), request.text(b"sec-fetch-site"))
             return
         if request.method in (b"GET", b"HEAD"):
             return
-        if request.path.startswith(_UNDECLARED_PATHS) and origin is None:
+        if route.path.startswith(_UNDECLARED_PATHS) and origin is None:
             return  # web pages always send their origin
-        if request.path.startswith(_INFERENCE_PATHS):
+        if route.path.startswith(_INFERENCE_PATHS):
             check_content_type(content_type, required=origin is not None)
         else:
             fetch_site = request.text(b"sec-fetch-site")
@@ -122,7 +122,7 @@ class NodeAccess:
             return False
         return True
 
-    def _check_caller(self, request: Request) -> None:
+    def _check_caller(self, request: Request, match: Match[Any] | None = None) -> None:
         if not self._keys.required:
             # A key would show that no web page sent the request. Without keys, the name that it used has to.
             self._cross_site.check_host(request.text(b"host"))
@@ -130,7 +130,7 @@ class NodeAccess:
         given = _key_in(request)
         if given is None:
             raise InvalidAPIKey("This node needs a key: send `Authorization: Bearer …`. Its operator has it.")
-        if not (self._keys.recognises(given) or self._keys.admits_ticket(given, request.path.decode("latin-1"))):
+        if not (self._keys.recognises(given) or self._keys.admits_ticket(given, match)):
             raise InvalidAPIKey("This node does not accept this key: send one of `keys` or `key_file` of its operator.")
 
 

@@ -19,7 +19,7 @@ class ApiCall:
         self.exchange = exchange
         self.request = exchange.request
         self.values = values
-        """The matches of the named groups of the route's path, percent-decoded."""
+        """The parameters of the path, percent-decoded."""
         self.load_s = 0.0
         """How long the request waited for its model and for its turn; set by handlers that measure it."""
         self.translate: Callable[[str], Translation] | None = None

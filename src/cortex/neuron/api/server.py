@@ -18,9 +18,8 @@ from pathlib import Path
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from cortex.http.limits import ClientLimits
-from cortex.http.opaque_request import body_limit
 from cortex.http.request import Request, loggable
-from cortex.http.routing import Router
+from cortex.http.routing import Match, Router, in_memory
 from cortex.http.server import listener
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.parser import Spooled
@@ -29,7 +28,7 @@ from cortex.http.ticker import Ticker
 from cortex.http.tls import CHECK_FILES_S, ServerCertificate
 from cortex.neuron.api import responses
 from cortex.neuron.api.access import NodeAccess, NodeKeys, read_keys
-from cortex.neuron.api.calls import ApiCall, Route
+from cortex.neuron.api.calls import ApiCall, Handler, Route
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.inference.keep_alive import KeepAliveUnloads
 from cortex.neuron.api.inference.opaque import OpaqueRoutes
@@ -54,9 +53,7 @@ from cortex.system.tasks import Supervisor
 from cortex.telemetry import logs
 from cortex.telemetry.spans import Tracer
 from cortex.telemetry.tracing import NoTracer, open_tracer
-from cortex.wire.dialects.ollama.models import BLOBS_PREFIX
 from cortex.wire.dialects.registry import ROUTES
-from cortex.wire.opaque.routes import is_opaque
 from cortex.wire.words import duration, plural
 
 log = logging.getLogger(__name__)
@@ -137,15 +134,16 @@ class NodeApi:
 
     def _admit_head(self, request: Request) -> int | Spooled:
         """Reject a request before its body is read."""
-        self._access.check(request)
-        self._router.find(request)
-        self._access.check_form(request)
-        limits = self.server.limits
-        if request.path.startswith(BLOBS_PREFIX.encode()):
-            return Spooled(limits.upload_bytes)
-        if not is_opaque(request.path.decode("latin-1")):
-            return limits.body_bytes
-        return body_limit(request, body_bytes=limits.body_bytes, upload_bytes=limits.upload_bytes)
+        route = self._admit(request).route
+        return (route.body_limit or in_memory)(request, self.server.limits)
+
+    def _admit(self, request: Request) -> Match[Handler]:
+        """The route of a request that may be served. Raises CortexError."""
+        match = self._router.match(request)
+        self._access.check(request, match)
+        match = match or self._router.find(request)
+        self._access.check_form(request, match.route)
+        return match
 
     def _handle(self, exchange: Exchange) -> None:
         task = asyncio.get_running_loop().create_task(self._serve(exchange))
@@ -170,10 +168,8 @@ class NodeApi:
         stream_failure.set("")
         began_s = time.monotonic()
         try:
-            self._access.check(request)
-            handler, values = self._router.find(request)
-            self._access.check_form(request)
-            response = await handler(ApiCall(exchange, values))
+            match = self._admit(request)
+            response = await match.route.handler(ApiCall(exchange, match.values))
         except asyncio.CancelledError:
             _log(request, "client disconnected", began_s)
             raise
@@ -191,8 +187,9 @@ class NodeApi:
             exchange.respond(*response)
 
     async def _by_path(self, call: ApiCall) -> Response | None:
-        handler, call.values = self._router.find(call.request)
-        return await handler(call)
+        match = self._router.find(call.request)
+        call.values = match.values
+        return await match.route.handler(call)
 
     async def _expose(self, _: ApiCall) -> Response:
         return Response(200, ((b"content-type", CONTENT_TYPE_LATEST.encode()),), self._metrics.exposition())

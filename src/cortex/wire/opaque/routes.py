@@ -8,6 +8,7 @@ from urllib.parse import quote, unquote
 from cortex.wire.errors import MalformedHTTP, ModelNotReady
 
 UPSTREAM = "/upstream/"
+UPSTREAM_ROUTE = f"{UPSTREAM}{{target:.+}}"
 UPSTREAM_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 PATHS: dict[str, str] = {
     "/v1/audio/transcriptions": "POST",

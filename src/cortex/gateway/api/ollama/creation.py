@@ -21,7 +21,7 @@ from cortex.gateway.created_models import CreatedModels
 from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.head import stream_headers
-from cortex.http.routing import Route
+from cortex.http.routing import Route, spooled
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.wire.dialects.ollama import lines, modelfile, models
@@ -62,10 +62,10 @@ class CreationRoutes:
         return [
             Route("POST", f"{PREFIX}create", self._create),
             Route("POST", f"{PREFIX}copy", self._copy),
-            Route("GET", models.BLOBS, self._find_upload),
-            Route("POST", models.BLOBS, self._upload),
+            *(Route("GET", path, self._find_upload) for path in models.BLOBS),
+            *(Route("POST", path, self._upload, spooled) for path in models.BLOBS),
             Route("GET", "/fleet/created", self._show_created),
-            Route("DELETE", "/fleet/created/(?P<name>.+)", self._delete),
+            Route("DELETE", "/fleet/created/{name:.+}", self._delete),
         ]
 
     async def delete(self, name: str) -> bool:

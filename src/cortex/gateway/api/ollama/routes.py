@@ -23,7 +23,7 @@ from cortex.gateway.proxy.admission import resolve_listed
 from cortex.gateway.proxy.routes import error_response, json_response
 from cortex.http.head import stream_headers
 from cortex.http.request import Request
-from cortex.http.routing import Route, path_of
+from cortex.http.routing import Route
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.wire.dialects.ollama import lines, models
@@ -65,7 +65,7 @@ class OllamaRoutes:
             Route("POST", f"{PREFIX}show", self._show),
             Route("POST", f"{PREFIX}pull", self._pull),
             Route("DELETE", f"{PREFIX}delete", self._delete),
-            *(Route("", f"{PREFIX}{name}", _reject) for name in models.ABSENT),
+            *(Route("", path, partial(_reject, path)) for path in (f"{PREFIX}{name}" for name in models.ABSENT)),
         ]
 
     def _key(self, request: Request) -> KeySection | None:
@@ -174,5 +174,5 @@ def _error(job: Job) -> CortexError | None:
     return job.error or LoadFailed(f"The download was {job.state}.")
 
 
-def _reject(exchange: Exchange) -> Response | None:
-    raise NotImplementedHere(models.absence(path_of(exchange.request)))
+def _reject(path: str, _: Exchange) -> Response | None:
+    raise NotImplementedHere(models.absence(path))

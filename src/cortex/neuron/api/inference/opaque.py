@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cortex.http.composed_body import Body
-from cortex.http.opaque_request import WrittenRequest, passed_headers, read_fields, target_of, written
+from cortex.http.opaque_request import WrittenRequest, passed_headers, read_fields, spooled_form, target_of, written
 from cortex.http.server.server import Response
 from cortex.neuron.api import bodies
 from cortex.neuron.api.calls import ApiCall, Route
@@ -18,7 +18,15 @@ from cortex.neuron.api.inference.tracing import traced
 from cortex.neuron.api.metrics import RequestWatch
 from cortex.neuron.node.harness.harness import Upstream
 from cortex.wire.errors import UnsupportedModality
-from cortex.wire.opaque.routes import HEALTH_CHECKS, PATHS, UPSTREAM, UPSTREAM_METHODS, split_upstream, with_slash
+from cortex.wire.opaque.routes import (
+    HEALTH_CHECKS,
+    PATHS,
+    UPSTREAM,
+    UPSTREAM_METHODS,
+    UPSTREAM_ROUTE,
+    split_upstream,
+    with_slash,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +39,8 @@ class OpaqueRoutes:
 
     def routes(self) -> list[Route]:
         return [
-            *(Route(method, path, self.by_field) for path, method in PATHS.items()),
-            *(Route(method, f"{UPSTREAM}(?P<target>.+)", self.by_path) for method in UPSTREAM_METHODS),
+            *(Route(method, path, self.by_field, spooled_form) for path, method in PATHS.items()),
+            Route(" ".join(UPSTREAM_METHODS), UPSTREAM_ROUTE, self.by_path, spooled_form),
         ]
 
     async def by_field(self, call: ApiCall) -> None:

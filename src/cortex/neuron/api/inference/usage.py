@@ -61,7 +61,7 @@ class UsageRecords:
         self._awaited: dict[str, asyncio.Future[Usage]] = {}
 
     def routes(self) -> list[Route]:
-        return [Route("GET", "/requests/(?P<id>.+)/usage", self.get)]
+        return [Route("GET", "/requests/{id:.+}/usage", self.get)]
 
     def add(self, attempt_id: str, usage: Usage) -> None:
         awaited = self._awaited.get(attempt_id)

@@ -24,7 +24,7 @@ class ModelRoutes:
     def routes(self) -> list[Route]:
         return [
             Route("GET", "/v1/models", self.list),
-            Route("GET", "/v1/models/(?P<id>.+)", self.entry),
+            Route("GET", "/v1/models/{id:.+}", self.entry),
         ]
 
     async def list(self, call: ApiCall) -> Response:

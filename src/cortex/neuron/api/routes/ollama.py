@@ -7,12 +7,14 @@ import dataclasses
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from cortex.foreign.embeddings import OllamaEmbeddings
 from cortex.http.request import Request
+from cortex.http.routing import spooled
 from cortex.http.server.server import Response
 from cortex.http.ticker import Ticker
 from cortex.neuron.api import responses
@@ -56,11 +58,13 @@ class OllamaRoutes:
             Route("POST", "/api/show", self.show),
             Route("POST", "/api/pull", self.pull),
             Route("DELETE", "/api/delete", self.delete),
-            Route("POST", embeddings.PATH, self.embed),
-            Route("POST", embeddings.OLD_PATH, self.embed),
-            *(Route("POST", f"/api/{name}", self.absent) for name in (*models.CREATING, *models.ABSENT)),
-            Route("GET", models.BLOBS, self.find_upload),
-            Route("POST", models.BLOBS, self.upload),
+            *(Route("POST", path, partial(self.embed, path=path)) for path in (embeddings.PATH, embeddings.OLD_PATH)),
+            *(
+                Route("POST", path, partial(self.absent, path=path))
+                for path in (f"/api/{name}" for name in (*models.CREATING, *models.ABSENT))
+            ),
+            *(Route("GET", path, self.find_upload) for path in models.BLOBS),
+            *(Route("POST", path, self.upload, spooled) for path in models.BLOBS),
         ]
 
     async def version(self, _: ApiCall) -> Response:
@@ -80,8 +84,8 @@ class OllamaRoutes:
             template = ""
         return responses.json(models.show(dataclasses.replace(self._described(status), template=template)))
 
-    async def absent(self, call: ApiCall) -> Response:
-        raise NotImplementedHere(models.absence(call.request.path.decode("latin-1")))
+    async def absent(self, _: ApiCall, path: str) -> Response:
+        raise NotImplementedHere(models.absence(path))
 
     async def find_upload(self, call: ApiCall) -> Response:
         if not await self.backend.files.has_upload(call.values["digest"]):
@@ -129,11 +133,10 @@ class OllamaRoutes:
                 await stream.write(models.pull_end(_error(status)))
         return None
 
-    async def embed(self, call: ApiCall) -> Response | None:
+    async def embed(self, call: ApiCall, path: str) -> Response | None:
         began_s = time.monotonic()
         request = call.request
         body = await self.parser.run(embeddings.embed_request, None, body=request.body, client=client_of(request))
-        path = request.path.decode("latin-1")
         inner = ApiCall(call.exchange, {})
         inner.translate = lambda model: OllamaEmbeddings(path, model, began_s, inner.load_s)
         headers = (*(header for header in request.headers if header[0] != b"content-type"), *responses.JSON)

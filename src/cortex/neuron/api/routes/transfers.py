@@ -47,8 +47,8 @@ class SharedFiles:
         """When the next chunk of any transfer may be sent."""
 
     def routes(self) -> list[Route]:
-        repository = f"{FILES_PATH}(?P<repository>[^/]+/[^/]+)"
-        return [Route("GET", repository, self.list), Route("GET", f"{repository}/(?P<digest>[^/]+)", self.send)]
+        repository = f"{FILES_PATH}{{repository:[^/]+/[^/]+}}"
+        return [Route("GET", repository, self.list), Route("GET", f"{repository}/{{digest}}", self.send)]
 
     async def list(self, call: ApiCall) -> Response | None:
         """Files at a path are read for their digests first: meanwhile spaces, which JSON may begin with, keep the

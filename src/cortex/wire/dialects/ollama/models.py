@@ -33,8 +33,8 @@ CREATING = ("create", "copy")
 ABSENT = ("push",)
 """Routes that have no meaning here."""
 BLOBS_PREFIX = "/api/blobs/"
-BLOBS = BLOBS_PREFIX + "sha256[:-](?P<digest>[0-9a-f]{64})"
-"""Route of the files that models are made from."""
+BLOBS = tuple(f"{BLOBS_PREFIX}sha256{mark}{{digest:[0-9a-f]{{64}}}}" for mark in ":-")
+"""Routes of the files that models are made from."""
 
 _MAX_BODY_BYTES = 64 * 1024
 _OPTION_NAMES = {

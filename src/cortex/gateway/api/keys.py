@@ -33,7 +33,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-KEYS_PATH, GROUPS_PATH = "/keys", "/groups"
 MAX_NAME = 100
 
 _UNSET = msgspec.UNSET
@@ -85,30 +84,28 @@ class KeyRoutes:
 
     def routes(self) -> list[ApiRoute]:
         return [
-            route
-            for root in (KEYS_PATH, GROUPS_PATH)
-            for route in (
-                Route("GET POST", root, partial(self._handle, root=root)),
-                Route("PATCH DELETE", f"{root}/{{name:.+}}", partial(self._handle, root=root)),
-            )
+            Route("GET", "/keys", partial(self._list, with_keys=True)),
+            Route("POST", "/keys", partial(self._as_operator, self._make, _NewKey)),
+            Route("PATCH", "/keys/{name:.+}", partial(self._as_operator, self._change, _KeyFields)),
+            Route("DELETE", "/keys/{name:.+}", partial(self._as_operator, self._revoke, None)),
+            Route("GET", "/groups", partial(self._list, with_keys=False)),
+            Route("POST", "/groups", partial(self._as_operator, self._make_group, _NewGroup)),
+            Route("PATCH", "/groups/{name:.+}", partial(self._as_operator, self._change_group, _Limits)),
+            Route("DELETE", "/groups/{name:.+}", partial(self._as_operator, self._remove_group, None)),
         ]
 
-    def _handle(self, exchange: Exchange, *, root: str, name: str = "") -> Coroutine[Any, Any, Response]:
-        request, body = exchange.request, exchange.request.body
-        if request.method in (b"GET", b"HEAD"):
-            return self._list(self._api.metering.meter.key(request), with_keys=root == KEYS_PATH)
-        operator = self._operator(request)
-        if root == KEYS_PATH:
-            if request.method == b"POST":
-                return self._make(read_body(body, _NewKey))
-            if request.method == b"PATCH":
-                return self._change(operator, name, read_body(body, _KeyFields))
-            return self._revoke(operator, name)
-        if request.method == b"POST":
-            return self._make_group(read_body(body, _NewGroup))
-        if request.method == b"PATCH":
-            return self._change_group(name, read_body(body, _Limits))
-        return self._remove_group(name)
+    def _as_operator(
+        self,
+        work: Callable[..., Coroutine[Any, Any, Response]],
+        kind: type[_Limits] | None,
+        exchange: Exchange,
+        /,
+        **values: str,
+    ) -> Coroutine[Any, Any, Response]:
+        """`kind`: what is read from the body and passed to `work`."""
+        operator = self._operator(exchange.request)
+        given = () if kind is None else (read_body(exchange.request.body, kind),)
+        return work(operator, *given, **values)
 
     def _operator(self, request: Request) -> KeySection:
         """The operator's key. An open gateway rejects this: the first key would lock everybody else out."""
@@ -121,7 +118,8 @@ class KeyRoutes:
             )
         return key
 
-    async def _list(self, key: KeySection | None, *, with_keys: bool) -> Response:
+    async def _list(self, exchange: Exchange, *, with_keys: bool) -> Response:
+        key = self._api.metering.meter.key(exchange.request)
         in_force, counters = self._api.metering.in_force, await self._counters()
         sees_all = key is None or key.operator
         body: dict[str, Any] = {
@@ -138,7 +136,7 @@ class KeyRoutes:
             body["keys"] = [self._key_json(each, counters) for each in shown]
         return json_response(body)
 
-    async def _make(self, wanted: _NewKey) -> Response:
+    async def _make(self, _: KeySection, wanted: _NewKey) -> Response:
         name = self._checked_name(wanted.name, {key.name for key in self._keys()}, "key")
         given = wanted.given()
         self._check_group(given.get("group"))
@@ -149,7 +147,7 @@ class KeyRoutes:
         await self._edit(lambda execute: key_store.add_key(execute, made.section))
         return json_response({"key": made.text, **await self._described(made.section)}, 201)
 
-    async def _change(self, operator: KeySection, name: str, fields: _KeyFields) -> Response:
+    async def _change(self, operator: KeySection, fields: _KeyFields, name: str) -> Response:
         given, found = fields.given(), self.find(name)
         if operator.id == found.id and ("expires" in given or given.get("operator") is False):
             raise _own_key("change who may use")
@@ -180,13 +178,13 @@ class KeyRoutes:
         is_gone = all(key.id != found.id for key in self._keys())
         return json_response({"revoked": {"name": found.name, "id": found.id}, "in_force": is_gone})
 
-    async def _make_group(self, wanted: _NewGroup) -> Response:
+    async def _make_group(self, _: KeySection, wanted: _NewGroup) -> Response:
         name = self._checked_name(wanted.name, {group.name for group in self._api.metering.in_force.groups}, "group")
         section = GroupSection(name=name, **wanted.given())
         await self._edit(lambda execute: key_store.put_group(execute, section))
         return json_response(self._group_json(section, await self._counters()), 201)
 
-    async def _change_group(self, name: str, limits: _Limits) -> Response:
+    async def _change_group(self, _: KeySection, limits: _Limits, name: str) -> Response:
         found, given = self._group_in_database(name), limits.given()
 
         def change(execute: Execute) -> GroupSection:
@@ -197,7 +195,7 @@ class KeyRoutes:
 
         return json_response(self._group_json(await self._edit(change), await self._counters()))
 
-    async def _remove_group(self, name: str) -> Response:
+    async def _remove_group(self, _: KeySection, name: str) -> Response:
         found = self._group_in_database(name)
         await self._edit(lambda execute: key_store.remove_group(execute, found.name))
         return json_response({"removed": found.name})

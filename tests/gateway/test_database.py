@@ -21,7 +21,7 @@ from cortex.gateway.database import (
     StoreError,
     StoreSettingError,
     WaitingRows,
-    statement_for,
+    placeholders,
 )
 from cortex.gateway.ledger.store import open_store
 
@@ -50,11 +50,19 @@ def test_database_is_private(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_question_mark_or_percent_sign_in_a_literal_is_no_parameter() -> None:
-    statement = "SELECT '?', \"a?\", x % 2 FROM t WHERE name LIKE '50%' AND id = ?"
-    assert statement_for("qmark", statement) == statement
-    expected = "SELECT '?', \"a?\", x %% 2 FROM t WHERE name LIKE '50%%' AND id = %s"
-    assert statement_for("format", statement) == expected
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+def test_both_databases_read_the_same_statements(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    location = str(tmp_path / "x.db") if kind == "sqlite" else request.getfixturevalue("postgres_url")
+    database = Database(location)
+    values = [*range(11), None, "it's $1 and 50%"]
+    statement = f"""SELECT '$1 ?', 7 % 4, $13, $2, $11
+        WHERE 'a%' LIKE '%' AND $2 IN ({placeholders(11)}) AND CAST($12 AS TEXT) IS NULL"""
+    try:
+        assert [tuple(row) for row in database.run(lambda execute: execute(statement, values))] == [
+            ("$1 ?", 3, "it's $1 and 50%", 1, 10)
+        ]
+    finally:
+        database.close_connection()
 
 
 async def test_what_waits_for_the_thread_fails_with_the_work_before_it_and_later_work_connects_again(
@@ -100,7 +108,7 @@ async def test_tables_of_an_older_version_get_the_columns_that_they_lack(databas
     older = Schema(("CREATE TABLE IF NOT EXISTS aged (a BIGINT NOT NULL)",))
     newer = older._replace(added_columns=(("aged", "b", "TEXT NOT NULL DEFAULT 'x'"),))
     first = Database(database).use(older)
-    await first.do(lambda execute: execute("INSERT INTO aged (a) VALUES (?)", (1,)))
+    await first.do(lambda execute: execute("INSERT INTO aged (a) VALUES ($1)", (1,)))
     for _ in range(2):  # the second finds the column
         second = Database(database).use(newer)
         assert await second.do(lambda execute: [tuple(row) for row in execute("SELECT a, b FROM aged", ())]) == [
@@ -117,7 +125,8 @@ async def test_work_fails_whole_while_the_database_is_unusable_and_goes_on_after
 ) -> None:
     path = tmp_path / "x.db"
     database = Database(str(path)).use(Schema(("CREATE TABLE IF NOT EXISTS t (a TEXT NOT NULL)",)))
-    rows: WaitingRows[str] = WaitingRows(database, lambda execute, row: execute("INSERT INTO t VALUES (?)", (row,)), 10)
+    add = "INSERT INTO t VALUES ($1)"
+    rows: WaitingRows[str] = WaitingRows(database, lambda execute, row: execute(add, (row,)), 10)
     rows.append("first")
     assert await rows.flush()
     other = sqlite3.connect(path)

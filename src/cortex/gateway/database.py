@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import re
 import socket
 import sqlite3
 import threading
@@ -17,9 +16,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from cortex.system.exits import ExitCode
 from cortex.wire.errors import CortexError, DatabaseUnavailable, InvalidValue
@@ -28,13 +27,10 @@ from cortex.wire.words import os_error_in_words
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-ParameterStyle = Literal["qmark", "format"]
-"""How a driver marks parameters, as in PEP 249."""
-_TOKEN = re.compile(r"""('[^']*'|"[^"]*"|\?)""")
 
 Rows = list[Sequence[Any]]
 Execute = Callable[[str, Sequence[Any]], Rows]
-"""Runs one statement and returns its rows. Parameters are written as `?`."""
+"""Runs one statement and returns its rows. Parameters are written as `$1`, `$2`, …, which both databases read."""
 
 
 WORK_S = 8.0
@@ -92,7 +88,9 @@ class Driver(Protocol):
     errors: tuple[type[Exception], ...]
     rejections: tuple[type[Exception], ...]
     """Errors caused by values, not by the database."""
-    style: ParameterStyle
+
+    def parameters(self, values: Sequence[Any]) -> Any:
+        """The values of `$1`, `$2`, … as the driver takes them."""
 
     def connect(self, work_s: float = WORK_S) -> DatabaseConnection:
         """Limits statements to `work_s`, if the kind of database can."""
@@ -108,13 +106,15 @@ class Driver(Protocol):
 
 
 class Sqlite:
-    style: ParameterStyle = "qmark"
     errors: tuple[type[Exception], ...] = (sqlite3.Error, OSError, OverflowError)
     rejections: tuple[type[Exception], ...] = (sqlite3.DataError, sqlite3.IntegrityError, OverflowError)
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.name = str(path)
+
+    def parameters(self, values: Sequence[Any]) -> dict[str, Any]:
+        return {str(number): value for number, value in enumerate(values, 1)}  # SQLite takes `$1` for a name
 
     def connect(self, work_s: float = WORK_S) -> DatabaseConnection:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -140,7 +140,7 @@ class Sqlite:
         execute("BEGIN IMMEDIATE", ())
 
     def columns(self, execute: Execute, table: str) -> set[str]:
-        return {str(row[0]) for row in execute("SELECT name FROM pragma_table_info(?)", (table,))}
+        return {str(row[0]) for row in execute("SELECT name FROM pragma_table_info($1)", (table,))}
 
     def limited(self, connection: Any, work_s: float) -> AbstractContextManager[None]:
         del connection, work_s  # a file; waiting for a lock has a limit of its own
@@ -148,7 +148,6 @@ class Sqlite:
 
 
 class Postgres:
-    style: ParameterStyle = "format"
     _SCHEMA_LOCK = 0x636F7274
     _DEFAULTS: ClassVar[dict[str, Any]] = {
         "connect_timeout": CONNECT_S,
@@ -174,18 +173,23 @@ class Postgres:
         self.errors: tuple[type[Exception], ...] = (psycopg.Error,)
         self.rejections: tuple[type[Exception], ...] = (psycopg.DataError, psycopg.IntegrityError)
 
+    def parameters(self, values: Sequence[Any]) -> Sequence[Any]:
+        return values
+
     def connect(self, work_s: float = WORK_S) -> DatabaseConnection:
-        connection = self._psycopg.connect(**{"tcp_user_timeout": int(work_s * 1000)} | self._options)
+        connection = self._psycopg.connect(
+            **{"tcp_user_timeout": int(work_s * 1000)} | self._options, cursor_factory=self._psycopg.RawCursor
+        )
         with self.limited(connection, work_s):
             connection.execute(f"SET statement_timeout = {int(work_s * 1000)}")
             connection.commit()
         return connection
 
     def lock_schema(self, execute: Execute) -> None:
-        execute("SELECT pg_advisory_xact_lock(?)", (self._SCHEMA_LOCK,))
+        execute("SELECT pg_advisory_xact_lock($1)", (self._SCHEMA_LOCK,))
 
     def columns(self, execute: Execute, table: str) -> set[str]:
-        statement = "SELECT column_name FROM information_schema.columns WHERE table_name = ? AND table_schema = ?"
+        statement = "SELECT column_name FROM information_schema.columns WHERE table_name = $1 AND table_schema = $2"
         return {str(row[0]) for row in execute(statement, (table, execute("SELECT current_schema()", ())[0][0]))}
 
     @contextlib.contextmanager
@@ -390,7 +394,7 @@ class Database:
 
     def _work(self, connection: DatabaseConnection, work: Callable[[Execute], T]) -> T:
         def execute(statement: str, values: Sequence[Any]) -> Rows:
-            cursor.execute(statement_for(self._driver.style, statement), values)
+            cursor.execute(statement, self._driver.parameters(values))
             return cursor.fetchall() if cursor.description else []
 
         # An open cursor would keep the locks of a SQLite connection that is closed after a failure.
@@ -465,12 +469,9 @@ def _add_row(execute: Execute, add: Callable[[Execute, T], object], row: T) -> N
     add(execute, row)
 
 
-@lru_cache(maxsize=1024)
-def statement_for(style: ParameterStyle, statement: str) -> str:
-    """The statement as a driver takes it. Parameters are written as `?`; what is quoted is left alone."""
-    if style == "qmark":
-        return statement
-    return "".join("%s" if part == "?" else part.replace("%", "%%") for part in _TOKEN.split(statement))
+def placeholders(num_values: int, first: int = 1) -> str:
+    """`$1, $2, …` for a list of values."""
+    return ", ".join(f"${number}" for number in range(first, first + num_values))
 
 
 def _create(execute: Execute, schema: Schema, columns: Callable[[str], set[str]]) -> None:

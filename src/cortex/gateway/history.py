@@ -320,10 +320,10 @@ KEEP_S = 86_400.0
 KEEP_HOUR_S = 3_600.0
 """How long the steps of the window of an hour are kept."""
 _WRITE = (
-    "INSERT INTO history (gateway, kind, at, entry) VALUES (?, ?, ?, ?) "
+    "INSERT INTO history (gateway, kind, at, entry) VALUES ($1, $2, $3, $4) "
     "ON CONFLICT (gateway, kind, at) DO UPDATE SET entry = excluded.entry"
 )
-_DELETE_OLD = "DELETE FROM history WHERE at < ? OR (kind = 'hour' AND at < ?)"
+_DELETE_OLD = "DELETE FROM history WHERE at < $1 OR (kind = 'hour' AND at < $2)"
 """For entries of all gateways, because a gateway that does not come back leaves its own behind."""
 
 
@@ -381,7 +381,7 @@ class HistoryStore:
     async def _read(self) -> list[_Entry]:
         if not self._database.exists:
             return []
-        query, oldest = "SELECT kind, at, entry FROM history WHERE gateway = ? AND at >= ?", time.time() - KEEP_S
+        query, oldest = "SELECT kind, at, entry FROM history WHERE gateway = $1 AND at >= $2", time.time() - KEEP_S
         try:
             rows = await self._database.do(lambda execute: execute(query, (self._gateway, oldest)))
         except StoreError:

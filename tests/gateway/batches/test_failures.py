@@ -138,7 +138,7 @@ async def test_a_gateway_that_lost_its_batch_records_and_charges_nothing(
     database = Database(str(tmp_path / "cortex-spend.db"))
     try:
         for owner, renewed in (("other", int(time.time()) + 1000), ("", 0)):
-            change = partial(_execute, "UPDATE batch SET owner = ?, renewed_s = ?", (owner, renewed))
+            change = partial(_execute, "UPDATE batch SET owner = $1, renewed_s = $2", (owner, renewed))
             database.run(change)
             if owner:
                 gate.opened.set()

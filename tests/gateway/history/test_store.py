@@ -68,7 +68,7 @@ async def test_old_entries_of_former_gateways_are_deleted(tmp_path: Path) -> Non
 
     def fill(execute: Execute) -> None:
         for kind, age_s in ages_s:
-            execute("INSERT INTO history VALUES (?, ?, ?, ?)", ("former:1", kind, now - age_s, "{}"))
+            execute("INSERT INTO history VALUES ($1, $2, $3, $4)", ("former:1", kind, now - age_s, "{}"))
 
     database.run(fill)
     store = HistoryStore(ActivityLog(Config().activity), EventLog(), database, 1)

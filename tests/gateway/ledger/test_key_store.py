@@ -74,7 +74,7 @@ async def test_entry_of_another_version_takes_no_other_with_it(database: str, ca
 
     def add(execute: Execute) -> None:
         key_store.put_key(execute, key)
-        execute("INSERT INTO api_key (id, name, entry) VALUES (?, ?, ?)", ("x", "newer", '{"name": "newer"}'))
+        execute("INSERT INTO api_key (id, name, entry) VALUES ($1, $2, $3)", ("x", "newer", '{"name": "newer"}'))
 
     await store.edit(add)
     assert (await store.read()).keys == (key,)

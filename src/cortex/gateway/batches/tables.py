@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from cortex.gateway.database import Execute, Schema
+from cortex.gateway.database import Execute, Schema, placeholders
 from cortex.gateway.ledger.store import Counts, Slot, add_spend
 
 Kind = Literal["openai", "anthropic"]
@@ -160,7 +160,7 @@ _BATCH = ", ".join(Batch.__struct_fields__)
 
 
 def _marks(struct: type[msgspec.Struct]) -> str:
-    return ", ".join("?" * len(struct.__struct_fields__))
+    return placeholders(len(struct.__struct_fields__))
 
 
 # --- files
@@ -176,14 +176,14 @@ def add_file(execute: Execute, file: StoredFile) -> None:
 def held(execute: Execute, key_id: str) -> tuple[int, int]:
     """How many files a key has, and their bytes."""
     [(count, num_bytes)] = execute(
-        "SELECT COUNT(*), COALESCE(SUM(num_bytes), 0) FROM stored_file WHERE key_id = ?", (key_id,)
+        "SELECT COUNT(*), COALESCE(SUM(num_bytes), 0) FROM stored_file WHERE key_id = $1", (key_id,)
     )
     return int(count), int(num_bytes)
 
 
 def file(execute: Execute, key_id: str, id: str, now_s: float) -> StoredFile | None:
     rows = execute(
-        f"SELECT {_FILE} FROM stored_file WHERE id = ? AND key_id = ? AND expires_s > ?", (id, key_id, int(now_s))
+        f"SELECT {_FILE} FROM stored_file WHERE id = $1 AND key_id = $2 AND expires_s > $3", (id, key_id, int(now_s))
     )
     return StoredFile(*rows[0]) if rows else None
 
@@ -192,26 +192,23 @@ def files(
     execute: Execute, key_id: str, now_s: float, *, purpose: str | None, after: str | None, limit: int, ascending: bool
 ) -> list[StoredFile]:
     """Those of a key after `after`, in order of their creation."""
-    where, values = "key_id = ? AND expires_s > ? AND purpose <> ?", [key_id, int(now_s), HIDDEN]
-    if purpose is not None:
-        where, values = f"{where} AND purpose = ?", [*values, purpose]
+    conditions = {"key_id =": key_id, "expires_s >": int(now_s), "purpose <>": HIDDEN, "purpose =": purpose}
     return [
-        StoredFile(*row)
-        for row in _page(execute, "stored_file", _FILE, where, values, after, limit, ascending=ascending)
+        StoredFile(*row) for row in _page(execute, "stored_file", _FILE, conditions, after, limit, ascending=ascending)
     ]
 
 
 def drop_file(execute: Execute, id: str) -> None:
-    execute("DELETE FROM stored_file WHERE id = ?", (id,))
+    execute("DELETE FROM stored_file WHERE id = $1", (id,))
 
 
 def unowned(execute: Execute, names: Sequence[str]) -> list[str]:
     """The files on disk without a row: neither a client's file nor a segment of an active batch."""
     batch_of = {name: name.partition(".")[0] for name in names}
-    marks = ", ".join("?" * len(names))
+    names_of_files, names_of_batches = placeholders(len(names)), placeholders(len(names), len(names) + 1)
     rows = execute(
-        f"""SELECT id FROM stored_file WHERE id IN ({marks})
-        UNION ALL SELECT id FROM batch WHERE id IN ({marks}) AND status IN {_ACTIVE}""",
+        f"""SELECT id FROM stored_file WHERE id IN ({names_of_files})
+        UNION ALL SELECT id FROM batch WHERE id IN ({names_of_batches}) AND status IN {_ACTIVE}""",
         (*names, *batch_of.values()),
     )
     owners = {row[0] for row in rows}
@@ -220,13 +217,13 @@ def unowned(execute: Execute, names: Sequence[str]) -> list[str]:
 
 def is_in_use(execute: Execute, id: str) -> bool:
     """Whether a batch that has not ended reads the file."""
-    return bool(execute(f"SELECT 1 FROM batch WHERE input_file_id = ? AND status IN {_ACTIVE}", (id,)))
+    return bool(execute(f"SELECT 1 FROM batch WHERE input_file_id = $1 AND status IN {_ACTIVE}", (id,)))
 
 
 def expired_files(execute: Execute, now_s: float) -> list[str]:
     """Some expired files that no active batch reads."""
     rows = execute(
-        f"""SELECT id FROM stored_file WHERE expires_s <= ? AND NOT EXISTS
+        f"""SELECT id FROM stored_file WHERE expires_s <= $1 AND NOT EXISTS
         (SELECT 1 FROM batch WHERE input_file_id = stored_file.id AND status IN {_ACTIVE}) LIMIT 100""",
         (int(now_s),),
     )
@@ -242,11 +239,7 @@ def add_batch(execute: Execute, batch: Batch) -> None:
 
 def batch(execute: Execute, key_id: str | None, id: str, kind: Kind | None = None) -> Batch | None:
     """The batch with this id, of one key or of any."""
-    where, values = "id = ?", [id]
-    if key_id is not None:
-        where, values = f"{where} AND key_id = ?", [*values, key_id]
-    if kind is not None:
-        where, values = f"{where} AND kind = ?", [*values, kind]
+    where, values = _where({"id =": id, "key_id =": key_id, "kind =": kind})
     rows = execute(f"SELECT {_BATCH} FROM batch WHERE {where}", values)
     return Batch(*rows[0]) if rows else None
 
@@ -261,17 +254,12 @@ def batches(
     ascending: bool = False,
 ) -> list[Batch]:
     """Those of a key, or of all, after `after`."""
-    where = "1 = 1"
-    values: list[str] = []
-    if key_id is not None:
-        where, values = f"{where} AND key_id = ?", [*values, key_id]
-    if kind is not None:
-        where, values = f"{where} AND kind = ?", [*values, kind]
-    return [Batch(*row) for row in _page(execute, "batch", _BATCH, where, values, after, limit, ascending=ascending)]
+    conditions = {"key_id =": key_id, "kind =": kind}
+    return [Batch(*row) for row in _page(execute, "batch", _BATCH, conditions, after, limit, ascending=ascending)]
 
 
 def num_active(execute: Execute, key_id: str) -> int:
-    [(count,)] = execute(f"SELECT COUNT(*) FROM batch WHERE key_id = ? AND status IN {_ACTIVE}", (key_id,))
+    [(count,)] = execute(f"SELECT COUNT(*) FROM batch WHERE key_id = $1 AND status IN {_ACTIVE}", (key_id,))
     return int(count)
 
 
@@ -279,15 +267,15 @@ def claim(execute: Execute, owner: str, now_s: float, lost_s: float, limit: int)
     """Take over batches without an owner or not renewed since `lost_s`, oldest first. They may be `owner`'s own: one
     that kept running while the database was unavailable, or one that it could not release."""
     rows = execute(
-        f"""SELECT id FROM batch WHERE status IN {_ACTIVE} AND (owner = '' OR renewed_s <= ?)
-        ORDER BY created_s, id LIMIT ?""",
+        f"""SELECT id FROM batch WHERE status IN {_ACTIVE} AND (owner = '' OR renewed_s <= $1)
+        ORDER BY created_s, id LIMIT $2""",
         (int(lost_s), limit),
     )
     taken = []
     for (id,) in rows:
         taken += execute(
-            f"""UPDATE batch SET owner = ?, renewed_s = ? WHERE id = ? AND status IN {_ACTIVE}
-            AND (owner = '' OR renewed_s <= ?) RETURNING {_BATCH}""",
+            f"""UPDATE batch SET owner = $1, renewed_s = $2 WHERE id = $3 AND status IN {_ACTIVE}
+            AND (owner = '' OR renewed_s <= $4) RETURNING {_BATCH}""",
             (owner, int(now_s), id, int(lost_s)),
         )
     return [Batch(*row) for row in taken]
@@ -296,14 +284,14 @@ def claim(execute: Execute, owner: str, now_s: float, lost_s: float, limit: int)
 def renew(execute: Execute, id: str, owner: str, now_s: float) -> str | None:
     """Show that `owner` still runs the batch; returns its status, or None where another gateway has it."""
     rows = execute(
-        "UPDATE batch SET renewed_s = ? WHERE id = ? AND owner = ? RETURNING status", (int(now_s), id, owner)
+        "UPDATE batch SET renewed_s = $1 WHERE id = $2 AND owner = $3 RETURNING status", (int(now_s), id, owner)
     )
     return str(rows[0][0]) if rows else None
 
 
 def release(execute: Execute, id: str, owner: str) -> None:
     """Give up ownership, so that another gateway can claim it at once."""
-    execute("UPDATE batch SET owner = '' WHERE id = ? AND owner = ?", (id, owner))
+    execute("UPDATE batch SET owner = '' WHERE id = $1 AND owner = $2", (id, owner))
 
 
 def move(
@@ -323,12 +311,9 @@ def move(
     times: dict[str, int] = msgspec.json.decode(found.times)
     times[status] = int(now_s)
     columns = {"status": status, "times": msgspec.json.encode(times).decode(), **(values or {})}
-    marks = ", ".join(f"{name} = ?" for name in columns)
-    of_owner = "" if owner is None else " AND owner = ?"
-    rows = execute(
-        f"UPDATE batch SET {marks} WHERE id = ? AND status = ?{of_owner} RETURNING {_BATCH}",
-        (*columns.values(), id, found.status, *(() if owner is None else (owner,))),
-    )
+    where, matched = _where({"id =": id, "status =": found.status, "owner =": owner})
+    marks = ", ".join(f"{name} = ${number}" for number, name in enumerate(columns, len(matched) + 1))
+    rows = execute(f"UPDATE batch SET {marks} WHERE {where} RETURNING {_BATCH}", (*matched, *columns.values()))
     return Batch(*rows[0]) if rows else None
 
 
@@ -345,10 +330,10 @@ def record(
     another gateway owns it."""
     counts = [sum(result.outcome == outcome for result in results) for outcome in OUTCOMES]
     rows = execute(
-        """UPDATE batch SET renewed_s = ?, num_succeeded = num_succeeded + ?, num_failed = num_failed + ?,
-        num_cancelled = num_cancelled + ?, num_expired = num_expired + ?, prompt_tokens = prompt_tokens + ?,
-        cached_tokens = cached_tokens + ?, completion_tokens = completion_tokens + ?, cost_nano = cost_nano + ?
-        WHERE id = ? AND owner = ? RETURNING status""",
+        """UPDATE batch SET renewed_s = $1, num_succeeded = num_succeeded + $2, num_failed = num_failed + $3,
+        num_cancelled = num_cancelled + $4, num_expired = num_expired + $5, prompt_tokens = prompt_tokens + $6,
+        cached_tokens = cached_tokens + $7, completion_tokens = completion_tokens + $8, cost_nano = cost_nano + $9
+        WHERE id = $10 AND owner = $11 RETURNING status""",
         (int(now_s), *counts, *charged, id, owner),
     )
     if not rows:
@@ -356,7 +341,7 @@ def record(
     for result in results:
         execute(
             """INSERT INTO batch_result (batch_id, number, outcome, segment, start, num_bytes)
-            VALUES (?, ?, ?, ?, ?, ?)""",
+            VALUES ($1, $2, $3, $4, $5, $6)""",
             (id, *result),
         )
     add_spend(execute, spend)
@@ -366,8 +351,8 @@ def record(
 def results(execute: Execute, id: str, after: int, limit: int) -> list[LineResult]:
     """The results of a batch in order of its lines, from the one after line `after` on."""
     rows = execute(
-        """SELECT number, outcome, segment, start, num_bytes FROM batch_result WHERE batch_id = ? AND number > ?
-        ORDER BY number LIMIT ?""",
+        """SELECT number, outcome, segment, start, num_bytes FROM batch_result WHERE batch_id = $1 AND number > $2
+        ORDER BY number LIMIT $3""",
         (id, after, limit),
     )
     return [LineResult(int(row[0]), row[1], row[2], int(row[3]), int(row[4])) for row in rows]
@@ -375,8 +360,7 @@ def results(execute: Execute, id: str, after: int, limit: int) -> list[LineResul
 
 def recorded(execute: Execute, id: str, numbers: Sequence[int]) -> set[int]:
     """Those of the lines that have a result."""
-    marks = ", ".join("?" * len(numbers))
-    statement = f"SELECT number FROM batch_result WHERE batch_id = ? AND number IN ({marks})"
+    statement = f"SELECT number FROM batch_result WHERE batch_id = $1 AND number IN ({placeholders(len(numbers), 2)})"
     return {int(row[0]) for row in execute(statement, (id, *numbers))}
 
 
@@ -384,7 +368,7 @@ def begin(execute: Execute, id: str, owner: str, now_s: float, num_lines: int, p
     """Mark it as in progress after its lines were read, unless it was cancelled meanwhile."""
     values = {"num_lines": num_lines, "problems": problems}
     if move(execute, id, owner, "in_progress", now_s, ("validating",), values) is None:
-        execute("UPDATE batch SET num_lines = ?, problems = ? WHERE id = ?", (num_lines, problems, id))
+        execute("UPDATE batch SET num_lines = $1, problems = $2 WHERE id = $3", (num_lines, problems, id))
 
 
 def end(
@@ -395,19 +379,19 @@ def end(
     if ended is not None:
         for output in outputs:
             add_file(execute, output)
-        execute("DELETE FROM batch_result WHERE batch_id = ?", (id,))
+        execute("DELETE FROM batch_result WHERE batch_id = $1", (id,))
     return ended
 
 
 def drop_batch(execute: Execute, id: str) -> None:
-    execute("DELETE FROM batch_result WHERE batch_id = ?", (id,))
-    execute("DELETE FROM batch WHERE id = ?", (id,))
+    execute("DELETE FROM batch_result WHERE batch_id = $1", (id,))
+    execute("DELETE FROM batch WHERE id = $1", (id,))
 
 
 def old_batches(execute: Execute, created_s: float) -> list[str]:
     """Some batches that ended and are older than that."""
     rows = execute(
-        f"SELECT id FROM batch WHERE created_s <= ? AND status NOT IN {_ACTIVE} LIMIT 100", (int(created_s),)
+        f"SELECT id FROM batch WHERE created_s <= $1 AND status NOT IN {_ACTIVE} LIMIT 100", (int(created_s),)
     )
     return [str(row[0]) for row in rows]
 
@@ -416,19 +400,28 @@ def _page(
     execute: Execute,
     table: str,
     columns: str,
-    where: str,
-    values: list[Any],
+    conditions: Mapping[str, Any],
     after: str | None,
     limit: int,
     *,
     ascending: bool,
 ) -> list[Sequence[Any]]:
     """Rows by their creation; of the same second, by id."""
+    where, values = _where(conditions)
     if after is not None:
+        values.append(after)
         sign = ">" if ascending else "<"
-        where += f""" AND (created_s, id) {sign} (SELECT created_s, id FROM {table} WHERE id = ?)"""
-        values = [*values, after]
+        where += f" AND (created_s, id) {sign} (SELECT created_s, id FROM {table} WHERE id = ${len(values)})"
     order = "ASC" if ascending else "DESC"
+    values.append(limit)
     return execute(
-        f"SELECT {columns} FROM {table} WHERE {where} ORDER BY created_s {order}, id {order} LIMIT ?", (*values, limit)
+        f"SELECT {columns} FROM {table} WHERE {where} ORDER BY created_s {order}, id {order} LIMIT ${len(values)}",
+        values,
     )
+
+
+def _where(conditions: Mapping[str, Any]) -> tuple[str, list[Any]]:
+    """The condition that all of them hold, such as `created_s <` for its value, and its parameters. None: any value."""
+    given = {condition: value for condition, value in conditions.items() if value is not None}
+    texts = [f"{condition} ${number}" for number, condition in enumerate(given, 1)]
+    return " AND ".join(texts) or "1 = 1", list(given.values())

@@ -32,15 +32,15 @@ SCHEMA = Schema(
 )
 _REVISION = "SELECT revision FROM key_revision WHERE id = 1"
 _NEW_REVISION = """
-    INSERT INTO key_revision (id, revision) VALUES (1, ?)
+    INSERT INTO key_revision (id, revision) VALUES (1, $1)
     ON CONFLICT (id) DO UPDATE SET revision = excluded.revision
 """
 _PUT_KEY = """
-    INSERT INTO api_key (id, name, entry) VALUES (?, ?, ?)
+    INSERT INTO api_key (id, name, entry) VALUES ($1, $2, $3)
     ON CONFLICT (id) DO UPDATE SET name = excluded.name, entry = excluded.entry
 """
 _PUT_GROUP = """
-    INSERT INTO key_group (name, entry) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET entry = excluded.entry
+    INSERT INTO key_group (name, entry) VALUES ($1, $2) ON CONFLICT (name) DO UPDATE SET entry = excluded.entry
 """
 
 
@@ -157,7 +157,7 @@ def read_keys(execute: Execute) -> StoredKeys:
 
 def add_key(execute: Execute, section: KeySection) -> None:
     """Raises KeyConflict if another key has its name."""
-    if execute("SELECT 1 FROM api_key WHERE name = ?", (section.name,)):
+    if execute("SELECT 1 FROM api_key WHERE name = $1", (section.name,)):
         raise KeyConflict(f"another key is called `{section.name}`")
     put_key(execute, section)
 
@@ -169,7 +169,7 @@ def put_key(execute: Execute, section: KeySection) -> None:
 
 def remove_key(execute: Execute, key_id: str) -> bool:
     """False if there is none."""
-    return bool(execute("DELETE FROM api_key WHERE id = ? RETURNING id", (key_id,)))
+    return bool(execute("DELETE FROM api_key WHERE id = $1 RETURNING id", (key_id,)))
 
 
 def put_group(execute: Execute, section: GroupSection) -> None:
@@ -182,7 +182,7 @@ def remove_group(execute: Execute, name: str) -> bool:
     members = [key.name for key in read_keys(execute).keys if key.group == name]
     if members:
         raise KeyConflict(f"keys are in the group `{name}`: {', '.join(members[:5])}; move or revoke them first")
-    return bool(execute("DELETE FROM key_group WHERE name = ? RETURNING name", (name,)))
+    return bool(execute("DELETE FROM key_group WHERE name = $1 RETURNING name", (name,)))
 
 
 def import_keys(

@@ -68,7 +68,7 @@ _ADD_SPEND = """
     INSERT INTO spend (minute, key_id, key_name, key_group, model, node,
                        requests, prompt_tokens, cached_tokens, completion_tokens, reasoning_tokens, energy_mj,
                        saved_nano)
-    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+    VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13)
     ON CONFLICT (key_id, minute, model, node) DO UPDATE SET
         key_name = excluded.key_name,
         key_group = excluded.key_group,
@@ -81,16 +81,16 @@ _ADD_SPEND = """
         saved_nano = spend.saved_nano + excluded.saved_nano
 """
 _ADD_TOTAL = """
-    INSERT INTO total (key_id, tokens) VALUES (?, ?)
+    INSERT INTO total (key_id, tokens) VALUES ($1, $2)
     ON CONFLICT (key_id) DO UPDATE SET tokens = total.tokens + excluded.tokens
 """
 _ANY_KEY = "SELECT 1 FROM total LIMIT 1"
 _BY_MINUTE = """
     SELECT minute, SUM(prompt_tokens + completion_tokens) FROM spend
-    WHERE key_id = ? AND minute >= ? GROUP BY minute
+    WHERE key_id = $1 AND minute >= $2 GROUP BY minute
 """
-_TOTAL = "SELECT tokens FROM total WHERE key_id = ?"
-_ALL_SINCE = "SELECT key_id, SUM(prompt_tokens + completion_tokens) FROM spend WHERE minute >= ? GROUP BY key_id"
+_TOTAL = "SELECT tokens FROM total WHERE key_id = $1"
+_ALL_SINCE = "SELECT key_id, SUM(prompt_tokens + completion_tokens) FROM spend WHERE minute >= $1 GROUP BY key_id"
 _GROUPS: dict[GroupBy, str] = {
     "key": "key_id, MAX(key_name)",
     "key-model": "key_id, MAX(key_name)",
@@ -102,19 +102,19 @@ _GROUPS: dict[GroupBy, str] = {
 _USAGE = """
     SELECT {group}, model, SUM(requests), SUM(prompt_tokens), SUM(cached_tokens),
            SUM(completion_tokens), SUM(reasoning_tokens), SUM(energy_mj), SUM(saved_nano)
-    FROM spend WHERE minute >= ? AND minute < ?{of_key}
+    FROM spend WHERE minute >= $1 AND minute < $2{of_key}
         AND substr(key_id, 1, 6) <> 'group:' AND substr(key_id, 1, 5) <> 'cost:'
     GROUP BY 1, 3 ORDER BY 1, 3
 """
 _ADD_RESERVATION = """
-    INSERT INTO reservation (owner, key_id, key_name, requests, tokens, renewed_ms) VALUES (?, ?, ?, ?, ?, ?)
+    INSERT INTO reservation (owner, key_id, key_name, requests, tokens, renewed_ms) VALUES ($1, $2, $3, $4, $5, $6)
 """
-_DROP_RESERVATIONS = "DELETE FROM reservation WHERE owner = ? RETURNING key_id"
+_DROP_RESERVATIONS = "DELETE FROM reservation WHERE owner = $1 RETURNING key_id"
 _TAKE_RESERVATIONS = """
-    DELETE FROM reservation WHERE owner = ? AND renewed_ms = ? RETURNING key_id, key_name, requests, tokens
+    DELETE FROM reservation WHERE owner = $1 AND renewed_ms = $2 RETURNING key_id, key_name, requests, tokens
 """
-_RESERVED_ELSEWHERE = "SELECT key_id, SUM(tokens) FROM reservation WHERE owner <> ? GROUP BY key_id"
-_OWNERS = "SELECT owner, MAX(renewed_ms) FROM reservation WHERE owner <> ? GROUP BY owner"
+_RESERVED_ELSEWHERE = "SELECT key_id, SUM(tokens) FROM reservation WHERE owner <> $1 GROUP BY key_id"
+_OWNERS = "SELECT owner, MAX(renewed_ms) FROM reservation WHERE owner <> $1 GROUP BY owner"
 
 
 class LedgerSection(Section, frozen=True):
@@ -320,7 +320,7 @@ def read_usage(
     """The spend in [since, until), to the minute, of every key, model, node or day (as days since 1970), by model; of
     one key or of all."""
     bounds = (int(since // MINUTE_S), -int(-until // MINUTE_S))
-    statement = _USAGE.format(group=_GROUPS[group], of_key="" if key_id is None else " AND key_id = ?")
+    statement = _USAGE.format(group=_GROUPS[group], of_key="" if key_id is None else " AND key_id = $3")
     rows: Iterable[Sequence[Any]] = execute(statement, bounds if key_id is None else (*bounds, key_id))
     return [Spend(str(row[0]), str(row[1]), str(row[2]), _counts(row[3:])) for row in rows]
 

@@ -31,16 +31,16 @@ SCHEMA = Schema(
     )""",
     ),
 )
-_LIST = "SELECT content FROM page_conversation WHERE owner = ? ORDER BY changed_ms DESC, id"
+_LIST = "SELECT content FROM page_conversation WHERE owner = $1 ORDER BY changed_ms DESC, id"
 _PUT = """
-    INSERT INTO page_conversation (owner, id, changed_ms, content) VALUES (?, ?, ?, ?)
+    INSERT INTO page_conversation (owner, id, changed_ms, content) VALUES ($1, $2, $3, $4)
     ON CONFLICT (owner, id) DO UPDATE SET changed_ms = excluded.changed_ms, content = excluded.content
 """
 _TRIM = """
-    DELETE FROM page_conversation WHERE owner = ? AND id NOT IN
-        (SELECT id FROM page_conversation WHERE owner = ? ORDER BY changed_ms DESC, id LIMIT ?)
+    DELETE FROM page_conversation WHERE owner = $1 AND id NOT IN
+        (SELECT id FROM page_conversation WHERE owner = $1 ORDER BY changed_ms DESC, id LIMIT $2)
 """
-_DELETE = "DELETE FROM page_conversation WHERE owner = ? AND id = ? RETURNING id"
+_DELETE = "DELETE FROM page_conversation WHERE owner = $1 AND id = $2 RETURNING id"
 
 
 class _Conversation(msgspec.Struct, frozen=True):
@@ -77,7 +77,7 @@ class Conversations:
 
         def work(execute: Execute) -> None:
             execute(_PUT, (key.id, name, min(max(found.changed, 0), 2**53), body.decode()))
-            execute(_TRIM, (key.id, key.id, MAX_KEPT))
+            execute(_TRIM, (key.id, MAX_KEPT))
 
         await self._database.serve(work)
         return json_response({"stored": name})

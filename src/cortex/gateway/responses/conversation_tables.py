@@ -27,10 +27,10 @@ class BoundedTable:
 
     def __init__(self, name: str, *, age: str) -> None:
         """`age`: the column by which rows are deleted, smallest first."""
-        self._expired = f"SELECT id FROM {name} WHERE expires_s <= ? LIMIT ?"
+        self._expired = f"SELECT id FROM {name} WHERE expires_s <= $1 LIMIT $2"
         self._total = f"SELECT COALESCE(SUM(num_bytes), 0) FROM {name}"
         self._largest_key = f"SELECT key_id FROM {name} GROUP BY key_id ORDER BY SUM(num_bytes) DESC, key_id LIMIT 1"
-        self._oldest = f"SELECT id, num_bytes FROM {name} WHERE key_id = ? ORDER BY {age}, id LIMIT ?"
+        self._oldest = f"SELECT id, num_bytes FROM {name} WHERE key_id = $1 ORDER BY {age}, id LIMIT $2"
 
     def total_bytes(self, execute: Execute) -> int:
         return int(execute(self._total, ())[0][0])
@@ -72,20 +72,20 @@ TABLES = (
         conversation_id TEXT NOT NULL
     )""",
 )
-_ADD = "INSERT INTO conversation (id, key_id, created_s, expires_s, num_bytes, metadata) VALUES (?, ?, ?, ?, 0, ?)"
-_READ = "SELECT id, created_s, metadata, num_bytes FROM conversation WHERE id = ? AND key_id = ? AND expires_s > ?"
-_UPDATE = "UPDATE conversation SET metadata = ? WHERE id = ? AND key_id = ? AND expires_s > ? RETURNING id"
-_DELETE = "DELETE FROM conversation WHERE id = ? AND key_id = ? AND expires_s > ? RETURNING id"
-_GROW = "UPDATE conversation SET num_bytes = num_bytes + ?, expires_s = ? WHERE id = ? AND key_id = ? RETURNING id"
-_ITEMS = "SELECT item FROM conversation_item WHERE conversation_id = ? ORDER BY position"
-_NUM_ITEMS = "SELECT COUNT(*), COALESCE(MAX(position), -1) FROM conversation_item WHERE conversation_id = ?"
-_ADD_ITEM = "INSERT INTO conversation_item (conversation_id, position, item_id, item) VALUES (?, ?, ?, ?)"
-_ITEM = "SELECT item FROM conversation_item WHERE conversation_id = ? AND item_id = ? ORDER BY position LIMIT 1"
-_DELETE_ITEM = "DELETE FROM conversation_item WHERE conversation_id = ? AND item_id = ? RETURNING item"
-_DELETE_ITEMS = "DELETE FROM conversation_item WHERE conversation_id = ?"
-_LINK = "INSERT INTO conversation_response (response_id, conversation_id) VALUES (?, ?)"
-_UNLINK = "DELETE FROM conversation_response WHERE response_id = ? RETURNING conversation_id"
-_DROP = "DELETE FROM conversation WHERE id = ?"
+_ADD = "INSERT INTO conversation (id, key_id, created_s, expires_s, num_bytes, metadata) VALUES ($1, $2, $3, $4, 0, $5)"
+_READ = "SELECT id, created_s, metadata, num_bytes FROM conversation WHERE id = $1 AND key_id = $2 AND expires_s > $3"
+_UPDATE = "UPDATE conversation SET metadata = $1 WHERE id = $2 AND key_id = $3 AND expires_s > $4 RETURNING id"
+_DELETE = "DELETE FROM conversation WHERE id = $1 AND key_id = $2 AND expires_s > $3 RETURNING id"
+_GROW = "UPDATE conversation SET num_bytes = num_bytes + $1, expires_s = $2 WHERE id = $3 AND key_id = $4 RETURNING id"
+_ITEMS = "SELECT item FROM conversation_item WHERE conversation_id = $1 ORDER BY position"
+_NUM_ITEMS = "SELECT COUNT(*), COALESCE(MAX(position), -1) FROM conversation_item WHERE conversation_id = $1"
+_ADD_ITEM = "INSERT INTO conversation_item (conversation_id, position, item_id, item) VALUES ($1, $2, $3, $4)"
+_ITEM = "SELECT item FROM conversation_item WHERE conversation_id = $1 AND item_id = $2 ORDER BY position LIMIT 1"
+_DELETE_ITEM = "DELETE FROM conversation_item WHERE conversation_id = $1 AND item_id = $2 RETURNING item"
+_DELETE_ITEMS = "DELETE FROM conversation_item WHERE conversation_id = $1"
+_LINK = "INSERT INTO conversation_response (response_id, conversation_id) VALUES ($1, $2)"
+_UNLINK = "DELETE FROM conversation_response WHERE response_id = $1 RETURNING conversation_id"
+_DROP = "DELETE FROM conversation WHERE id = $1"
 _TABLE = BoundedTable("conversation", age="expires_s")
 
 MIN_BYTES = 512

@@ -47,22 +47,22 @@ SCHEMA = Schema(
 _COLUMNS = "response.id, response.previous_id, status, renewed_s, input, body"
 _ADD = """
     INSERT INTO response (id, key_id, previous_id, status, created_s, expires_s, num_bytes, input, body)
-    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING
+    VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9) ON CONFLICT (id) DO NOTHING
 """
 _FINISH = """
-    UPDATE response SET status = ?, body = ?, num_bytes = num_bytes + ?
-    WHERE id = ? AND key_id = ? AND status IN ('queued', 'in_progress') RETURNING input
+    UPDATE response SET status = $1, body = $2, num_bytes = num_bytes + $3
+    WHERE id = $4 AND key_id = $5 AND status IN ('queued', 'in_progress') RETURNING input
 """
 _READ = f"""
     SELECT {_COLUMNS} FROM response LEFT JOIN background_run ON background_run.id = response.id
-    WHERE response.id = ? AND key_id = ? AND expires_s > ?
+    WHERE response.id = $1 AND key_id = $2 AND expires_s > $3
 """
 _CHAIN = """
     WITH RECURSIVE chain (id, previous_id, depth) AS (
-        SELECT id, previous_id, 0 FROM response WHERE id = ? AND key_id = ? AND expires_s > ?
+        SELECT id, previous_id, 0 FROM response WHERE id = $1 AND key_id = $2 AND expires_s > $3
         UNION ALL
         SELECT response.id, response.previous_id, depth + 1 FROM response JOIN chain ON response.id = chain.previous_id
-        WHERE key_id = ? AND expires_s > ?
+        WHERE key_id = $2 AND expires_s > $3
     )
 """
 _READ_CHAIN = f"""
@@ -70,13 +70,13 @@ _READ_CHAIN = f"""
     LEFT JOIN background_run ON background_run.id = response.id ORDER BY depth DESC
 """
 _EXTEND_CHAIN = f"""
-    {_CHAIN} UPDATE response SET expires_s = ? WHERE expires_s < ? AND id IN (SELECT id FROM chain)
+    {_CHAIN} UPDATE response SET expires_s = $4 WHERE expires_s < $5 AND id IN (SELECT id FROM chain)
 """
-_DELETE = "DELETE FROM response WHERE id = ? AND key_id = ? AND expires_s > ? RETURNING id"
-_ADD_RUN = "INSERT INTO background_run (id, renewed_s) VALUES (?, ?) ON CONFLICT (id) DO NOTHING"
-_RENEW_RUN = "UPDATE background_run SET renewed_s = ? WHERE id = ? RETURNING id"
-_END_RUN = "DELETE FROM background_run WHERE id = ?"
-_DROP = "DELETE FROM response WHERE id = ?"
+_DELETE = "DELETE FROM response WHERE id = $1 AND key_id = $2 AND expires_s > $3 RETURNING id"
+_ADD_RUN = "INSERT INTO background_run (id, renewed_s) VALUES ($1, $2) ON CONFLICT (id) DO NOTHING"
+_RENEW_RUN = "UPDATE background_run SET renewed_s = $1 WHERE id = $2 RETURNING id"
+_END_RUN = "DELETE FROM background_run WHERE id = $1"
+_DROP = "DELETE FROM response WHERE id = $1"
 _TABLE = BoundedTable("response", age="created_s")
 
 _EXTEND_SHARE = 0.1
@@ -149,7 +149,7 @@ def add(execute: Execute, response: NewResponse, now_s: float, retention_s: floa
         execute(_ADD_RUN, (id, int(now_s)))
     if previous_id is not None:
         due_s = int(expires_s - _EXTEND_SHARE * retention_s)
-        execute(_EXTEND_CHAIN, (*_chain_values(key_id, previous_id, now_s), expires_s, due_s))
+        execute(_EXTEND_CHAIN, (previous_id, key_id, int(now_s), expires_s, due_s))
 
 
 def finish(execute: Execute, id: str, key_id: str, status: str, body: bytes, now_s: float, retention_s: float) -> bool:
@@ -171,7 +171,7 @@ def read(execute: Execute, key_id: str, id: str, now_s: float) -> StoredResponse
 
 def read_chain(execute: Execute, key_id: str, id: str, now_s: float) -> list[StoredResponse]:
     """The response with this id and the stored ones that it continues, oldest first."""
-    return [_stored(row) for row in execute(_READ_CHAIN, _chain_values(key_id, id, now_s))]
+    return [_stored(row) for row in execute(_READ_CHAIN, (id, key_id, int(now_s)))]
 
 
 def delete(execute: Execute, key_id: str, id: str, now_s: float) -> bool:
@@ -207,10 +207,6 @@ def _end_run(execute: Execute, id: str) -> str | None:
     """Forget that a response runs; returns the conversation that it belongs to."""
     execute(_END_RUN, (id,))
     return conversation_tables.unlink(execute, id)
-
-
-def _chain_values(key_id: str, id: str, now_s: float) -> tuple[Any, ...]:
-    return (id, key_id, int(now_s), key_id, int(now_s))
 
 
 def _stored(row: Sequence[Any]) -> StoredResponse:

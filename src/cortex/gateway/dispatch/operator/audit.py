@@ -39,23 +39,23 @@ SCHEMA = Schema(
         "CREATE INDEX IF NOT EXISTS audit_at ON audit (at_ms)",
     ),
 )
-_ADD = "INSERT INTO audit (at_ms, key_id, key_name, client, action, detail, status) VALUES (?, ?, ?, ?, ?, ?, ?)"
-_EXPIRE = "DELETE FROM audit WHERE at_ms < ?"
-_NTH = "SELECT at_ms FROM audit ORDER BY at_ms DESC LIMIT 1 OFFSET ?"
+_ADD = "INSERT INTO audit (at_ms, key_id, key_name, client, action, detail, status) VALUES ($1, $2, $3, $4, $5, $6, $7)"
+_EXPIRE = "DELETE FROM audit WHERE at_ms < $1"
+_NTH = "SELECT at_ms FROM audit ORDER BY at_ms DESC LIMIT 1 OFFSET $1"
 _IS_REJECTED = "status BETWEEN 400 AND 499"
-_EXPIRE_REJECTED = f"DELETE FROM audit WHERE at_ms < ? AND {_IS_REJECTED}"
-_NTH_REJECTED = f"SELECT at_ms FROM audit WHERE {_IS_REJECTED} ORDER BY at_ms DESC LIMIT 1 OFFSET ?"
+_EXPIRE_REJECTED = f"DELETE FROM audit WHERE at_ms < $1 AND {_IS_REJECTED}"
+_NTH_REJECTED = f"SELECT at_ms FROM audit WHERE {_IS_REJECTED} ORDER BY at_ms DESC LIMIT 1 OFFSET $1"
 _IS_WITHOUT_KEY = "status >= 400 AND key_id = ''"
-_EXPIRE_WITHOUT_KEY = f"DELETE FROM audit WHERE at_ms < ? AND {_IS_WITHOUT_KEY}"
-_NTH_WITHOUT_KEY = f"SELECT at_ms FROM audit WHERE {_IS_WITHOUT_KEY} ORDER BY at_ms DESC LIMIT 1 OFFSET ?"
+_EXPIRE_WITHOUT_KEY = f"DELETE FROM audit WHERE at_ms < $1 AND {_IS_WITHOUT_KEY}"
+_NTH_WITHOUT_KEY = f"SELECT at_ms FROM audit WHERE {_IS_WITHOUT_KEY} ORDER BY at_ms DESC LIMIT 1 OFFSET $1"
 _IS_SIGN_IN = f"status < 400 AND action IN {SIGN_IN_ACTIONS}"
-_EXPIRE_SIGN_INS = f"DELETE FROM audit WHERE at_ms < ? AND {_IS_SIGN_IN}"
-_NTH_SIGN_IN = f"SELECT at_ms FROM audit WHERE {_IS_SIGN_IN} ORDER BY at_ms DESC LIMIT 1 OFFSET ?"
+_EXPIRE_SIGN_INS = f"DELETE FROM audit WHERE at_ms < $1 AND {_IS_SIGN_IN}"
+_NTH_SIGN_IN = f"SELECT at_ms FROM audit WHERE {_IS_SIGN_IN} ORDER BY at_ms DESC LIMIT 1 OFFSET $1"
 _READ = """
     SELECT at_ms, key_id, key_name, client, action, detail, status FROM audit
-    WHERE at_ms >= ? AND at_ms < ?{of_key} ORDER BY at_ms DESC LIMIT ?
+    WHERE at_ms >= $1 AND at_ms < $2{of_key} ORDER BY at_ms DESC LIMIT $3
 """
-_OF_KEY = " AND (key_id = ? OR key_name = ?)"
+_OF_KEY = " AND (key_id = $4 OR key_name = $4)"
 
 
 class NamedKey(Protocol):
@@ -147,7 +147,7 @@ class AuditLog:
         if not self._database.exists:
             return []
         statement = _READ.format(of_key=_OF_KEY if key else "")
-        values = (int(since * 1000), int(until * 1000), *([key, key] if key else []), limit)
+        values = (int(since * 1000), int(until * 1000), limit, *([key] if key else []))
         rows = await self._database.report(lambda execute: execute(statement, values))
         return [AuditEntry(*row) for row in rows]
 

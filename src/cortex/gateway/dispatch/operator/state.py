@@ -109,12 +109,12 @@ class OperatorState:
 
 def _exchange(execute: Execute, added: Decisions, removed: Decisions) -> Decisions:
     for pin in sorted(added.pins):
-        execute("INSERT INTO pin (node, model) VALUES (?, ?) ON CONFLICT (node, model) DO NOTHING", pin)
+        execute("INSERT INTO pin (node, model) VALUES ($1, $2) ON CONFLICT (node, model) DO NOTHING", pin)
     for pin in sorted(removed.pins):
-        execute("DELETE FROM pin WHERE node = ? AND model = ?", pin)
+        execute("DELETE FROM pin WHERE node = $1 AND model = $2", pin)
     for node in sorted(added.drained):
-        execute("INSERT INTO drained (node) VALUES (?) ON CONFLICT (node) DO NOTHING", (node,))
+        execute("INSERT INTO drained (node) VALUES ($1) ON CONFLICT (node) DO NOTHING", (node,))
     for node in sorted(removed.drained):
-        execute("DELETE FROM drained WHERE node = ?", (node,))
+        execute("DELETE FROM drained WHERE node = $1", (node,))
     pins = frozenset(ModelOnNode(str(node), str(model)) for node, model in execute("SELECT node, model FROM pin", ()))
     return Decisions(pins, frozenset(str(row[0]) for row in execute("SELECT node FROM drained", ())))

@@ -36,13 +36,13 @@ SCHEMA = Schema(
         "CREATE INDEX IF NOT EXISTS request_log_key ON request_log (key_id, ended_ms)",
     ),
 )
-_ADD = "INSERT INTO request_log (ended_ms, request_id, key_id, record) VALUES (?, ?, ?, ?)"
-_EXPIRE = "DELETE FROM request_log WHERE ended_ms < ?"
+_ADD = "INSERT INTO request_log (ended_ms, request_id, key_id, record) VALUES ($1, $2, $3, $4)"
+_EXPIRE = "DELETE FROM request_log WHERE ended_ms < $1"
 _READ = """
-    SELECT ended_ms, record FROM request_log WHERE ended_ms >= ? AND ended_ms <= ?{where}
-    ORDER BY ended_ms DESC, record LIMIT ? OFFSET ?
+    SELECT ended_ms, record FROM request_log WHERE ended_ms >= $1 AND ended_ms <= $2{where}
+    ORDER BY ended_ms DESC, record LIMIT $3 OFFSET $4
 """
-_FORGET = "DELETE FROM request_log WHERE request_id = ? AND key_id = ? AND ended_ms = ? RETURNING request_id"
+_FORGET = "DELETE FROM request_log WHERE request_id = $1 AND key_id = $2 AND ended_ms = $3 RETURNING request_id"
 
 Matches = Callable[[RequestRecord], bool]
 
@@ -161,7 +161,7 @@ def _read(
 ) -> list[RequestRecord]:
     """`wanted`: values of columns; None: any. Raises SearchTooLong."""
     values = {column: value for column, value in wanted.items() if value is not None}
-    statement = _READ.format(where="".join(f" AND {column} = ?" for column in values))
+    statement = _READ.format(where="".join(f" AND {column} = ${number}" for number, column in enumerate(values, 5)))
     found: list[RequestRecord] = []
     # A page begins at the time where the last one ended, so the database does not read returned rows again. Several
     # requests may end in one millisecond: only those are skipped by their number.
@@ -169,7 +169,7 @@ def _read(
     while len(found) < limit:
         if num_read >= limits.searched:
             raise SearchTooLong
-        rows = execute(statement, (int(since * 1000), last_ms, *values.values(), limits.page, num_at_last))
+        rows = execute(statement, (int(since * 1000), last_ms, limits.page, num_at_last, *values.values()))
         records = (msgspec.json.decode(row[1], type=RequestRecord) for row in rows)
         found += [record for record in records if matches(record)]
         if len(rows) < limits.page:

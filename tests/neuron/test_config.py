@@ -94,8 +94,11 @@ def test_rejects_a_mistake_with_a_hint(tmp_path: Path, text: str, message: str) 
 
 
 def test_settings_under_the_former_name_of_the_engine_are_those_of_the_engine(tmp_path: Path) -> None:
-    config = load(write(tmp_path, "[harness.candle]\nhf_cache = '/srv/hub'\n"), {})
-    assert config.harness.torch.hf_cache == Path("/srv/hub")
+    text = "[harness.candle]\nhf_cache = '/srv/hub'\n"
+    config = load(write(tmp_path, text), {"NEURON_HARNESS__CANDLE__DTYPE": "float32"})
+    assert (config.harness.torch.hf_cache, config.harness.torch.dtype) == (Path("/srv/hub"), "float32")
+    with pytest.raises(SettingsError, match=r"harness.torch is given twice in .* line 3: it is the same as `torch`"):
+        load(write(tmp_path, f"{text}[harness.torch]\ndtype = 'float32'\n"), {})
 
 
 def test_rejects_unknown_environment_variable() -> None:

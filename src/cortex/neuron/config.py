@@ -23,7 +23,7 @@ from cortex.settings import Listen, Section
 from cortex.system.cache_folder import cache_folder
 from cortex.telemetry import logs
 from cortex.telemetry.tracing import TelemetrySection
-from cortex.wire.node.load_options import ENGINE, Count, PlacedOptions
+from cortex.wire.node.load_options import ENGINE, Count, PlacedOptions, harness_name
 
 Seconds = Annotated[float, Meta(gt=0)]
 Megabytes = Annotated[int, Meta(ge=0)]
@@ -50,12 +50,10 @@ class HarnessSettings(Section, frozen=True):
     """Settings of the engine, under its name."""
 
     torch: TorchHarness = TorchHarness()
-    candle: TorchHarness | None = None
-    """The former name of `torch`."""
 
-    def __post_init__(self) -> None:
-        if self.candle is not None:
-            msgspec.structs.force_setattr(self, "torch", self.candle)
+    @classmethod
+    def field_of(cls, key: str) -> str:
+        return harness_name(key)
 
 
 class Limits(Section, frozen=True):

@@ -77,11 +77,13 @@ def _section(table: inspect.StructType, data: dict[str, Any], source: Source, pa
     fields = {field.name: field for field in table.fields}
     values: dict[str, Any] = {}
     for key, value in data.items():
-        here = (*path, key)
-        if key not in fields:
+        here, name = (*path, key), schema.field_name(table, key)
+        if name not in fields:
             advice = _suggestion(key, fields, "known here are")
             raise source.error(f"unknown key {dotted(here)}", here, advice)
-        values[key] = convert(fields[key].type, value, source, here)
+        if name in values:
+            raise source.error(f"{dotted(here)} is given twice", here, f"it is the same as `{name}`")
+        values[name] = convert(fields[name].type, value, source, here)
     for name, info in fields.items():
         if info.required and name not in values:
             here = (*path, name)

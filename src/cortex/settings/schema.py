@@ -12,6 +12,7 @@ import msgspec.inspect as inspect
 
 from .listen import Listen
 from .positions import Path
+from .section import Section
 
 Items = (inspect.ListType, inspect.VarTupleType)
 
@@ -57,6 +58,11 @@ def struct(expected: inspect.Type) -> inspect.StructType | None:
     return next((member for member in alternatives(expected) if isinstance(member, inspect.StructType)), None)
 
 
+def field_name(table: inspect.StructType, key: str) -> str:
+    """The name of the field that `key` stands for; of none, the key itself."""
+    return table.cls.field_of(key) if issubclass(table.cls, Section) else key
+
+
 def child(expected: inspect.Type, part: str | int) -> inspect.Type | None:
     """The type at `part` of a value of type `expected`; `None` when there is no such key or index."""
     for member in alternatives(expected):
@@ -64,7 +70,8 @@ def child(expected: inspect.Type, part: str | int) -> inspect.Type | None:
             if isinstance(member, Items):
                 return member.item_type
         elif isinstance(member, inspect.StructType):
-            return next((field.type for field in member.fields if field.name == part), None)
+            name = field_name(member, part)
+            return next((field.type for field in member.fields if field.name == name), None)
         elif isinstance(member, inspect.DictType):
             return member.value_type
     return None

@@ -13,6 +13,11 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     line and key.
     """
 
+    @classmethod
+    def field_of(cls, key: str) -> str:
+        """The field that a key of the table stands for."""
+        return key
+
     @property
     def other_variables(self) -> frozenset[str]:
         """Environment variables that have the prefix of this file but are no keys of it: any other one is an error."""

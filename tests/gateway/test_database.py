@@ -16,7 +16,6 @@ from cortex.gateway.database import (
     WORK_S,
     Database,
     DatabaseConnection,
-    Schema,
     Sqlite,
     StoreError,
     StoreSettingError,
@@ -104,27 +103,12 @@ async def test_a_long_report_delays_no_write(tmp_path: Path) -> None:
     await database.close()
 
 
-async def test_tables_of_an_older_version_get_the_columns_that_they_lack(database: str) -> None:
-    older = Schema(("CREATE TABLE IF NOT EXISTS aged (a BIGINT NOT NULL)",))
-    newer = older._replace(added_columns=(("aged", "b", "TEXT NOT NULL DEFAULT 'x'"),))
-    first = Database(database).use(older)
-    await first.do(lambda execute: execute("INSERT INTO aged (a) VALUES ($1)", (1,)))
-    for _ in range(2):  # the second finds the column
-        second = Database(database).use(newer)
-        assert await second.do(lambda execute: [tuple(row) for row in execute("SELECT a, b FROM aged", ())]) == [
-            (1, "x")
-        ]
-        await second.close()
-    await first.do(lambda execute: execute("DROP TABLE aged", ()))
-    await first.close()
-
-
 @pytest.mark.parametrize("fault", ["full", "locked", "gone"])
 async def test_work_fails_whole_while_the_database_is_unusable_and_goes_on_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     path = tmp_path / "x.db"
-    database = Database(str(path)).use(Schema(("CREATE TABLE IF NOT EXISTS t (a TEXT NOT NULL)",)))
+    database = Database(str(path)).use(("CREATE TABLE IF NOT EXISTS t (a TEXT NOT NULL)",))
     add = "INSERT INTO t VALUES ($1)"
     rows: WaitingRows[str] = WaitingRows(database, lambda execute, row: execute(add, (row,)), 10)
     rows.append("first")

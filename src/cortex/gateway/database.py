@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from cortex.system.exits import ExitCode
 from cortex.wire.errors import CortexError, DatabaseUnavailable, InvalidValue
@@ -63,13 +63,8 @@ def client_error(error: StoreError) -> CortexError:
     return DatabaseUnavailable("The request needs the gateway's database, which is unavailable now; try again later.")
 
 
-class Schema(NamedTuple):
-    """The tables of one store."""
-
-    tables: tuple[str, ...]
-    """Statements that create what does not exist yet."""
-    added_columns: tuple[tuple[str, str, str], ...] = ()
-    """Table, name and type of columns that older databases lack."""
+Schema = tuple[str, ...]
+"""Statements that create the tables of one store where they do not exist yet."""
 
 
 class DatabaseConnection(Protocol):
@@ -97,9 +92,6 @@ class Driver(Protocol):
 
     def lock_schema(self, execute: Execute) -> None:
         """Wait until no other process creates tables, until the end of the transaction."""
-
-    def columns(self, execute: Execute, table: str) -> set[str]:
-        """The columns of a table."""
 
     def limited(self, connection: Any, work_s: float) -> AbstractContextManager[None]:
         """A context in which work on `connection` fails after `work_s`."""
@@ -138,9 +130,6 @@ class Sqlite:
 
     def lock_schema(self, execute: Execute) -> None:
         execute("BEGIN IMMEDIATE", ())
-
-    def columns(self, execute: Execute, table: str) -> set[str]:
-        return {str(row[0]) for row in execute("SELECT name FROM pragma_table_info($1)", (table,))}
 
     def limited(self, connection: Any, work_s: float) -> AbstractContextManager[None]:
         del connection, work_s  # a file; waiting for a lock has a limit of its own
@@ -187,10 +176,6 @@ class Postgres:
 
     def lock_schema(self, execute: Execute) -> None:
         execute("SELECT pg_advisory_xact_lock($1)", (self._SCHEMA_LOCK,))
-
-    def columns(self, execute: Execute, table: str) -> set[str]:
-        statement = "SELECT column_name FROM information_schema.columns WHERE table_name = $1 AND table_schema = $2"
-        return {str(row[0]) for row in execute(statement, (table, execute("SELECT current_schema()", ())[0][0]))}
 
     @contextlib.contextmanager
     def limited(self, connection: Any, work_s: float) -> Iterator[None]:
@@ -409,7 +394,8 @@ class Database:
             def create(execute: Execute) -> None:
                 self._driver.lock_schema(execute)
                 for schema in missing:
-                    _create(execute, schema, lambda table: self._driver.columns(execute, table))
+                    for statement in schema:
+                        execute(statement, ())
 
             self._work(connection, create)
             self._num_created += len(missing)
@@ -472,14 +458,6 @@ def _add_row(execute: Execute, add: Callable[[Execute, T], object], row: T) -> N
 def placeholders(num_values: int, first: int = 1) -> str:
     """`$1, $2, …` for a list of values."""
     return ", ".join(f"${number}" for number in range(first, first + num_values))
-
-
-def _create(execute: Execute, schema: Schema, columns: Callable[[str], set[str]]) -> None:
-    for statement in schema.tables:
-        execute(statement, ())
-    for table, column, kind in schema.added_columns:
-        if column not in columns(table):
-            execute(f"ALTER TABLE {table} ADD COLUMN {column} {kind}", ())
 
 
 def is_unavailable(error: Exception) -> bool:

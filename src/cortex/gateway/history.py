@@ -309,11 +309,9 @@ def _devices(changes: list[Holdings]) -> list[dict[str, Any]]:
     return list(devices.values())[:MAX_DEVICES]
 
 
-SCHEMA = Schema(
-    (
-        "CREATE TABLE IF NOT EXISTS history (gateway TEXT NOT NULL, kind TEXT NOT NULL, at DOUBLE PRECISION NOT NULL, "
-        "entry TEXT NOT NULL, PRIMARY KEY (gateway, kind, at))",
-    ),
+SCHEMA: Schema = (
+    "CREATE TABLE IF NOT EXISTS history (gateway TEXT NOT NULL, kind TEXT NOT NULL, at DOUBLE PRECISION NOT NULL, "
+    "entry TEXT NOT NULL, PRIMARY KEY (gateway, kind, at))",
 )
 INTERVAL_S = 60.0
 KEEP_S = 86_400.0

@@ -22,9 +22,8 @@ _ACTIVE = "('validating', 'in_progress', 'finalizing', 'cancelling')"
 HIDDEN = "message_batch"
 """The purpose of files of Anthropic batches, which clients cannot see as files."""
 
-SCHEMA = Schema(
-    (
-        """CREATE TABLE IF NOT EXISTS stored_file (
+SCHEMA: Schema = (
+    """CREATE TABLE IF NOT EXISTS stored_file (
         id TEXT PRIMARY KEY,
         key_id TEXT NOT NULL,
         purpose TEXT NOT NULL,
@@ -33,8 +32,8 @@ SCHEMA = Schema(
         created_s BIGINT NOT NULL,
         expires_s BIGINT NOT NULL
     )""",
-        "CREATE INDEX IF NOT EXISTS stored_file_key ON stored_file (key_id, created_s)",
-        """CREATE TABLE IF NOT EXISTS batch (
+    "CREATE INDEX IF NOT EXISTS stored_file_key ON stored_file (key_id, created_s)",
+    """CREATE TABLE IF NOT EXISTS batch (
         id TEXT PRIMARY KEY,
         key_id TEXT NOT NULL,
         key_name TEXT NOT NULL,
@@ -62,8 +61,8 @@ SCHEMA = Schema(
         owner TEXT NOT NULL,
         renewed_s BIGINT NOT NULL
     )""",
-        "CREATE INDEX IF NOT EXISTS batch_key ON batch (key_id, created_s)",
-        """CREATE TABLE IF NOT EXISTS batch_result (
+    "CREATE INDEX IF NOT EXISTS batch_key ON batch (key_id, created_s)",
+    """CREATE TABLE IF NOT EXISTS batch_result (
         batch_id TEXT NOT NULL,
         number BIGINT NOT NULL,
         outcome TEXT NOT NULL,
@@ -72,7 +71,6 @@ SCHEMA = Schema(
         num_bytes BIGINT NOT NULL,
         PRIMARY KEY (batch_id, number)
     )""",
-    ),
 )
 
 Outcome = Literal["succeeded", "failed", "cancelled", "expired"]

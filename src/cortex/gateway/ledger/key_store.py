@@ -23,12 +23,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Stored = TypeVar("Stored", KeySection, GroupSection)
 
-SCHEMA = Schema(
-    (
-        "CREATE TABLE IF NOT EXISTS api_key (id TEXT PRIMARY KEY, name TEXT NOT NULL, entry TEXT NOT NULL)",
-        "CREATE TABLE IF NOT EXISTS key_group (name TEXT PRIMARY KEY, entry TEXT NOT NULL)",
-        "CREATE TABLE IF NOT EXISTS key_revision (id BIGINT PRIMARY KEY, revision TEXT NOT NULL)",
-    )
+SCHEMA: Schema = (
+    "CREATE TABLE IF NOT EXISTS api_key (id TEXT PRIMARY KEY, name TEXT NOT NULL, entry TEXT NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS key_group (name TEXT PRIMARY KEY, entry TEXT NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS key_revision (id BIGINT PRIMARY KEY, revision TEXT NOT NULL)",
 )
 _REVISION = "SELECT revision FROM key_revision WHERE id = 1"
 _NEW_REVISION = """

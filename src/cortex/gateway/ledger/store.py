@@ -28,9 +28,8 @@ UNSETTLED = "(unsettled)"
 MAX_RESERVED_TOKENS = 2**53
 """The largest reservation that is stored, so that a 64-bit sum of them cannot overflow."""
 
-SCHEMA = Schema(
-    (
-        """CREATE TABLE IF NOT EXISTS spend (
+SCHEMA: Schema = (
+    """CREATE TABLE IF NOT EXISTS spend (
         minute BIGINT NOT NULL,
         key_id TEXT NOT NULL,
         key_name TEXT NOT NULL,
@@ -41,14 +40,17 @@ SCHEMA = Schema(
         cached_tokens BIGINT NOT NULL,
         completion_tokens BIGINT NOT NULL,
         reasoning_tokens BIGINT NOT NULL,
+        key_group TEXT NOT NULL,
+        energy_mj BIGINT NOT NULL,
+        saved_nano BIGINT NOT NULL,
         PRIMARY KEY (key_id, minute, model, node)
     )""",
-        "CREATE INDEX IF NOT EXISTS spend_minute ON spend (minute)",
-        """CREATE TABLE IF NOT EXISTS total (
+    "CREATE INDEX IF NOT EXISTS spend_minute ON spend (minute)",
+    """CREATE TABLE IF NOT EXISTS total (
         key_id TEXT PRIMARY KEY,
         tokens BIGINT NOT NULL
     )""",
-        """CREATE TABLE IF NOT EXISTS reservation (
+    """CREATE TABLE IF NOT EXISTS reservation (
         owner TEXT NOT NULL,
         key_id TEXT NOT NULL,
         key_name TEXT NOT NULL,
@@ -57,12 +59,6 @@ SCHEMA = Schema(
         renewed_ms BIGINT NOT NULL,
         PRIMARY KEY (owner, key_id)
     )""",
-    ),
-    added_columns=(
-        ("spend", "key_group", "TEXT NOT NULL DEFAULT ''"),
-        ("spend", "energy_mj", "BIGINT NOT NULL DEFAULT 0"),
-        ("spend", "saved_nano", "BIGINT NOT NULL DEFAULT 0"),
-    ),
 )
 _ADD_SPEND = """
     INSERT INTO spend (minute, key_id, key_name, key_group, model, node,

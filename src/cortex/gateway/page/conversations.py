@@ -20,16 +20,14 @@ MAX_KEPT = 60
 """Conversations per person, as many as the page shows. Older ones are deleted."""
 _MAX_ID = 100
 
-SCHEMA = Schema(
-    (
-        """CREATE TABLE IF NOT EXISTS page_conversation (
+SCHEMA: Schema = (
+    """CREATE TABLE IF NOT EXISTS page_conversation (
         owner TEXT NOT NULL,
         id TEXT NOT NULL,
         changed_ms BIGINT NOT NULL,
         content TEXT NOT NULL,
         PRIMARY KEY (owner, id)
     )""",
-    ),
 )
 _LIST = "SELECT content FROM page_conversation WHERE owner = $1 ORDER BY changed_ms DESC, id"
 _PUT = """

@@ -22,9 +22,8 @@ UNFINISHED = ("queued", "in_progress")
 ADDED = ("completed", "incomplete")
 """Responses that are added to their conversation."""
 
-SCHEMA = Schema(
-    (
-        """CREATE TABLE IF NOT EXISTS response (
+SCHEMA: Schema = (
+    """CREATE TABLE IF NOT EXISTS response (
         id TEXT PRIMARY KEY,
         key_id TEXT NOT NULL,
         previous_id TEXT,
@@ -35,14 +34,13 @@ SCHEMA = Schema(
         input TEXT NOT NULL,
         body TEXT NOT NULL
     )""",
-        "CREATE INDEX IF NOT EXISTS response_expiry ON response (expires_s)",
-        "CREATE INDEX IF NOT EXISTS response_size ON response (key_id, created_s, num_bytes)",
-        """CREATE TABLE IF NOT EXISTS background_run (
+    "CREATE INDEX IF NOT EXISTS response_expiry ON response (expires_s)",
+    "CREATE INDEX IF NOT EXISTS response_size ON response (key_id, created_s, num_bytes)",
+    """CREATE TABLE IF NOT EXISTS background_run (
         id TEXT PRIMARY KEY,
         renewed_s BIGINT NOT NULL
     )""",
-        *conversation_tables.TABLES,
-    ),
+    *conversation_tables.TABLES,
 )
 _COLUMNS = "response.id, response.previous_id, status, renewed_s, input, body"
 _ADD = """

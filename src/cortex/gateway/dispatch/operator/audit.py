@@ -25,9 +25,8 @@ MAX_WAITING = 10_000
 SIGN_IN_ACTIONS = ("POST /session", "GET /session/callback", "HEAD /session/callback")
 MAX_DETAIL = 1000
 
-SCHEMA = Schema(
-    (
-        """CREATE TABLE IF NOT EXISTS audit (
+SCHEMA: Schema = (
+    """CREATE TABLE IF NOT EXISTS audit (
         at_ms BIGINT NOT NULL,
         key_id TEXT NOT NULL,
         key_name TEXT NOT NULL,
@@ -36,8 +35,7 @@ SCHEMA = Schema(
         detail TEXT NOT NULL,
         status BIGINT NOT NULL
     )""",
-        "CREATE INDEX IF NOT EXISTS audit_at ON audit (at_ms)",
-    ),
+    "CREATE INDEX IF NOT EXISTS audit_at ON audit (at_ms)",
 )
 _ADD = "INSERT INTO audit (at_ms, key_id, key_name, client, action, detail, status) VALUES ($1, $2, $3, $4, $5, $6, $7)"
 _EXPIRE = "DELETE FROM audit WHERE at_ms < $1"

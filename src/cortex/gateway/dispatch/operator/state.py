@@ -14,11 +14,9 @@ from cortex.fleet.topology import ModelOnNode
 from cortex.gateway.database import Database, Execute, Schema, StoreError
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 
-SCHEMA = Schema(
-    (
-        "CREATE TABLE IF NOT EXISTS pin (node TEXT NOT NULL, model TEXT NOT NULL, PRIMARY KEY (node, model))",
-        "CREATE TABLE IF NOT EXISTS drained (node TEXT PRIMARY KEY)",
-    ),
+SCHEMA: Schema = (
+    "CREATE TABLE IF NOT EXISTS pin (node TEXT NOT NULL, model TEXT NOT NULL, PRIMARY KEY (node, model))",
+    "CREATE TABLE IF NOT EXISTS drained (node TEXT PRIMARY KEY)",
 )
 INTERVAL_S = 1.0
 STORE_S = 10.0

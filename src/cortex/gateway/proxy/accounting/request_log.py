@@ -23,18 +23,16 @@ EXPIRE_S = 600.0
 _MANY = 2**53
 _NEVER_S = 1e11
 
-SCHEMA = Schema(
-    (
-        """CREATE TABLE IF NOT EXISTS request_log (
+SCHEMA: Schema = (
+    """CREATE TABLE IF NOT EXISTS request_log (
         ended_ms BIGINT NOT NULL,
         request_id TEXT NOT NULL,
         key_id TEXT NOT NULL,
         record TEXT NOT NULL
     )""",
-        "CREATE INDEX IF NOT EXISTS request_log_ended ON request_log (ended_ms)",
-        "CREATE INDEX IF NOT EXISTS request_log_request ON request_log (request_id, ended_ms)",
-        "CREATE INDEX IF NOT EXISTS request_log_key ON request_log (key_id, ended_ms)",
-    ),
+    "CREATE INDEX IF NOT EXISTS request_log_ended ON request_log (ended_ms)",
+    "CREATE INDEX IF NOT EXISTS request_log_request ON request_log (request_id, ended_ms)",
+    "CREATE INDEX IF NOT EXISTS request_log_key ON request_log (key_id, ended_ms)",
 )
 _ADD = "INSERT INTO request_log (ended_ms, request_id, key_id, record) VALUES ($1, $2, $3, $4)"
 _EXPIRE = "DELETE FROM request_log WHERE ended_ms < $1"

@@ -47,8 +47,6 @@ def test_sizes_that_were_not_measured_for_long_are_forgotten(tmp_path: Path) -> 
     sizes.write(changed)
     now += MAX_AGE_S / 2 + 1
     assert MeasuredSizes(tmp_path, lambda: now).read() == {("b", None, 1024): 6}
-    (tmp_path / FILE_NAME).write_text('[{"model": "a", "bytes": 7}]')
-    assert MeasuredSizes(tmp_path, lambda: now).read() == {("a", None, None): 7}, "of an earlier version"
 
 
 @pytest.mark.parametrize("content", [b"", b"[{", b'{"a": 1}', b'[{"model": "a"}]', b"\xff"])

@@ -29,8 +29,8 @@ class _MeasuredSize(msgspec.Struct, frozen=True, kw_only=True):
     quant: str | None = None
     context_tokens: int | None = None
     bytes: int
-    at: float | None = None
-    """When it was measured, in Unix time; absent in files of earlier versions."""
+    at: float
+    """When it was measured, in Unix time."""
 
 
 class MeasuredSizes:
@@ -54,9 +54,9 @@ class MeasuredSizes:
             log.warning("measured sizes not read, models are placed by estimates: %s", reason)
             return {}
         now = self._clock()
-        kept = [size for size in sizes if size.at is None or now - size.at < MAX_AGE_S]
+        kept = [size for size in sizes if now - size.at < MAX_AGE_S]
         self._written = {(size.model, size.quant, size.context_tokens): size.bytes for size in kept}
-        self._at = {(size.model, size.quant, size.context_tokens): size.at or now for size in kept}
+        self._at = {(size.model, size.quant, size.context_tokens): size.at for size in kept}
         return self._written
 
     def write(self, measured: Measured) -> None:

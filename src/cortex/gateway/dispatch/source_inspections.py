@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 
 
 class SourceInspections:
-    """Owned by the dispatcher; every method runs inside one of its events. Older nodes, which do not know the request,
-    get it once."""
+    """Owned by the dispatcher; every method runs inside one of its events. A node that rejects the request gets it
+    once."""
 
     def __init__(self, fleet_state: FleetState, effects: Effects, clock: Callable[[], float]) -> None:
         self._fleet_state = fleet_state
@@ -78,7 +78,7 @@ class SourceInspections:
                 reason=result.message,
                 reason_code=SourceNotFound.code,
             )
-        elif result.status >= 500:  # it shuts down, or cannot be reached; an older node responds with less
+        elif result.status >= 500:  # it shuts down, or cannot be reached
             self._asked.get(target.node, set()).discard(target.model)
 
     def ended(self, node: str) -> None:

@@ -13,7 +13,7 @@ from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.page.page import Page
 from cortex.gateway.proxy.inference import Inference
 from cortex.gateway.proxy.listener import needs_key
-from cortex.gateway.proxy.opaque.inference import OpaqueInference
+from cortex.gateway.proxy.opaque_inference import OpaqueInference
 from cortex.gateway.proxy.routes import (
     OPAQUE,
     RESPONSES,

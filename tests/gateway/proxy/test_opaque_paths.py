@@ -10,7 +10,7 @@ import pytest
 from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.fleet.topology import Abilities, ModelOnNode
 from cortex.gateway.dispatch.leases import Lease
-from cortex.gateway.proxy.opaque.inference import OpaqueInference
+from cortex.gateway.proxy.opaque_inference import OpaqueInference
 from cortex.gateway.proxy.outgoing_body import OpaqueBody
 from cortex.http.cross_site import CrossSiteCheck
 from cortex.http.request import Request

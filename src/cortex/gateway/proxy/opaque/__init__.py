@@ -1,1 +1,0 @@
-"""Requests that only the server of their model understands: speech, images, and everything below `/upstream/`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from cortex.http.request import Headers
 from cortex.http.upstream.faults import ResponseTooLarge
 from cortex.wire.dialects import openai_chat
-from cortex.wire.dialects.openai_chat.upstream_error import foreign_error
+from cortex.wire.dialects.openai_chat.upstream_response import foreign_error
 from cortex.wire.errors import CortexError
 from cortex.wire.events import AnyEvent
 

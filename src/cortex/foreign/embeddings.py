@@ -15,7 +15,7 @@ from cortex.http.request import Headers
 from cortex.http.upstream.faults import MalformedResponse, ResponseTooLarge
 from cortex.wire.dialects.ollama import embeddings
 from cortex.wire.dialects.ollama.errors import OLLAMA
-from cortex.wire.dialects.openai_chat.upstream_error import foreign_error
+from cortex.wire.dialects.openai_chat.upstream_response import foreign_error
 from cortex.wire.errors import CortexError
 from cortex.wire.events import Usage
 from cortex.wire.node.headers import AS_BASE64, VECTORS

@@ -44,7 +44,7 @@ from cortex.system.tasks import run_once
 from cortex.telemetry.spans import Span
 from cortex.telemetry.tracing import UNTRACED
 from cortex.wire import errors, sse
-from cortex.wire.dialects.openai_chat.upstream_error import foreign_error
+from cortex.wire.dialects.openai_chat.upstream_response import foreign_error
 from cortex.wire.errors import CortexError, RequestCancelled, UpstreamInterrupted, UpstreamUnavailable
 from cortex.wire.events import MAX_TOKENS, Tokens, Usage
 from cortex.wire.fields.request_class import level_of

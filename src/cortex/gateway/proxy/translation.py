@@ -14,7 +14,7 @@ from cortex.foreign.chat_response import ForeignResponse
 from cortex.gateway.proxy.routes import InferenceRoute
 from cortex.http.request import Headers
 from cortex.http.upstream.faults import MalformedResponse, ResponseTooLarge
-from cortex.wire.dialects.openai_chat.upstream_error import foreign_error
+from cortex.wire.dialects.openai_chat.upstream_response import foreign_error
 from cortex.wire.error_encoding import from_code
 from cortex.wire.errors import CortexError
 from cortex.wire.events import (

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from cortex.wire.dialects.openai_chat import ResponseDecoder, unfold
-from cortex.wire.dialects.openai_chat.upstream_error import foreign_error
+from cortex.wire.dialects.openai_chat.upstream_response import foreign_error
 from cortex.wire.errors import UpstreamInterrupted
 from cortex.wire.events import (
     AnyEvent,

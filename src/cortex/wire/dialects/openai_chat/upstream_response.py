@@ -1,4 +1,4 @@
-"""Decodes the chat-completions response of another server into our events."""
+"""Decodes the chat-completions response of another server into our events, and its errors into ours."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from cortex.wire import errors
 from cortex.wire.error_encoding import BY_CODE
-from cortex.wire.errors import UpstreamInterrupted
+from cortex.wire.errors import CortexError, UpstreamInterrupted
 from cortex.wire.events import (
     MAX_TOKENS,
     AnyEvent,
@@ -277,3 +278,37 @@ def _failure(error: Any) -> Failure:
         code=str(code) if known else UpstreamInterrupted.code,
         message=_text_of(error, "message") or "The node reported an error without a message.",
     )
+
+
+_BY_STATUS: dict[int, type[CortexError]] = {
+    400: errors.InvalidValue,
+    404: errors.ModelNotFound,
+    413: errors.BodyTooLarge,
+    422: errors.InvalidValue,
+    429: errors.RateLimitExceeded,
+    503: errors.Overloaded,
+    529: errors.Overloaded,
+}
+
+
+class _ErrorBody(msgspec.Struct):
+    message: str = ""
+    code: object = None
+
+
+class _ErrorEnvelope(msgspec.Struct):
+    error: _ErrorBody
+
+
+def foreign_error(status: int, body: bytes) -> CortexError:
+    """A foreign server's error as ours. A rejected key is this gateway's misconfiguration, not the client's fault. Of
+    errors of the request the code stays, because clients recognise a prompt that is too long by it."""
+    kind = _BY_STATUS.get(status, errors.UpstreamUnavailable)
+    try:
+        error = msgspec.json.decode(body, type=_ErrorEnvelope).error
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        error = _ErrorBody()
+    if kind is errors.InvalidValue and isinstance(error.code, str):
+        named = BY_CODE.get(error.code, kind)
+        kind = named if named.status == kind.status else kind
+    return kind(error.message or f"The node responded with status {status} and no message.")

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from cortex.neuron.text.grammar.closed_objects import closed
 from cortex.neuron.text.tokenizer.tokenizer import Tokenizer
-from cortex.wire.fields.relaxed_schema import relaxed
+from cortex.wire.fields.constraints import relaxed
 
 # With unbounded white space, small models write nothing else until they run out of tokens.
 _WHITE_SPACE: Final = r"[ \n\t]{0,32}"

@@ -14,7 +14,7 @@ from cortex.foreign.chat_response import check_length
 from cortex.http.request import Headers
 from cortex.http.upstream.faults import MalformedResponse, ResponseTooLarge
 from cortex.wire.dialects.ollama import embeddings
-from cortex.wire.dialects.ollama.errors import OLLAMA
+from cortex.wire.dialects.ollama.lines import OLLAMA
 from cortex.wire.dialects.openai_chat.upstream_response import foreign_error
 from cortex.wire.errors import CortexError
 from cortex.wire.events import Usage

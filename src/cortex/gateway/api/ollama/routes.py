@@ -27,7 +27,6 @@ from cortex.http.routing import Route
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.wire.dialects.ollama import lines, models
-from cortex.wire.dialects.ollama.errors import OLLAMA
 from cortex.wire.errors import (
     CortexError,
     LoadFailed,
@@ -143,7 +142,7 @@ async def _wait_for(exchange: Exchange, job: Job) -> None:
     job.on_end(ended.set)
     await ended.wait()
     error = _error(job)
-    response = json_response({"status": "success"}) if error is None else error_response(error, OLLAMA)
+    response = json_response({"status": "success"}) if error is None else error_response(error, lines.OLLAMA)
     exchange.respond(*response)
 
 

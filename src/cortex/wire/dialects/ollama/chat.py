@@ -10,11 +10,11 @@ import msgspec
 
 from cortex.wire.dialects.dialect import Dialect
 from cortex.wire.dialects.ollama import request
-from cortex.wire.dialects.ollama.errors import OLLAMA
 from cortex.wire.dialects.ollama.fields import CHAT, CHAT_PRESET
 from cortex.wire.dialects.ollama.lines import (
     CONTENT_TYPE,
     KEEPALIVE,
+    OLLAMA,
     LineEncoder,
     loading_line,
     stream_error,

@@ -1,4 +1,5 @@
-"""The lines of Ollama's streams: JSON objects, one per line, the last of them with counts and durations."""
+"""The lines of Ollama's streams: JSON objects, one per line, the last of them with counts and durations. The form of its
+errors, which a line may be."""
 
 from __future__ import annotations
 
@@ -8,8 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from cortex.wire.dialects.ollama.errors import OLLAMA
-from cortex.wire.error_encoding import from_code
+from cortex.wire.error_encoding import Family, from_code
 from cortex.wire.errors import CortexError
 from cortex.wire.events import (
     AnyEvent,
@@ -40,6 +40,13 @@ class Shape(Protocol):
 
     def __call__(self, *, text: str = "", thinking: str = "", calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
         """The fields of one line."""
+
+
+def _envelope(error: CortexError) -> dict[str, Any]:
+    return {"error": error.message, "code": error.code}
+
+
+OLLAMA = Family("ollama", _envelope, prefix="/api/", declares_bodies=False, reports_durations=True)
 
 
 def stream_error(error: CortexError) -> bytes:

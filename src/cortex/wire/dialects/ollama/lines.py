@@ -1,5 +1,5 @@
-"""The lines of Ollama's streams: JSON objects, one per line, the last of them with counts and durations. The form of its
-errors, which a line may be."""
+"""The lines of Ollama's streams: JSON objects, one per line, the last of them with counts and durations. An error is
+one, too."""
 
 from __future__ import annotations
 

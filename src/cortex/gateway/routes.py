@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 
+from cortex import __version__
 from cortex.gateway.api.control import Control
 from cortex.gateway.api.ollama.inference import OllamaInference
 from cortex.gateway.batches.api import BatchService
@@ -24,6 +25,7 @@ from cortex.gateway.proxy.routes import (
     InferenceRoute,
     error_response,
     family_of,
+    json_response,
 )
 from cortex.gateway.responses.service import ResponsesService
 from cortex.http.cross_site import CrossSiteCheck
@@ -32,6 +34,7 @@ from cortex.http.request import Request
 from cortex.http.routing import Match, Route, Router, expect, in_memory
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.websocket import is_handshake
+from cortex.wire.dialects.ollama.models import RUNNING, is_for_ollama
 from cortex.wire.errors import CortexError
 from cortex.wire.opaque.fields import form_of
 from cortex.wire.opaque.routes import PATHS as OPAQUE_METHODS
@@ -69,7 +72,7 @@ class GatewayRoutes:
                 *self._inference_routes(),
                 *responses.routes(),
                 *batches.routes(),
-                *page.routes(control.index),
+                *page.routes(self._show_index),
                 *control.routes(),
             ]
         )
@@ -111,6 +114,19 @@ class GatewayRoutes:
             match.route.handler(exchange, **match.values)
         except CortexError as error:
             exchange.respond(*error_response(error, family_of(request.path, request.header)))
+
+    def _show_index(self, exchange: Exchange) -> None:
+        request = exchange.request
+        if is_for_ollama(request.text(b"host"), request.text(b"user-agent")):
+            exchange.respond(200, ((b"content-type", b"text/plain; charset=utf-8"),), RUNNING.encode())
+            return
+        index = {
+            "name": "cortex",
+            "version": __version__,
+            "what": "One OpenAI and Anthropic endpoint over a fleet of GPU hosts.",
+            "routes": self._router.paths,
+        }
+        exchange.respond(*json_response(index))
 
     def _reject(self, request: Request) -> Match[HttpHandler]:
         """Raises RouteNotFound or MethodNotAllowed, and for a client without a key InvalidAPIKey."""

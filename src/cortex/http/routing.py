@@ -80,11 +80,15 @@ class Router(Generic[Handler]):
     def __init__(self, routes: Iterable[Route[Handler]], hint: str = "GET / lists the routes") -> None:
         """`hint`: what the error for an unknown path says."""
         self._hint = hint
+        self.paths: dict[str, list[str]] = {}
+        """The methods of every path that takes particular ones, for people."""
         self._exact: dict[bytes, dict[bytes, Match[Handler]]] = {}
         """By path and method; no method: every one."""
         self._patterns: list[tuple[re.Pattern[str], frozenset[str], Route[Handler]]] = []
         for route in routes:
             methods = frozenset(route.methods.split())
+            if methods:
+                self.paths.setdefault(_PARAMETER.sub(r"{\1}", route.path), []).extend(route.methods.split())
             methods |= {"HEAD"} if "GET" in methods else set()
             if "{" in route.path:
                 self._patterns.append((_pattern(route.path), methods, route))

@@ -139,7 +139,9 @@ async def test_index_lists_name_and_routes(start_gateway: StartGateway) -> None:
     client = await start_gateway()
     status, greeting = await client.get("/")
     assert (status, greeting["name"]) == (200, "cortex")
-    assert "/v1/chat/completions" in greeting["inference"]
+    assert greeting["routes"]["/v1/chat/completions"] == ["POST"]
+    assert greeting["routes"]["/v1/responses/{id}"] == ["GET", "DELETE"]
+    assert greeting["routes"]["/fleet/models/{name}/pin"] == ["POST"]
     async with client.session.head(client.url + "/") as response:
         assert response.status == 200
 

@@ -28,7 +28,7 @@ from cortex.gateway.ledger.meter import ANONYMOUS
 from cortex.gateway.proxy.admission import resolve_listed
 from cortex.gateway.proxy.listener import OLLAMA_LISTINGS
 from cortex.gateway.proxy.redaction import shown_to
-from cortex.gateway.proxy.routes import OPAQUE, ROUTES, HttpRoute, error_response, family_of, json_response
+from cortex.gateway.proxy.routes import HttpRoute, error_response, family_of, json_response
 from cortex.http.cross_site import CrossSiteCheck
 from cortex.http.request import Request
 from cortex.http.routing import Route, expect, path_of, query
@@ -36,7 +36,6 @@ from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.system.build import build_information
 from cortex.wire import sse
-from cortex.wire.dialects.ollama.models import RUNNING, is_for_ollama
 from cortex.wire.error_encoding import Family
 from cortex.wire.errors import CortexError, InvalidAPIKey, NodeNotFound
 from cortex.wire.fields.body import check_content_type
@@ -78,8 +77,6 @@ class Control:
         self._streams = streams
         self._created = int(time.time())
         self._routes = tuple(routes)
-        self.index = self._served(Route("GET", "/", self._index), has_effects=False).handler
-        """What programs get at `/`."""
 
     def routes(self) -> list[HttpRoute]:
         """Those of the other parts, which may change something, and its own."""
@@ -153,56 +150,6 @@ class Control:
         is_undeclared = not _family_of(request).declares_bodies and request.header(b"origin") is None
         if has_effects and request.method != b"DELETE" and not is_undeclared:
             check_content_type(_text(request.header(b"content-type")), required=True)
-
-    def _index(self, exchange: Exchange) -> Response:
-        request = exchange.request
-        if is_for_ollama(request.text(b"host"), request.text(b"user-agent")):
-            return Response(200, ((b"content-type", b"text/plain; charset=utf-8"),), RUNNING.encode())
-        return json_response(
-            {
-                "name": "cortex",
-                "version": __version__,
-                "what": "One OpenAI and Anthropic endpoint over a fleet of GPU hosts.",
-                "inference": [path.decode() for path in ROUTES],
-                "servers": [*(path.decode() for path in OPAQUE), "/upstream/{model}/{path}"],
-                "stored_responses": [
-                    "/v1/responses/{id}",
-                    "/v1/responses/{id}/input_items",
-                    "/v1/responses/{id}/cancel",
-                ],
-                "conversations": [
-                    "/v1/conversations",
-                    "/v1/conversations/{id}",
-                    "/v1/conversations/{id}/items",
-                    "/v1/conversations/{id}/items/{item}",
-                ],
-                "batches": ["/v1/files", "/v1/batches", "/v1/messages/batches", "/fleet/batches"],
-                "models": "/v1/models",
-                "ollama": [
-                    f"/api/{name}" for name in ("version", "tags", "ps", "show", "pull", "create", "copy", "delete")
-                ],
-                "fleet": [
-                    "/fleet/status",
-                    "/fleet/decisions",
-                    "/fleet/events",
-                    "/fleet/explain/{model}",
-                    "/fleet/history",
-                ],
-                "audit": "/fleet/audit",
-                "logs": ["/logs", "/logs/stream"],
-                "activity": ["/fleet/activity", "/fleet/activity/events", "/fleet/activity/{id}"],
-                "usage": ["/fleet/usage", "/fleet/usage.csv", "/keys", "/groups"],
-                "orders": [
-                    "/fleet/models/{model}/{load,unload,pin,unpin,bench,log,size}",
-                    "/fleet/nodes/{node}/{drain,undrain}",
-                    "/fleet/profiles/{profile}/load",
-                    "/fleet/jobs",
-                    "/unload",
-                ],
-                "health": ["/health", "/ready"],
-                "build": "/version",
-            }
-        )
 
     def _health(self, exchange: Exchange) -> Response:
         """The gateway runs; the body says how well."""

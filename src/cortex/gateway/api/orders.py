@@ -68,8 +68,14 @@ class OrderRoutes:
 
     def routes(self) -> list[ApiRoute]:
         return [
-            Route("POST", "/fleet/models/{name:.+}/{order:load|unload|pin|unpin}", self._carry_out),
-            Route("POST", "/fleet/nodes/{name:.+}/{order:drain|undrain}", self._drain_node),
+            *(
+                Route("POST", f"/fleet/models/{{name:.+}}/{order}", partial(self._carry_out, order=order))
+                for order in ("load", "unload", "pin", "unpin")
+            ),
+            *(
+                Route("POST", f"/fleet/nodes/{{name:.+}}/{order}", partial(self._drain_node, order=order))
+                for order in ("drain", "undrain")
+            ),
             Route("POST", "/fleet/profiles/{name:.+}/load", self._load_profile),
             Route("GET", "/unload", self._unload_by_get),
             Route("POST", "/api/models/unload", self._unload_all),

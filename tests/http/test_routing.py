@@ -10,6 +10,7 @@ ROUTER = Router(
         Route("POST", "/models", "add"),
         Route("GET DELETE", "/models/{name:.+}", "one"),
         Route("GET", "/devices/{index:[0-9]{1,2}}/{part}", "part"),
+        Route("GET", "/events", "stream", has_head=False),
         Route("", "/gone", "reject"),
     ]
 )
@@ -39,6 +40,8 @@ def test_finds_the_handler_and_what_the_path_matched(method: str, path: str, exp
 def test_method_without_a_route_is_rejected_with_those_that_have_one() -> None:
     with pytest.raises(MethodNotAllowed, match="PUT is not allowed on /models; use GET or HEAD or POST"):
         ROUTER.find(request("PUT", "/models"))
+    with pytest.raises(MethodNotAllowed, match=r"HEAD is not allowed on /events; use GET\.$"):
+        ROUTER.find(request("HEAD", "/events"))
 
 
 @pytest.mark.parametrize("path", ["/other", "/devices/123/part", "/devices/1/a/b", "/devicesx1/a"])

@@ -31,11 +31,11 @@ from cortex.gateway.responses.service import ResponsesService
 from cortex.http.cross_site import CrossSiteCheck
 from cortex.http.opaque_request import spooled_form
 from cortex.http.request import Request
-from cortex.http.routing import Match, Route, Router, expect, in_memory
+from cortex.http.routing import Match, Route, Router, in_memory
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.websocket import is_handshake
 from cortex.wire.dialects.ollama.models import RUNNING, is_for_ollama
-from cortex.wire.errors import CortexError
+from cortex.wire.errors import CortexError, MethodNotAllowed
 from cortex.wire.opaque.fields import form_of
 from cortex.wire.opaque.routes import PATHS as OPAQUE_METHODS
 from cortex.wire.opaque.routes import UPSTREAM_METHODS, UPSTREAM_ROUTE
@@ -86,11 +86,12 @@ class GatewayRoutes:
             elif route.reports_durations and route.generates:
                 begin = self._ollama.begin
             yield Route("POST", route.path.decode(), partial(begin, route=route), in_memory)
-        yield Route("GET", RESPONSES.path.decode(), self._open_socket)
+        yield Route("GET", RESPONSES.path.decode(), self._open_socket, has_head=False)
         for path, method in OPAQUE_METHODS.items():
-            yield Route(method, path, partial(self._relay, OPAQUE[path.encode()], (method,)), spooled_form)
-        relay = partial(self._relay, UPSTREAM, UPSTREAM_METHODS)
-        yield Route(" ".join(UPSTREAM_METHODS), UPSTREAM_ROUTE, relay, spooled_form)
+            relay = partial(self._relay, OPAQUE[path.encode()])
+            yield Route(method, path, relay, spooled_form, has_head=False)
+        relay = partial(self._relay, UPSTREAM)
+        yield Route(" ".join(UPSTREAM_METHODS), UPSTREAM_ROUTE, relay, spooled_form, has_head=False)
 
     def configure(self, config: Config, *, is_open: bool) -> None:
         """Use a new configuration. `is_open`: the gateway admits requests without a key.
@@ -134,9 +135,8 @@ class GatewayRoutes:
             self._metering.meter.authenticate(request)
         return self._router.find(request)
 
-    def _relay(self, route: InferenceRoute, methods: tuple[str, ...], exchange: Exchange, /, **_: str) -> None:
+    def _relay(self, route: InferenceRoute, exchange: Exchange, /, **_: str) -> None:
         request = exchange.request
-        expect(request, *(method.encode() for method in methods))  # HEAD is not relayed
         if request.body and form_of(request.text(b"content-type") or "") == "json" and not route.is_upstream:
             self._inference.begin(exchange, route)
         else:
@@ -146,7 +146,8 @@ class GatewayRoutes:
         """Browsers let pages of any site open WebSockets, so the origin is checked here."""
         request = exchange.request
         if not is_handshake(request):
-            expect(request, b"POST")
+            message = f"{RESPONSES.path.decode()} takes POST, and GET for a WebSocket."
+            raise MethodNotAllowed(message, details={"allowed_methods": ["POST"]})
         origin, host = request.text(b"origin"), request.text(b"host")
         self._cross_site.check_origin(origin, host, request.text(b"sec-fetch-site"))
         self._responses.sockets.open(exchange)

@@ -13,6 +13,7 @@ from cortex.http.server.parser import Spooled
 from cortex.wire.errors import InvalidValue, MethodNotAllowed, RouteNotFound, shorten
 
 Handler = TypeVar("Handler")
+Other = TypeVar("Other")
 Handler_co = TypeVar("Handler_co", covariant=True)
 _PARAMETER = re.compile(r"\{(\w+)(?::((?:[^{}]|\{[^{}]*\})+))?\}")
 
@@ -25,13 +26,19 @@ class Route(NamedTuple, Generic[Handler_co]):
     """A handler for requests to `path`."""
 
     methods: str
-    """Such as `GET PATCH`; HEAD is taken with GET. Empty: every method."""
+    """Such as `GET PATCH`. Empty: every method."""
     path: str
     """Such as `/v1/files/{id}/content`. A parameter matches one segment, or with a regular expression, as in
     `/v1/models/{name:.+}`, what that matches."""
     handler: Handler_co
     body_limit: BodyLimit | None = None
     """None: that of the server."""
+    has_head: bool = True
+    """HEAD is taken with GET."""
+
+    def served_by(self, handler: Other) -> Route[Other]:
+        """The same route with another handler."""
+        return Route(self.methods, self.path, handler, self.body_limit, self.has_head)
 
 
 class Match(NamedTuple, Generic[Handler_co]):
@@ -63,16 +70,6 @@ def is_in_query(request: Request, name: str) -> bool:
     return any(key == name for key, _ in found)
 
 
-def expect(request: Request, *methods: bytes) -> None:
-    """Raise MethodNotAllowed for any other method."""
-    if request.method not in methods:
-        allowed = b" or ".join(methods).decode()
-        raise MethodNotAllowed(
-            f"{shorten(request.path.decode('latin-1'))} takes {allowed} only.",
-            details={"allowed_methods": [method.decode() for method in methods]},
-        )
-
-
 class Router(Generic[Handler]):
     """The routes of one server. A path without parameters comes before those with, which are tried in their order. A
     slash at the end of a path is ignored."""
@@ -89,7 +86,7 @@ class Router(Generic[Handler]):
             methods = frozenset(route.methods.split())
             if methods:
                 self.paths.setdefault(_PARAMETER.sub(r"{\1}", route.path), []).extend(route.methods.split())
-            methods |= {"HEAD"} if "GET" in methods else set()
+            methods |= {"HEAD"} if "GET" in methods and route.has_head else set()
             if "{" in route.path:
                 self._patterns.append((_pattern(route.path), methods, route))
             else:

@@ -183,6 +183,8 @@ async def test_mistyped_route_is_not_found_whatever_its_body_is(start_gateway: S
         ("/v1/responses/resp_1/cancel", "POST"),
         ("/v1/conversations", "POST"),
         ("/v1/batches/batch_1", "GET, HEAD"),
+        ("/v1/audio/voices", "GET"),
+        ("/fleet/events", "GET"),
         ("/session/methods", "GET, HEAD"),
         ("/page/index.html", "GET, HEAD"),
     ],

@@ -24,7 +24,7 @@ from cortex.gateway.proxy.accounting.request_log import Matches, RequestLog, Sea
 from cortex.gateway.proxy.accounting.running import RunningRequest, RunningRequests
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.request import Request
-from cortex.http.routing import Route, expect, query
+from cortex.http.routing import Route, query
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.wire import sse
@@ -57,7 +57,7 @@ class ActivityRoutes:
         return [
             Route("GET", PATH, self._show_list),
             Route("DELETE", PATH, self._forget_matching),
-            Route("GET", EVENTS_PATH, self._stream),
+            Route("GET", EVENTS_PATH, self._stream, has_head=False),
             Route("GET", RUNNING_PATH, self._list_running),
             Route("DELETE", f"{RUNNING_PATH}/{{request_id:.+}}", self._cancel),
             Route("GET", f"{PATH}/{{request_id:.+}}", self._one),
@@ -166,7 +166,6 @@ class ActivityRoutes:
 
     def _stream(self, exchange: Exchange) -> None:
         """Send every request that ends from now on. A slow reader loses requests, not the connection."""
-        expect(exchange.request, b"GET")
         key = self._key(exchange)
         matches = _filter(exchange.request)
 

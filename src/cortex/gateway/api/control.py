@@ -31,7 +31,7 @@ from cortex.gateway.proxy.redaction import shown_to
 from cortex.gateway.proxy.routes import HttpRoute, error_response, family_of, json_response
 from cortex.http.cross_site import CrossSiteCheck
 from cortex.http.request import Request
-from cortex.http.routing import Route, expect, path_of, query
+from cortex.http.routing import Route, path_of, query
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.system.build import build_information
@@ -88,7 +88,7 @@ class Control:
             Route("GET", "/v1/models/{name:.+}", self._model),
             Route("GET", "/fleet/status", self._status),
             Route("GET", "/fleet/decisions", self._decisions),
-            Route("GET", "/fleet/events", self._stream_events),
+            Route("GET", "/fleet/events", self._stream_events, has_head=False),
             Route("GET", "/fleet/explain/{name:.+}", self._explain),
         ]
         return [
@@ -97,7 +97,7 @@ class Control:
         ]
 
     def _served(self, route: ApiRoute, *, has_effects: bool) -> HttpRoute:
-        return Route(route.methods, route.path, partial(self._serve, route, has_effects), route.body_limit)
+        return route.served_by(partial(self._serve, route, has_effects))
 
     def _serve(self, route: ApiRoute, has_effects: bool, exchange: Exchange, /, **values: str) -> None:
         """Serve a request that is not inference; errors are in the dialect of its path."""
@@ -251,7 +251,6 @@ class Control:
     def _stream_events(self, exchange: Exchange) -> None:
         """Stream events from now on, on request with the state of every node. A slow reader loses events, not the
         connection. Reasons of failures are for operators."""
-        expect(exchange.request, b"GET")
         view, with_nodes = self._view(exchange.request), query(exchange.request, "nodes") is not None
 
         def send(event: dict[str, Any]) -> None:

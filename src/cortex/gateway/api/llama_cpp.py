@@ -22,7 +22,7 @@ from cortex.gateway.ledger import keys
 from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.proxy.admission import resolve_listed
 from cortex.gateway.proxy.routes import json_response
-from cortex.http.routing import Route, expect, query
+from cortex.http.routing import Route, query
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.wire import llama_cpp
@@ -75,7 +75,7 @@ class LlamaCppRoutes:
             Route("GET", "/models", self._show_list),
             Route("POST", "/models/load", partial(self._order, order="load")),
             Route("POST", "/models/unload", partial(self._order, order="unload")),
-            Route("GET", "/models/sse", self._stream),
+            Route("GET", "/models/sse", self._stream, has_head=False),
             Route("GET", "/props", self._show_props),
             Route("GET", "/running", self._show_running),
         ]
@@ -121,7 +121,6 @@ class LlamaCppRoutes:
 
     def _stream(self, exchange: Exchange) -> None:
         """Send changes from now on. A slow reader loses some."""
-        expect(exchange.request, b"GET")
         key = self._api.metering.meter.key(exchange.request)
 
         def send(event: dict[str, Any]) -> None:

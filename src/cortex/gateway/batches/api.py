@@ -133,8 +133,8 @@ class BatchService:
             Route("GET", "/v1/messages/batches/{id}/results", self._message_results),
         ]
         return [
-            *(_served(route, self._begin_openai) for route in routes),
-            *(_served(route, self._begin) for route in message_routes),
+            *(route.served_by(partial(self._begin_openai, route.handler)) for route in routes),
+            *(route.served_by(partial(self._begin, route.handler)) for route in message_routes),
         ]
 
     def fleet_routes(self) -> list[ApiRoute]:
@@ -422,10 +422,6 @@ class BatchService:
         limit = number_in_query(request, "limit", 100, most=_MAX_PAGE)
         found = await self._files.do(lambda execute: tables.batches(execute, key_id, kind=None, limit=limit))
         return json_response({"batches": [_summary(each, _id_of(key)) for each in found]})
-
-
-def _served(route: Route[_Work], begin: Callable[..., None]) -> HttpRoute:
-    return Route(route.methods, route.path, partial(begin, route.handler), route.body_limit)
 
 
 def _id_of(key: KeySection | None) -> str:

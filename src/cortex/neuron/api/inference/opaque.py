@@ -39,8 +39,8 @@ class OpaqueRoutes:
 
     def routes(self) -> list[Route]:
         return [
-            *(Route(method, path, self.by_field, spooled_form) for path, method in PATHS.items()),
-            Route(" ".join(UPSTREAM_METHODS), UPSTREAM_ROUTE, self.by_path, spooled_form),
+            *(Route(method, path, self.by_field, spooled_form, has_head=False) for path, method in PATHS.items()),
+            Route(" ".join(UPSTREAM_METHODS), UPSTREAM_ROUTE, self.by_path, spooled_form, has_head=False),
         ]
 
     async def by_field(self, call: ApiCall) -> None:

@@ -24,7 +24,7 @@ from cortex.neuron.api.metrics import RequestWatch
 from cortex.neuron.node.harness.harness import Upstream
 from cortex.neuron.node.node import Node
 from cortex.wire.dialects.registry import DIALECTS
-from cortex.wire.errors import CortexError, MethodNotAllowed, UpstreamInterrupted
+from cortex.wire.errors import CortexError, UpstreamInterrupted
 from cortex.wire.fields.request_class import level_of
 from cortex.wire.node import headers as our_headers
 from cortex.wire.node.protocol import ModelState
@@ -63,10 +63,6 @@ class OpaqueRelay:
         """Loads the model, waits for a slot, and relays request and response, unread unless the call translates.
         `is_check`: a health check, which loads nothing and waits for no slot. `passed_headers`: see `Relay.send`."""
         http = call.request
-        if http.method == b"HEAD":
-            raise MethodNotAllowed(
-                "HEAD is not relayed to the model's server; use GET.", details={"allowed_methods": ["GET"]}
-            )
         if is_check and self.backend.served(model).state is not ModelState.READY:
             raise not_ready(model)
         watch.phase = lambda: "load"

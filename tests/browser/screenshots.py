@@ -143,7 +143,9 @@ def record_usage(directory: Path) -> None:
                 completion = requests * int(chance.uniform(250, 520))
                 labels = (minute, key.section.id, key.section.name, model, "beast")
                 row = (*labels, requests, prompt, cached, completion, 0)
-                database.execute(f"INSERT INTO spend VALUES ({', '.join('?' * len(row))})", row)
+                columns = "minute, key_id, key_name, model, node, requests, prompt_tokens, cached_tokens"
+                columns += ", completion_tokens, reasoning_tokens"
+                database.execute(f"INSERT INTO spend ({columns}) VALUES ({', '.join('?' * len(row))})", row)
 
 
 def make_requests(stage: Stage, keys: tuple[NewKey, ...]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
@@ -18,10 +19,11 @@ from cortex.wire.node.orders import HubRepository, HubVariant
 from cortex.wire.node.protocol import ModelState
 
 from ..gateway.fake_neuron import GB
+from . import chromium
 from .stage import DirectedNode, Stage
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Page, Route
 
 
 OPERATOR = generate("anna", operator=True)
@@ -273,6 +275,55 @@ def test_usage_has_cost_plot_and_csv(page: Page, sign_in: SignIn) -> None:
         page.get_by_text("CSV", exact=True).click()
         page.get_by_role("menuitem", name="By key", exact=True).click()
     assert "anna" in Path(download.value.path()).read_text()
+
+
+def test_operator_sees_the_tokens_of_every_key_on_every_model(page: Page, sign_in: SignIn) -> None:
+    sign_in(OPERATOR.text, "usage")
+    both = page.get_by_role("region", name="By key and model")
+    both.wait_for()
+    assert both.locator("thead th").all_inner_texts() == ["Key", "Total", "small"]
+    assert {row.split("\t")[0] for row in both.locator("tbody tr").all_inner_texts()} == {"anna", "ben"}
+    page.get_by_role("button", name="Sign out").click()
+    sign_in(USER.text, "usage")
+    page.get_by_role("heading", name="By model").wait_for()
+    assert both.count() == 0
+
+
+def test_table_of_fifty_keys_and_twelve_models_is_sorted_and_keeps_its_heads(page: Page, sign_in: SignIn) -> None:
+    def many(route: Route) -> None:
+        rows = [
+            {"id": f"{key:06}", "name": f"key-{key}", "model": f"org/model-{model}", "requests": 1, "cost": 0.5,
+             "prompt_tokens": 1000 * (model + 1), "cached_tokens": 0, "completion_tokens": key if model else 100 - key}
+            for key in range(50) for model in range(12) if key or model == 3
+        ]  # fmt: skip
+        asked = parse_qs(urlsplit(route.request.url).query)
+        spans.append((int(asked["until"][0]) - int(asked["since"][0])) // 86400)
+        route.fulfill(json={"by": "key-model", "is_recorded": True, "rows": rows})
+
+    spans: list[int] = []
+    page.route("**/fleet/usage?by=key-model&*", many)
+    sign_in(OPERATOR.text, "usage")
+    table = page.get_by_role("region", name="By key and model")
+    keys, models, rows = table.locator("tbody th"), table.locator("thead th"), table.locator("tbody tr")
+    keys.nth(49).wait_for()
+    assert keys.all_inner_texts() == [f"key-{key}" for key in range(49, -1, -1)], "most tokens first"
+    assert models.all_inner_texts() == ["Key", "Total", *(f"org/model-{model}" for model in range(11, -1, -1))]
+    assert rows.last.locator("td").all_inner_texts() == ["4K", *[""] * 8, "4K", *[""] * 3]
+    table.get_by_role("button", name="org/model-0").click()
+    assert keys.all_inner_texts() == [f"key-{key}" for key in range(1, 50)] + ["key-0"]
+    table.get_by_role("button", name="Cost").click()
+    assert rows.first.locator("td").first.inner_text() == "6.00"
+    heads = (table.locator(".matrix"), models.first)
+    heads[0].evaluate("element => element.scrollTo(element.scrollWidth, element.scrollHeight)")
+    frame, corner = (each.bounding_box() for each in heads)
+    assert frame is not None
+    assert corner is not None
+    assert (corner["x"], corner["y"]) == pytest.approx((frame["x"], frame["y"]), abs=3), "names of both stay in sight"
+    page.get_by_role("button", name="7 days").click()
+    keys.nth(49).wait_for()
+    chromium.wait_until(page, "document.querySelector('[aria-label=Span] [aria-pressed=true]').innerText == '7 days'")
+    assert spans[0] == 30
+    assert spans[-1] == 7
 
 
 def test_key_is_made_limited_and_revoked(page: Page, stage: Stage, sign_in: SignIn) -> None:

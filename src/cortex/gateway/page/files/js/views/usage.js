@@ -16,7 +16,7 @@ export default function Usage() {
   const until = useMemo(() => Math.floor(Date.now() / 1000) + 60, [span]);
   const query = `since=${until - span * DAY_S}&until=${until}`;
   const read = async (signal) => {
-    const groups = ["day", "model", "key", "group"];
+    const groups = ["day", "model", "key", "group", ...(operator ? ["key-model"] : [])];
     const found = await Promise.all(groups.map((by) => get(`fleet/usage?by=${by}&${query}`, { signal })));
     return Object.fromEntries(groups.map((by, index) => [by, found[index]]));
   };
@@ -74,7 +74,8 @@ function Recorded({ usage, until, span }) {
           <${Table} title="By model" rows=${usage.model.rows} />
           ${session.value.operator && html`<${Table} title="By key" rows=${usage.key.rows} />`}
           ${session.value.operator && usage.group.rows.some((row) => row.id) && html`<${Table} title="By group" rows=${usage.group.rows} />`}
-        </div>`}`;
+        </div>
+        ${session.value.operator && html`<${Matrix} rows=${usage["key-model"].rows} />`}`}`;
 }
 
 function byDay(rows, until, span) {
@@ -110,6 +111,46 @@ function Table({ title, rows }) {
           <td class="number" title=${count(row.prompt_tokens)}>${compact(row.prompt_tokens)}</td><td class="number" title=${count(row.cached_tokens)}>${compact(row.cached_tokens)}</td>
           <td class="number" title=${count(row.completion_tokens)}>${compact(row.completion_tokens)}</td>${hasEnergy && html`<td class="number">${energyText(row.energy_wh)}</td>`}${hasCost && html`<td class="number">${money(row.cost)}</td>`}</tr>`)}</tbody>
     </table></div></section>`;
+}
+
+const SHOWN = {
+  Tokens: [(row) => row.prompt_tokens + row.completion_tokens, compact],
+  Requests: [(row) => row.requests, count],
+  Cost: [(row) => row.cost, money],
+};
+
+/** Every model of every key; both in the order of their totals, or the keys in that of one model. */
+function Matrix({ rows }) {
+  const [shown, setShown] = useState("Tokens");
+  const [by, setBy] = useState("");
+  const [of, text] = SHOWN[shown];
+  const keys = new Map(), models = new Map();
+  for (const row of rows) {
+    const key = keys.get(row.id) ?? { id: row.id, name: row.name, cells: new Map(), total: 0 };
+    keys.set(row.id, key);
+    key.cells.set(row.model, row);
+    key.total += of(row);
+    models.set(row.model, (models.get(row.model) ?? 0) + of(row));
+  }
+  const columns = [...models.keys()].sort((a, b) => models.get(b) - models.get(a));
+  const rank = (key) => (models.has(by) ? (key.cells.has(by) ? of(key.cells.get(by)) : -1) : key.total);
+  const sorted = [...keys.values()].sort((a, b) => rank(b) - rank(a));
+  const total = [...models.values()].reduce((before, value) => before + value, 0);
+  const about = (row) => `${row.name}, ${row.model}: ${count(row.requests)} requests, ${count(row.prompt_tokens)} in, of them ${count(row.cached_tokens)} cached, ${count(row.completion_tokens)} out${row.cost ? `, cost ${money(row.cost)}` : ""}`;
+  const head = (model, name) => html`<th key=${model} class="number" aria-sort=${by === model ? "descending" : null}><button class="link" title=${name} onClick=${() => setBy(model)}>${name}</button></th>`;
+  return html`
+    <section class="card" aria-labelledby="by-key-and-model">
+      <header class="card-head"><h2 id="by-key-and-model">By key and model</h2>
+        <div class="segmented" role="group" aria-label="Show">${Object.keys(SHOWN).filter((name) => name !== "Cost" || sum(rows, "cost")).map((name) => html`
+          <button key=${name} class="small" aria-pressed=${name === shown} onClick=${() => setShown(name)}>${name}</button>`)}</div></header>
+      <div class="matrix" tabindex="0"><table>
+        <thead><tr><th>Key</th>${head("", "Total")}${columns.map((model) => head(model, model))}</tr></thead>
+        <tbody>${sorted.map((key) => html`
+          <tr key=${key.id}><th scope="row" class="name-cell" title=${`${key.name} (${key.id})`}>${key.name}</th><td class="number total">${text(key.total)}</td>
+            ${columns.map((model) => html`<td key=${model} class="number" title=${key.cells.has(model) ? about(key.cells.get(model)) : null}>${key.cells.has(model) && text(of(key.cells.get(model)))}</td>`)}</tr>`)}</tbody>
+        <tfoot><tr><th scope="row">Total</th><td class="number total">${text(total)}</td>${columns.map((model) => html`<td key=${model} class="number">${text(models.get(model))}</td>`)}</tr></tfoot>
+      </table></div>
+    </section>`;
 }
 
 /* --- keys */

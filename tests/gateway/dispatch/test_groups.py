@@ -29,13 +29,15 @@ class NotedNode:
         leaves: str | None = None,
         *,
         lacks_files: bool = False,
-        digest: str = "same",
+        sample: str = "same",
+        digest: str = "",
         num_claims: int = 0,
         state: ModelState = ModelState.COLD,
     ) -> None:
         """`num_claims`: how often it rejects a claim."""
         self._fleet, self._leaves = fleet, leaves
-        self._lacks_files, self._digest, self._num_claims, self._state = lacks_files, digest, num_claims, state
+        self._lacks_files, self._num_claims, self._state = lacks_files, num_claims, state
+        self._digests = {"files_sample": sample, "content_digest": digest}
         self.orders: list[str] = []
         self.load_error: CortexError | None = None
         self.before: Callable[[str], Awaitable[None]] | None = None
@@ -53,10 +55,8 @@ class NotedNode:
         await self._note(f"{'check ports of' if request.reaches else 'prepare'} {request.model_id}")
         if self._leaves is not None:
             del self._fleet[self._leaves]
-        digest = "" if self._lacks_files else self._digest
-        return PreparedMember(
-            host="127.0.0.1", port=1, pulse_port=2, lacks_files=self._lacks_files, files_digest=digest
-        )
+        digests = {} if self._lacks_files else self._digests
+        return PreparedMember(host="127.0.0.1", port=1, pulse_port=2, lacks_files=self._lacks_files, **digests)
 
     async def pull(self, request: FilesRequest) -> PullStatus:
         self.orders.append(f"pull {request.model_id}")
@@ -133,9 +133,13 @@ async def test_claims_are_renewed_while_members_take_long() -> None:
     assert leader.orders[-1] == "load m"
 
 
-async def test_members_with_different_files_start_no_group() -> None:
+@pytest.mark.parametrize("are_read", [False, True])
+async def test_members_with_different_files_start_no_group(*, are_read: bool) -> None:
     fleet: dict[str, NodeClient] = {}
-    noted = {name: NotedNode(fleet, digest=name) for name in ("first", "second")}
+    noted = {
+        name: NotedNode(fleet, digest=name) if are_read else NotedNode(fleet, sample=name)
+        for name in ("first", "second")
+    }
     fleet |= {name: cast(NodeClient, node) for name, node in noted.items()}
     plans = tuple(MemberPlan(name, (0,)) for name in fleet)
     with pytest.raises(LoadFailed, match="different files of m: first on first, second on second"):

@@ -248,10 +248,14 @@ async def _pull(members: _Members, name: str, files: FilesRequest) -> None:
 
 
 def _check_files(plans: Sequence[MemberPlan], found: Sequence[PreparedMember], model: str) -> None:
-    digests = {plan.node: each.files_digest for plan, each in zip(plans, found, strict=True) if each.files_digest}
-    if len(set(digests.values())) > 1:
-        have = ", ".join(f"{digest[:12]} on {node}" for node, digest in digests.items())
-        raise LoadFailed(f"the nodes of the group have different files of {model}: {have}; copy the same ones to all")
+    samples, contents = [each.files_sample for each in found], [each.content_digest for each in found]
+    for known in (samples, contents):
+        digests = {plan.node: digest for plan, digest in zip(plans, known, strict=True) if digest}
+        if len(set(digests.values())) > 1:
+            have = ", ".join(f"{digest[:12]} on {node}" for node, digest in digests.items())
+            raise LoadFailed(
+                f"the nodes of the group have different files of {model}: {have}; copy the same ones to all"
+            )
 
 
 def _check_versions(plans: Sequence[MemberPlan], found: Sequence[PreparedMember]) -> None:

@@ -18,10 +18,12 @@ from cortex.neuron.node.library import Fetch
 from cortex.neuron.node.loading.context_allocator import ContextRules
 from cortex.neuron.node.memory.kv_exchange import ExchangeRules
 from cortex.neuron.tokenizer_process.client import TokenizerClient
+from cortex.neuron.weights.hub.file_digests import FileDigests
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.discovery import Inventory, discover, read_devices
 from cortex.neuron.worker.factory import WorkerFactory
 from cortex.neuron.worker.process import WorkerTimeouts
+from cortex.system.cache_folder import cache_folder
 
 
 def fetch(
@@ -42,6 +44,14 @@ def fetch(
         cancelled=cancelled,
         sources=sources,
     )
+
+
+def kept_digests() -> FileDigests:
+    """In the user's cache."""
+    try:
+        return FileDigests(cache_folder() / "digests.json")
+    except RuntimeError:  # there is no home folder
+        return FileDigests()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,5 +79,6 @@ class NodeDependencies:
     """The limits of measurements."""
     bench_folder: Path | None = None
     """Folder of the results of measurements; None for the user's cache."""
+    digests: Callable[[], FileDigests] = kept_digests
     harnesses: tuple[Harness, ...] = ()
     """In addition to the built-in engine."""

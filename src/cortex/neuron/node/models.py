@@ -225,6 +225,15 @@ class Models:
         starting = (ModelState.DOWNLOADING, ModelState.LOADING, ModelState.RECOVERING)
         return controller is not None and controller.life.state in (ModelState.READY, *starting)
 
+    def was_loaded(self, model_id: str) -> bool:
+        controller = self._controllers.get(model_id)
+        return controller is not None and controller.load_s is not None
+
+    def is_loading_any(self) -> bool:
+        """Safe on other threads."""
+        loading = (ModelState.DOWNLOADING, ModelState.LOADING, ModelState.RECOVERING)
+        return any(controller.life.state in loading for controller in list(self._controllers.values()))
+
     def forget(self, model_ids: Iterable[str]) -> None:
         """Stop listing models whose files are gone, unless they are in memory."""
         for model_id in model_ids:

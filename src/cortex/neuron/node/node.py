@@ -32,7 +32,8 @@ from cortex.neuron.node.harness.engine import EngineHarness
 from cortex.neuron.node.harness.forecast import Forecast
 from cortex.neuron.node.harness.harness import Harnesses, Upstream
 from cortex.neuron.node.inspection_process.client import InspectionProcess
-from cortex.neuron.node.library import KnownModel, Library, files_digest, scan_cache, scan_folders
+from cortex.neuron.node.library import KnownModel, Library, files_sample, scan_cache, scan_folders
+from cortex.neuron.node.loading.contents import Contents
 from cortex.neuron.node.loading.context_allocator import ContextAllocator
 from cortex.neuron.node.loading.device_allocator import DeviceAllocator
 from cortex.neuron.node.loading.loader import ModelLoader
@@ -148,6 +149,7 @@ class Node:
             self.devices.kv_host,
             parts.read_host,
         )
+        digests = parts.digests()
         self._loader = ModelLoader(
             config,
             self._library,
@@ -159,8 +161,9 @@ class Node:
             texts=self.texts,
             make_room=lambda model, metadata: self._context_room.make_room(model, metadata),
             host=self.host,
+            digests=digests,
         )
-        self.files = ModelFiles(self._library, self._loader, self._models_in_memory)
+        self.files = ModelFiles(self._library, self._loader, self._models_in_memory, digests)
         self._models = Models(
             self._library,
             self._loader,
@@ -173,6 +176,7 @@ class Node:
             bench_results,
             self.devices.kv_host,
         )
+        self._contents = Contents(digests, self._loader, self._models, self._model_changed)
         default_ids = [default.id for default in config.default_models]
         self._context_room = ContextAllocator(room, self._loader, self._models, parts.context_rules, kept=default_ids)
         self.benches = Benches(
@@ -252,6 +256,7 @@ class Node:
         node._regular = [
             node._tasks.start("sample devices", node._keep_sampling),
             node._tasks.start("inspect models", node._keep_inspecting),
+            node._tasks.start("read contents", node._keep_reading_contents),
             node._tasks.start("load default models", node._startup_models.run),
             node._tasks.start("replicas", node._replica_demand.run),
             node._tasks.start("contexts", node._context_room.run),
@@ -351,8 +356,10 @@ class Node:
         path = await self._loader.find_local(model)
         if path is None and is_path(model.source):
             raise SourceNotFound(f"{shorten(model.id)}: there is no complete model at {model.source}")
-        digest = "" if path is None else await asyncio.to_thread(files_digest, path)
-        return replace(prepared, lacks_files=path is None, files_digest=digest)
+        if path is None:
+            return replace(prepared, lacks_files=True)
+        sample, content = await asyncio.to_thread(files_sample, path), await self._loader.content(path)
+        return replace(prepared, files_sample=sample, content_digest=content)
 
     async def inspect(self, request: LoadRequest) -> ModelStatus:
         """Lists a model and reads its files, to learn its size or why it cannot be loaded. The options apply to later
@@ -507,6 +514,7 @@ class Node:
         await self._harnesses.close()
         await self.texts.close()
         await self.pictures.close()
+        self._contents.close()
         await self.files.close()
         await self._inspector.close()
         await self._models.closed()
@@ -563,6 +571,11 @@ class Node:
             await asyncio.sleep(self._scan_s)
             await self.scan_library()
             await self._models.notice_changed_files()
+
+    async def _keep_reading_contents(self) -> None:
+        while True:
+            await asyncio.sleep(self._scan_s)
+            await self._contents.read()
 
     async def scan_library(self) -> None:
         """Updates the list of models after files were added or removed."""

@@ -135,6 +135,7 @@ def describe_model(
         quant=metadata.quant if metadata is not None else model.quant,
         stored=metadata.stored if metadata is not None else None,
         digest=metadata.digest if metadata is not None else None,
+        content_digest=inspection.content if inspection is not None else "",
         requested_quant=(model if inspection is None else inspection.model).quant,
         source=model.source,
         estimate_bytes=(estimate.footprint.expected_bytes or None) if estimate is not None else None,

@@ -53,8 +53,10 @@ class PreparedMember(NodeValue, frozen=True):
     """The server's version, as its `version` command prints it; empty without such a command."""
     lacks_files: bool = False
     """Whether the member uses hub files of which some are missing here."""
-    files_digest: str = ""
+    files_sample: str = ""
     """Equal for the same files on different nodes; empty if they are missing or the member uses none."""
+    content_digest: str = ""
+    """That of all their bytes; empty where the node has not read them."""
 
 
 class GroupMember(NodeValue, frozen=True):

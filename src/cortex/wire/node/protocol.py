@@ -219,7 +219,9 @@ class ModelStatus(NodeValue, frozen=True):
     stored: StoredForm | None = None
     """Absent if its files are unknown, or known only to a server."""
     digest: str | None = None
-    """Equal for the same model on different nodes. Absent if its files are unknown."""
+    """Of a sample of its files, equal for the same model on different nodes. Absent if its files are unknown."""
+    content_digest: str = ""
+    """Of every byte of its files; empty until the node has read them."""
     requested_quant: str | None = None
     """The `quant` for which the sizes hold; absent: its files as they are."""
     source: str | None = None

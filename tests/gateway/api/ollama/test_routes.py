@@ -15,7 +15,7 @@ from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.gateway.ledger.keys import generate
 from cortex.settings import Listen
 from cortex.wire.dialects.ollama import models
-from cortex.wire.node.protocol import ModelState, Progress, PullStatus
+from cortex.wire.node.protocol import ModelState, ModelStatus, Progress, PullStatus
 
 from ....waiting import until
 from ...fake_neuron import GB
@@ -48,6 +48,26 @@ async def test_lists_what_the_fleet_has_and_what_is_loaded(client: Client) -> No
     loaded = (await client.get("/api/ps"))[1]["models"]
     assert [(model["name"], model["size_vram"]) for model in loaded] == [("big", 10 * GB), ("org/big", 10 * GB)]
     assert "tools" in tags[0]["capabilities"]
+
+
+async def test_digest_is_that_of_the_node_that_has_read_all_files(
+    neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = [await neurons(name, sizes={"m": GB}) for name in ("a", "b")]
+    monkeypatch.setattr(
+        type(nodes[0]),
+        "status",
+        lambda node, _: ModelStatus(
+            id="m",
+            state=ModelState.COLD,
+            estimate_bytes=GB,
+            digest="of a sample",
+            content_digest="of all bytes" if node.name == "b" else "",
+        ),
+    )
+    client = await start_gateway(*nodes)
+    (model,) = (await client.get("/api/tags"))[1]["models"]
+    assert model["digest"] == models.digest("of all bytes", None)
 
 
 @pytest.mark.parametrize("name", ["org/big", "big", "big:latest", "hf.co/org/big", "hf.co/org/gguf:q4_k_m"])

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,10 @@ from faulty_models import running_node, write_model
 from msgspec.structs import replace
 
 from cortex.neuron.config import NeuronConfig
+from cortex.neuron.node.inspection_process.preflight import inspect
 from cortex.neuron.node.library import Library, scan_folders
+from cortex.neuron.node.node import Node
+from cortex.neuron.weights.hub.file_digests import FileDigests
 from cortex.wire.errors import LoadFailed, ModelInUse, ModelUnsupported
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import ModelState
@@ -213,6 +219,31 @@ async def test_changed_files_of_a_loaded_model_are_reported_once_and_read_by_the
         again = await load(node, "m")
         assert not again.files_changed
         assert (again.full_context_tokens, loaded.full_context_tokens) == (2048, 4096)
+
+
+async def test_digest_is_that_of_every_byte_of_loaded_models_and_of_those_with_equal_samples(tmp_path: Path) -> None:
+    header = b'{"model.embed_tokens.weight": {"dtype": "F32", "shape": [64, 4], "data_offsets": [0, 1024]}}'
+    for name, first in (("base", b"a"), ("tuned", b"b")):
+        weights = len(header).to_bytes(8, "little") + header + first + bytes(1023)
+        (write_model(tmp_path / name) / "model.safetensors").write_bytes(weights)
+    assert len({inspect(tmp_path / name).digest for name in ("base", "tuned")}) == 1, "the byte is in no sample"
+
+    @asynccontextmanager
+    async def node_with(*names: str) -> AsyncIterator[Node]:
+        models = [{"id": name, "source": str(tmp_path / name)} for name in names]
+        digests = partial(FileDigests, tmp_path / "digests.json", small_bytes=10)
+        async with running_node(tmp_path, {"models": models}, scan_s=0.05, digests=digests) as node:
+            yield node
+
+    async with node_with("base") as node:
+        await until(lambda: node.model("base").digest)
+        assert node.model("base").content_digest == "", "to read every file on a disk would take days"
+        await load(node, "base")
+        await until(lambda: node.model("base").content_digest)
+        digest = node.model("base").content_digest
+    async with node_with("base", "tuned") as node:
+        await until(lambda: node.model("base").content_digest == digest)
+        await until(lambda: node.model("tuned").content_digest not in ("", digest))
 
 
 async def test_inspection_follows_the_files_of_a_model_that_is_not_in_memory(tmp_path: Path) -> None:

@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from cortex.neuron.weights.hub import local
+from cortex.neuron.weights.hub import file_digests
 
 from ....waiting import WAIT_S
 
 
 class SlowDigests:
-    """In place of those of `LocalRepository`, which wait for `may_end`."""
+    """In place of those of `FileDigests`, which wait for `may_end`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.has_begun, self.may_end = threading.Event(), threading.Event()
         self.num_updates = 0
-        monkeypatch.setattr(local, "hashlib", SimpleNamespace(sha256=self._sha256, sha1=hashlib.sha1))
+        monkeypatch.setattr(file_digests, "hashlib", SimpleNamespace(sha256=self._sha256))
 
     def _sha256(self) -> Any:
         found = hashlib.sha256()

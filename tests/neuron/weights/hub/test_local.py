@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cortex.neuron.weights.hub.file_digests import FileDigests
 from cortex.neuron.weights.hub.local import LocalRepository
 
 from ....waiting import WAIT_S
@@ -24,7 +25,7 @@ def write(folder: Path, *names: str) -> None:
 def test_lists_the_files_of_a_model_and_no_others(tmp_path: Path) -> None:
     wanted = ["config.json", "model.safetensors", "tokenizer.json", "merges.txt", "1_Pooling/config.json"]
     write(tmp_path, *wanted, "notes.txt", ".git/config.json", "a/b/c/config.json", "training/state.bin")
-    listing = LocalRepository(tmp_path).listing()
+    listing = LocalRepository(tmp_path, FileDigests()).listing()
     assert listing is not None
     assert sorted(listing.files) == sorted(wanted)
     for name, file in listing.files.items():
@@ -41,14 +42,14 @@ def test_lists_the_files_of_a_model_and_no_others(tmp_path: Path) -> None:
 )
 def test_lists_the_parts_and_towers_of_a_gguf_file(tmp_path: Path, path: str, expected: set[str]) -> None:
     write(tmp_path, "a.gguf", "mmproj-a.gguf", "b-00001-of-00002.gguf", "b-00002-of-00002.gguf", "c.gguf")
-    listing = LocalRepository(tmp_path / path).listing()
+    listing = LocalRepository(tmp_path / path, FileDigests()).listing()
     assert listing is not None
     assert set(listing.files) == expected
 
 
 def test_files_that_have_changed_are_listed_again_and_not_sent_as_what_they_were(tmp_path: Path) -> None:
     write(tmp_path, "config.json", "model.safetensors")
-    repository = LocalRepository(tmp_path)
+    repository = LocalRepository(tmp_path, FileDigests())
     before = repository.listing()
     assert before is not None
     digest = before.files["config.json"].digest
@@ -67,14 +68,14 @@ def test_files_that_have_changed_are_listed_again_and_not_sent_as_what_they_were
 @pytest.mark.parametrize("name", ["missing", "missing.gguf", "empty"])
 def test_path_without_a_model_has_no_listing(tmp_path: Path, name: str) -> None:
     (tmp_path / "empty").mkdir()
-    assert LocalRepository(tmp_path / name).listing() is None
+    assert LocalRepository(tmp_path / name, FileDigests()).listing() is None
     with pytest.raises(FileNotFoundError):
-        LocalRepository(tmp_path / name).open_blob("0" * 64)
+        LocalRepository(tmp_path / name, FileDigests()).open_blob("0" * 64)
 
 
 def test_closed_repository_reads_no_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_bytes(bytes(3 << 20))
-    repository, digests = LocalRepository(tmp_path), SlowDigests(monkeypatch)
+    repository, digests = LocalRepository(tmp_path, FileDigests()), SlowDigests(monkeypatch)
     with ThreadPoolExecutor(1) as threads:
         listing = threads.submit(repository.listing)
         assert digests.has_begun.wait(WAIT_S)

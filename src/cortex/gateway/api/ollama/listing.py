@@ -53,6 +53,7 @@ def described(fleet: Fleet, spec: ModelSpec, created: float, now: float, name: s
             context_tokens=spec.context_tokens,
             capabilities=capabilities or Capabilities(),
         )
+    read = (each.status.content_digest for each in (*ready, *held, best))
     return from_status(
         best.status,
         created,
@@ -61,6 +62,7 @@ def described(fleet: Fleet, spec: ModelSpec, created: float, now: float, name: s
         vram_bytes=sum(map(_bytes, on_gpus)),
         capabilities=capabilities,
         context_tokens=spec.context_tokens,
+        files_digest=next(filter(None, read), None),
         expires_at=_expires_at(fleet, [place for place in places if place[1] in ready], now),
     )
 

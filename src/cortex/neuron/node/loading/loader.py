@@ -35,6 +35,8 @@ from cortex.neuron.node.texts import Texts
 from cortex.neuron.text.model import TextInspection
 from cortex.neuron.weights import errors as weight_errors
 from cortex.neuron.weights.errors import Cancelled, CheckpointError
+from cortex.neuron.weights.hub.file_digests import FileDigests
+from cortex.neuron.weights.hub.local import model_files
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.hosts.replicated import ReplicatedHost
 from cortex.neuron.worker.model_host import LoadRejected
@@ -77,6 +79,8 @@ class Inspection:
     """The memory of dense weights with each recipe; empty if they are quantised, or cannot be here."""
     stamps: FileStamps
     """The stamps of the files: once they change, the inspection is repeated."""
+    content: str
+    """The digest of all bytes of the files; empty until they are read (`loading/contents.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +113,7 @@ class ModelLoader:
         texts: Texts,
         make_room: Callable[[KnownModel, FileMetadata], Awaitable[bool]],
         host: HostBudget,
+        digests: FileDigests,
     ) -> None:
         """`make_room`: unloads idle models, if that makes room for the context that a load asks for."""
         self._config = config
@@ -122,6 +127,7 @@ class ModelLoader:
         self._texts = texts
         self._make_room = make_room
         self._host = host
+        self._digests = digests
         self.inspections: dict[str, Inspection] = {}
         """By model id; kept after an unload."""
         self._estimates: dict[str, tuple[object, Estimate]] = {}
@@ -351,7 +357,14 @@ class ModelLoader:
         harness, stamps = self._harnesses.of(model), await self._stamps(model, path)  # files may change meanwhile
         metadata, quantised = await harness.read(model, path)
         text = await harness.read_text(model, path)
-        return Inspection(metadata, text, model, quantised, stamps)
+        content = await self.content(path) if stamps else ""
+        return Inspection(metadata, text, model, quantised, stamps, content)
+
+    async def content(self, path: Path) -> str:
+        """The digest of all bytes of the model; empty while they are not known, or cannot be read."""
+        with contextlib.suppress(OSError):
+            return await asyncio.to_thread(lambda: self._digests.of_files(model_files(path)))
+        return ""
 
     def forget(self, model_id: str) -> None:
         """The model's files are gone."""

@@ -25,6 +25,7 @@ from cortex.neuron.node.loading.progress import LoadProgressTracker
 from cortex.neuron.weights.errors import CheckpointError, FilesMissing, HubError, NotOnHub
 from cortex.neuron.weights.hub import disk, uploads
 from cortex.neuron.weights.hub.cache import RepositoryCache
+from cortex.neuron.weights.hub.file_digests import FileDigests
 from cortex.neuron.weights.hub.listing import Listing
 from cortex.neuron.weights.hub.local import LocalRepository
 from cortex.neuron.weights.hub.source import HubSource, is_hub_id, parse_source
@@ -86,8 +87,9 @@ class _Pull:
 class ModelFiles:
     """Belongs to the daemon's loop; disk and network are used on threads."""
 
-    def __init__(self, library: Library, loader: ModelLoader, in_use: InUse) -> None:
+    def __init__(self, library: Library, loader: ModelLoader, in_use: InUse, digests: FileDigests) -> None:
         self._library = library
+        self._digests = digests
         self._loader = loader
         self._in_use = in_use
         self._pulls: dict[str, _Pull] = {}
@@ -255,7 +257,8 @@ class ModelFiles:
         if not is_hub_id(repository) or not sources:
             raise ModelNotFound(f"this node has no files of {shorten(repository)}")
         if is_path(sources[0]):
-            return self._local.setdefault(repository, LocalRepository(Path(sources[0]).expanduser()))
+            path = Path(sources[0]).expanduser()
+            return self._local.setdefault(repository, LocalRepository(path, self._digests))
         return RepositoryCache(self._library.cache, repository)
 
     async def offer(self, source: str) -> HubRepository:

@@ -135,6 +135,7 @@ def from_status(
     capabilities: Capabilities | None = None,
     context_tokens: int | None = None,
     expires_at: float | None = None,
+    files_digest: str | None = None,
 ) -> OllamaModel:
     """A model as its node describes it. What else is given takes precedence; `context_tokens` where the node reports
     none. `vram_bytes`: all of `device_bytes` if absent."""
@@ -151,7 +152,7 @@ def from_status(
         family=status.family or "",
         quant=status.quant,
         stored=status.stored,
-        files_digest=status.digest,
+        files_digest=files_digest or status.content_digest or status.digest,
         context_tokens=status.context_tokens or context_tokens,
         capabilities=capabilities or status.capabilities,
         parameters=tuple((field, value) for field, value in sampling if value is not None),

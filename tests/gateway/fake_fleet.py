@@ -60,6 +60,9 @@ class FakeFleet:
     wakes: dict[str, WakeRules] = field(default_factory=dict)
     """How nodes that may sleep are woken."""
 
+    sources: dict[str, str] = field(default_factory=dict)
+    """The files of each model, as nodes report them."""
+
     def __post_init__(self) -> None:
         self.loads: list[tuple[str, str]] = []
         self.load_requests: list[LoadRequest] = []
@@ -174,6 +177,7 @@ class FakeFleet:
             least_bytes=self.contexts[model].sizes[0].num_bytes if model in self.contexts else None,
             contexts=self.contexts.get(model),
             host_splits=self.splits.get(model),
+            source=self.sources.get(model),
             context_tokens=self.context_tokens.get(model),
             max_input_tokens=self.max_input_tokens.get(node),
             measured_bytes=None if since is None else self.sizes[node][model],

@@ -22,6 +22,7 @@ from cortex.wire.fields.body import MAX_MODEL_NAME
 from cortex.wire.model_names import plain_name, split_quant
 from cortex.wire.node.groups import MAX_NODES
 from cortex.wire.node.load_options import ENGINE, Count, LoadOptions, is_path
+from cortex.wire.node.neighbours import repository_of
 from cortex.wire.node.orders import LoadRequest
 from cortex.wire.preset import Preset
 
@@ -312,6 +313,16 @@ class Catalogue(Section, frozen=True, dict=True):
     def named_by_path(self) -> tuple[ModelSpec, ...]:
         """The models whose `source` is a path on the nodes."""
         return tuple(spec for spec in self.models if is_path(spec.source or ""))
+
+    @cached_property
+    def named_by_files(self) -> dict[str, tuple[ModelSpec, ...]]:
+        """The models whose files nodes list under another id: by that id, or the repository on the hub."""
+        found: dict[str, tuple[ModelSpec, ...]] = {}
+        for spec in self.models:
+            source = spec.source or spec.id
+            for name in {source, repository_of(source)} - {spec.id, None} if not is_path(source) else ():
+                found[name] = (*found.get(name, ()), spec)
+        return found
 
     @cached_property
     def _patterns(self) -> tuple[str, ...]:

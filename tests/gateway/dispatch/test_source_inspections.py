@@ -255,6 +255,50 @@ def test_listed_model_is_not_rejected_for_an_error_of_its_inspection() -> None:
     assert verdicts(fake)["n"][0] is Verdict.FITS
 
 
+# Sources on the hub, under an id that no node lists
+
+
+@pytest.mark.parametrize(
+    ("spec", "asked"),
+    [
+        (ModelSpec(id="x", source="org/a", kv_dtype="fp8"), ["n"]),
+        (ModelSpec(id="x", source="org/a@main:Q8_0", context_tokens=4096), ["n"]),
+        (ModelSpec(id="org/a:q4_k_m"), ["n"]),
+        (ModelSpec(id="x", source="org/a", quant="q4_k", only_on=("m",)), []),
+        (ModelSpec(id="x", source="org/b"), []),
+        (ModelSpec(id="x", source="org/a", harness="vllm", nodes=("n", "m")), []),
+    ],
+)
+def test_nodes_with_the_files_of_a_source_are_asked_about_the_options_of_its_entry(
+    spec: ModelSpec, asked: list[str]
+) -> None:
+    fake = FakeFleet(
+        {"n": {"org/a": 2 * GB, "copy": 2 * GB}, "m": {"other": GB}},
+        catalogue=Catalogue(models=(spec,)),
+        sources={"org/a": "org/a", "copy": "org/a", "other": "org/other"},
+    )
+    fake.poll()
+    fake.poll()
+    assert fake.inspections == [(node, spec.id) for node in asked]
+    assert fake.inspect_requests == [spec.load_request] * len(asked)
+    if asked:
+        cold = ModelStatus(id=spec.id, state=ModelState.COLD, source=spec.source, estimate_bytes=GB)
+        fake.dispatcher.source_inspected(ModelOnNode("n", spec.id), spec.source or "", cold)
+        fake.dispatcher.sources_inspected("n")
+        needs = {each.node: each.need_bytes for each in fake.dispatcher.explain(spec.id).assessments}
+        assert needs == {"n": GB, "m": GB}
+
+
+def test_node_that_gets_the_files_of_a_source_is_asked_about_its_entry() -> None:
+    spec = ModelSpec(id="x", source="org/a", kv_dtype="fp8")
+    fake = FakeFleet({"n": {}}, catalogue=Catalogue(models=(spec,)), sources={"org/a": "org/a"})
+    fake.poll()
+    assert fake.inspections == []
+    fake.sizes["n"]["org/a"] = 2 * GB
+    fake.poll()
+    assert fake.inspections == [("n", "x")]
+
+
 @pytest.mark.parametrize("is_loaded", [False, True])
 @pytest.mark.parametrize(
     ("before", "after"), [({}, {"kv_dtype": "fp8"}), ({"vision": "off"}, {"vision": "cpu"}), ({"vision": "off"}, None)]

@@ -1,4 +1,5 @@
-"""Asks nodes about models of the catalogue before any load: those whose `source` is a path, and those that they list.
+"""Asks nodes about models of the catalogue before any load: those whose `source` is a path, and those whose files they
+list, under whatever id.
 
 The node then lists the model with its size under the catalogue's options, or with the reason why it cannot be loaded
 there.
@@ -98,12 +99,18 @@ class SourceInspections:
         for spec in catalogue.named_by_path:
             if spec.id not in asked and _is_possible(spec, node):
                 yield spec.load_request
+        files = catalogue.named_by_files
+        found: dict[str, ModelSpec] = {}
         for model, held in node.residencies.items():  # not all models of the catalogue: this runs at every poll
+            for spec in (*files.get(model, ()), *files.get(held.status.source or "", ())) if files else ():
+                if spec.num_nodes == 1 and spec.id not in asked and spec.id not in node.residencies:
+                    found[spec.id] = spec
             if model in asked or held.state not in (ModelState.COLD, ModelState.FAILED) or not catalogue.has(model):
                 continue
             spec = catalogue.spec(model)
             if spec.num_nodes == 1 and not is_path(spec.source or "") and _is_possible(spec, node):
                 yield spec.sized_by_node
+        yield from (spec.load_request for spec in found.values() if _is_possible(spec, node))
 
 
 def _is_possible(spec: ModelSpec, node: Node) -> bool:

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from cortex.fleet.catalogue import Catalogue
 from cortex.gateway.ledger.keys import NewKey, generate
 from cortex.gateway.proxy.redaction import ErrorRedaction
 from cortex.http.upstream.faults import ResponseTooLarge
@@ -295,8 +296,48 @@ async def test_foreign_server_shows_neither_its_place_nor_its_account(
         assert "org-secret" not in text
         assert "10.0.0.7" not in text
     assert "org-secret" in (await ask(operator))[1]
-    status = 400
-    assert "400 for" in (await ask(user))[1], "about the request"
+    for status in (400, 413, 422):
+        found, text, shown = await ask(user)
+        assert (found, set(shown) & set(TELLING)) == (413 if status == 413 else 400, set())
+        error = msgspec.json.decode(text)["error"]
+        assert error["message"] == f"{status} for … at …", "about the request"
+        assert error["type"] == "invalid_request_error" or found == 413
+        assert ("code" in error) == (path != "/v1/messages")
+    assert f"422 for org-secret at {PLACE}" in (await ask(operator))[1]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/api/chat"])
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_error_about_the_request_names_the_model_as_the_client_did(
+    neurons: StartNeuron, start_gateway: StartGateway, path: str, *, is_late: bool
+) -> None:
+    may_respond = asyncio.Event()
+
+    async def rejects(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await may_respond.wait()
+        text = "The model behind-9b-2024 or secret-model of req_0123456789 has a maximum context length of 8,192."
+        error = {"message": text, "type": "invalid_request_error", "param": "messages", "code": None}
+        return web.json_response({"error": error}, status=400)
+
+    foreign = await neurons("elsewhere", sizes={"behind-9b": GB, "secret-model": GB}, respond=rejects)
+    user = generate("user", models=("behind-9b",))
+    catalogue = Catalogue(aliases={"smart": "behind-9b"})
+    client = await start_gateway(foreign=(foreign,), keys=(user.section,), catalogue=catalogue, keepalive_s=0.05)
+    body: dict[str, Any] = {"model": "smart", "max_tokens": 5, "stream": is_late}
+    body |= {"input": "x"} if path == "/v1/responses" else {"messages": [{"role": "user", "content": "x"}]}
+    headers = {"authorization": f"Bearer {user.text}"}
+    if not is_late:
+        may_respond.set()
+    async with client.session.post(client.url + path, json=body, headers=headers) as response:
+        may_respond.set()
+        text = await response.text()
+    assert "The model smart or … of … has a maximum context length of 8,192." in text
+    assert "behind" not in text
+    if not is_late:
+        assert response.status == 400
+    if path == "/v1/chat/completions":
+        assert '"code":"context_length_exceeded"' in text
+        assert '"param":"messages"' in text
 
 
 def test_does_not_hold_an_endless_error() -> None:

@@ -17,7 +17,7 @@ from cortex.foreign.embeddings import OllamaEmbeddings
 from cortex.gateway.dispatch.leases import Lease
 from cortex.gateway.ledger.meter import Reservation
 from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest, ResponseKeeper, narrowed_tenant
-from cortex.gateway.proxy.redaction import shown_to
+from cortex.gateway.proxy.redaction import shown_of_stream
 from cortex.gateway.proxy.routes import CHAT
 from cortex.gateway.proxy.translation import ChatTranslation
 from cortex.http.composed_body import Body
@@ -253,7 +253,8 @@ class OutgoingBody:
         response_id = self._route.codec.id_prefix + self._request.id.decode().removeprefix("req_")
         if self._keeper is not None and self._keeper.kept is not None:
             request, response_id = self._keeper.kept.described(request), self._keeper.kept.id
-        name, show = self._request.envelope.summary.model, partial(shown_to, self._admitted.key)
+        name = self._request.envelope.summary.model
+        show = partial(shown_of_stream, self._admitted.key, self._admitted.model, name)
         return body, ChatTranslation(self._route, request, id=response_id, model=name, show=show)
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 
 from cortex.foreign.chat_response import MAX_ERROR_BYTES
+from cortex.foreign.shown_error import ABOUT_REQUESTS, shown_error, shown_text
 from cortex.gateway.ledger.keys import KeySection, may_use
 from cortex.gateway.proxy.routes import JSON_HEADERS
 from cortex.http.event_boundary import EventBoundary
@@ -83,8 +84,8 @@ class ErrorRedaction:
         return body if is_unchanged else msgspec.json.encode(self._family.envelope(shown))
 
 
-class AccountRedaction(ErrorRedaction):
-    """Rewrite an error that `is_of_account`: clients get only its kind."""
+class ForeignRedaction(ErrorRedaction):
+    """Rewrites an error of a foreign server: clients get its kind, and of one about their request the text."""
 
     def head(self, status: int, headers: Headers) -> tuple[int, Headers]:
         self._status = status
@@ -140,13 +141,25 @@ def is_of_account(status: int) -> bool:
     return 300 <= status < 500 and status not in _OF_REQUESTS
 
 
-def shown_of_account(key: KeySection, status: int, body: bytes) -> CortexError:
-    """What the owner of `key` sees of such an error."""
+def shown_of_foreign(
+    key: KeySection, model: str, name: str, others: Iterable[str], status: int, body: bytes
+) -> CortexError:
+    """What the owner of `key` sees of an error that `is_of_account` or of `ABOUT_REQUESTS`. `model`: what the server
+    was sent for the client's `name`; `others`: the models that it has."""
     if body:
         log.info("error shown to the key %s without details: status %d: %s", key.name, status, shorten(repr(body)))
+    if status in ABOUT_REQUESTS:
+        hidden = [other for other in others if not may_use(key, other)]
+        return shown_error(status, body, model, name, hidden)
     if status == errors.RateLimitExceeded.status:
         return errors.RateLimitExceeded("The model's server takes no more requests now. Send the request again later.")
     return public(errors.UpstreamUnavailable(""))
+
+
+def shown_of_stream(key: KeySection | None, model: str, name: str, error: CortexError) -> CortexError:
+    """What the owner of `key` sees of an error inside a foreign server's stream."""
+    shown = shown_to(key, error)
+    return shown.in_words(shown_text(shown.message, model, name)) if hides_details(key) else shown
 
 
 def hides_details(key: KeySection | None) -> bool:

@@ -7,11 +7,13 @@ while the response is relayed. Its `RequestAccounting` records the result.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 
 import msgspec
 
 from cortex.foreign.embeddings import FloatVectors, OllamaEmbeddings, are_encoded
+from cortex.foreign.shown_error import ABOUT_REQUESTS
 from cortex.gateway.dispatch.leases import NO_NODES, Lease, PendingRequest
 from cortex.gateway.dispatch.nodes.client import NOT_ADMITTED, error_from
 from cortex.gateway.ledger.keys import KeySection
@@ -21,13 +23,12 @@ from cortex.gateway.proxy.accounting.running import RunningRequest
 from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest, ResponseKeeper, narrowed_tenant
 from cortex.gateway.proxy.outgoing_body import OpaqueBody, OutgoingBody
 from cortex.gateway.proxy.redaction import (
-    AccountRedaction,
     ErrorRedaction,
+    ForeignRedaction,
     StreamRedaction,
-    hides_details,
     hides_errors_of,
     is_of_account,
-    shown_of_account,
+    shown_of_foreign,
     shown_to,
 )
 from cortex.gateway.proxy.routes import JSON_HEADERS, error_response, loading_note
@@ -371,8 +372,8 @@ class ProxyRequest:
         if status < 400 and lease is not None and not lease.abilities.reads_headers:
             self.services.nodes[lease.node].served_needs.add((lease.model, self.route.need))
         key = self.admitted.key
-        if key is not None and self._is_of_account(key, status):
-            relay.translate(AccountRedaction(key, self.route.family, partial(shown_of_account, key)))
+        if (shown := self._shown_of_foreign(status)) is not None:
+            relay.translate(ForeignRedaction(key, self.route.family, shown))
             return True
         if status < 400 or lease is None:
             if self._translation is None and self.route.need == "embeddings" and are_encoded(headers):
@@ -419,11 +420,16 @@ class ProxyRequest:
         self.go()
         return False
 
-    def _is_of_account(self, key: KeySection, status: int) -> bool:
-        """Whether a response is an error whose text is not for the owner of `key`: about the account of this gateway at
-        a foreign server, or about where that is."""
-        is_foreign = self._lease is not None and not self._lease.abilities.reads_headers
-        return is_foreign and not self.route.is_upstream and hides_details(key) and is_of_account(status)
+    def _shown_of_foreign(self, status: int) -> Callable[[int, bytes], CortexError] | None:
+        """What the client sees of an error of a foreign server; None where it sees what others do."""
+        key, lease = self.admitted.key, self._lease
+        if key is None or key.operator or lease is None or lease.abilities.reads_headers or self.route.is_upstream:
+            return None
+        if status not in ABOUT_REQUESTS and not is_of_account(status):
+            return None
+        node = self.services.dispatcher.fleet.node(lease.node)
+        others = () if node is None else node.residencies.keys()
+        return partial(shown_of_foreign, key, self.admitted.model, self.received.envelope.summary.model, others)
 
     def _hides_errors_of_stream(self, key: KeySection, lease: Lease | None) -> bool:
         """Whether a foreign server's stream may contain errors that the owner of `key` must not see."""
@@ -486,8 +492,8 @@ class ProxyRequest:
         """Report an error after the first keepalive, inside the stream."""
         error, key = self._error_of_node(status, body), self.admitted.key
         self._accounting.failed_with(error)
-        if key is not None and self._is_of_account(key, status):
-            return self.route.codec.stream_error(shown_of_account(key, status, body))
+        if (shown := self._shown_of_foreign(status)) is not None:
+            return self.route.codec.stream_error(shown(status, body))
         return self.route.codec.stream_error(shown_to(key, error))
 
     def _error_of_node(self, status: int, body: bytes) -> CortexError:

@@ -178,6 +178,7 @@ async def check_contradictions(http: ClientSession) -> None:
             error = (await response.json())["error"]
         assert (response.status, error["code"]) == (400, "invalid_value"), error
         assert "allowed_token_ids" in error["message"]
+        assert error["param"] == "allowed_token_ids"
 
 
 async def test_request_loads_the_model_and_disconnect_frees_it(daemon: Daemon, http: ClientSession) -> None:

@@ -67,6 +67,7 @@ class FakeFleet:
         self.loads: list[tuple[str, str]] = []
         self.load_requests: list[LoadRequest] = []
         self.unloads: list[tuple[str, str, str]] = []
+        self.unload_requests: list[UnloadRequest] = []
         self.sleeps: list[bool] = []
         """For each of `unloads`: whether the model may sleep."""
         self.asleep: dict[tuple[str, str], float] = {}
@@ -103,7 +104,7 @@ class FakeFleet:
         """The memory of every host."""
         self.context_tokens: dict[str, int] = {}
         """The contexts of models that are ready."""
-        self.max_input_tokens: dict[str, int] = {}
+        self.max_prompt_tokens: dict[str, int] = {}
         """Node → its longest prompt."""
         self.kv_tokens: int | None = None
         """That fit in the KV cache of every ready model."""
@@ -122,6 +123,7 @@ class FakeFleet:
 
     def unload(self, node: str, request: UnloadRequest, cause: Cause, others: tuple[str, ...]) -> None:
         self.unloads.append((node, request.model_id, cause))
+        self.unload_requests.append(request)
         self.sleeps.append(request.sleep)
 
     def recycle(self, node: str, devices: tuple[int, ...]) -> None:
@@ -179,7 +181,7 @@ class FakeFleet:
             host_splits=self.splits.get(model),
             source=self.sources.get(model),
             context_tokens=self.context_tokens.get(model),
-            max_input_tokens=self.max_input_tokens.get(node),
+            max_prompt_tokens=self.max_prompt_tokens.get(node),
             measured_bytes=None if since is None else self.sizes[node][model],
             state_age_s=0.0 if since is None else self.now - since,
             idle_s=0.0 if since is None else self.now - since,

@@ -113,6 +113,10 @@ class Demand:
         """The model is reloaded for a longer context."""
         self._reloads[model] = now
 
+    def reload_unneeded(self, model: str) -> None:
+        """It was not: it already had more."""
+        self._reloads.pop(model, None)
+
     # Loads
 
     def load_began(self, target: Target, *, for_requests: bool) -> None:

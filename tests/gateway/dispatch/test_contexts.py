@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.fleet.topology import ModelOnNode
 from cortex.gateway.dispatch import dispatcher
 from cortex.wire.errors import InsufficientCapacity
@@ -145,12 +146,61 @@ def test_prompt_over_a_cut_context_has_the_model_loaded_again_once_evictions_mak
     assert request.min_context_tokens == 30_720
 
 
-def test_pinned_model_is_loaded_again_for_a_longer_context_and_stays_pinned() -> None:
+def test_pinned_model_is_loaded_again_for_operators_only_and_stays_pinned() -> None:
     fake = both_ready(16_384)
     fake.operator.pin("m")
     fake.dispatcher.prompt_exceeded("m", 30_000, "request")
+    fake.dispatcher.ask_for_context("m", 30_000)
+    assert fake.unloads == []
+    fake.dispatcher.prompt_exceeded("m", 30_000, "request", is_operator=True)
     assert fake.unloads == [("n", "other", "evicted"), ("n", "m", "evicted")]
     assert fake.dispatcher.pins == {ModelOnNode("n", "m")}
+
+
+@pytest.mark.parametrize(("entry_tokens", "is_reloaded"), [(None, False), (16_384, False), (32_768, True)])
+def test_pinned_model_is_loaded_again_up_to_the_context_of_its_entry(
+    entry_tokens: int | None, is_reloaded: bool
+) -> None:
+    fake = both_ready(16_384)
+    fake.catalogue = Catalogue(models=(ModelSpec(id="m", load="pinned", context_tokens=entry_tokens),))
+    fake.dispatcher.reconfigure(fake.settings("n"))
+    fake.dispatcher.prompt_exceeded("m", 30_000, "request")
+    assert bool(fake.unloads) == is_reloaded
+
+
+def test_model_that_another_gateway_has_loaded_again_is_left_as_it_is() -> None:
+    fake = both_ready(16_384)
+    fake.dispatcher.prompt_exceeded("m", 30_000, "request")
+    assert [request.seen_context_tokens for request in fake.unload_requests] == [None, 16_384]
+    finish_unload_of(fake, "other")
+    fake.context_tokens["m"] = 20_000
+    fake.poll()
+    fake.dispatcher.unload_ended(ModelOnNode("n", "m"), None, is_kept=True)
+    assert fake.loads == []
+    assert node_of(fake.ask("m")) == "n"
+    fake.dispatcher.release(lease_of(fake.ask("m")))
+
+
+def test_model_that_was_reloaded_for_less_than_is_needed_is_loaded_again() -> None:
+    fake = both_ready(16_384)
+    fake.dispatcher.prompt_exceeded("m", 30_000, "request")
+    finish_unload_of(fake, "other")
+    fake.context_tokens["m"] = 20_000
+    fake.poll()
+    fake.dispatcher.unload_ended(ModelOnNode("n", "m"), None, is_kept=True)
+    fake.dispatcher.prompt_exceeded("m", 30_000, "request")
+    assert fake.unload_requests[-1].seen_context_tokens == 20_000
+
+
+def test_requests_that_waited_for_a_reload_get_what_it_leaves_as_it_is() -> None:
+    fake = both_ready(16_384)
+    fake.dispatcher.prompt_exceeded("m", 30_000, "request")
+    finish_unload_of(fake, "other")
+    own, other = fake.ask("m"), fake.ask("other")
+    assert (own, other) == ([], [])
+    fake.dispatcher.unload_ended(ModelOnNode("n", "m"), None, is_kept=True)
+    assert node_of(own) == "n"
+    assert fake.loads == [("n", "other")]
 
 
 def test_load_of_an_operator_permits_another_reload() -> None:
@@ -210,28 +260,38 @@ def test_prompt_over_the_context_on_a_small_node_has_the_model_loaded_on_a_large
 
 def test_prompt_over_the_limit_of_the_operator_unloads_nothing() -> None:
     fake = both_ready(16_384)
-    fake.max_input_tokens["n"] = 8_192
+    fake.max_prompt_tokens["n"] = 8_192
     fake.poll()
     exceeded, demand = fake.dispatcher.prompt_exceeded, fake.dispatcher.fleet.demand
     exceeded("m", 20_000, "request")
     assert fake.unloads == [], "it would be rejected all the same"
     assert demand is not None
     assert demand.wanted_context("m") == 0
-    fake.max_input_tokens["n"] = 16_384
+    fake.max_prompt_tokens["n"] = 20_000
     fake.poll()
     exceeded("m", 20_000, "request")
     assert fake.unloads == [("n", "other", "evicted"), ("n", "m", "evicted")]
 
 
+def test_prompt_over_the_limit_of_the_operator_unloads_nothing_where_the_context_is_cut_below_it() -> None:
+    fake = both_ready(16_384)
+    fake.max_prompt_tokens["n"] = 25_000
+    fake.poll()
+    fake.dispatcher.prompt_exceeded("m", 30_000, "request")
+    assert fake.unloads == [], "it would be rejected all the same"
+    fake.dispatcher.prompt_exceeded("m", 24_000, "request")
+    assert fake.unloads == [("n", "other", "evicted"), ("n", "m", "evicted")]
+
+
 def test_prompt_over_the_limit_of_one_node_has_the_model_loaded_where_it_is_allowed() -> None:
     fake = two_nodes(32_768)
-    fake.max_input_tokens["small"] = fake.max_input_tokens["large"] = 8_192
+    fake.max_prompt_tokens["small"] = fake.max_prompt_tokens["large"] = 8_192
     fake.poll("small")
     fake.foreign_bytes = 0
     fake.poll("large")
     fake.dispatcher.prompt_exceeded("m", 100_000, "request")
     assert fake.unloads == []
-    del fake.max_input_tokens["large"]
+    del fake.max_prompt_tokens["large"]
     fake.poll("large")
     fake.dispatcher.prompt_exceeded("m", 100_000, "request")
     assert fake.unloads == [("large", "other", "evicted")]
@@ -239,7 +299,7 @@ def test_prompt_over_the_limit_of_one_node_has_the_model_loaded_where_it_is_allo
 
 def test_model_is_loaded_elsewhere_only_where_the_operator_allows_the_prompt() -> None:
     fake = two_nodes(32_768)
-    fake.max_input_tokens["large"] = 8_192
+    fake.max_prompt_tokens["large"] = 8_192
     fake.foreign_bytes = 0
     fake.poll("large")
     fake.dispatcher.prompt_exceeded("m", 100_000, "request")

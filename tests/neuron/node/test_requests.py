@@ -57,7 +57,7 @@ async def test_rejects_a_prompt_over_the_limit_with_both_counts(tmp_path: Path) 
                 node.generate("m", EngineRequest(id="x", prompt=(1,) * num_tokens, max_tokens=1))
             assert "This model's maximum context length is 100 tokens" in rejected.value.message
             assert "limits.max_prompt_tokens" in rejected.value.message
-        assert node.model("m").max_input_tokens == 100
+        assert (node.model("m").max_input_tokens, node.model("m").max_prompt_tokens) == (100, 100)
 
 
 async def test_rejects_a_prompt_over_the_loaded_context_in_the_words_that_clients_match(tmp_path: Path) -> None:

@@ -324,18 +324,28 @@ def preference(assessment: Assessment, rules: PlacementRules) -> tuple[float | s
 
 
 def to_load_again(
-    model_id: str, tokens: int, fleet: Fleet, now: float, *, prompt_tokens: int = 0, origin: Origin = "request"
+    model_id: str,
+    tokens: int,
+    fleet: Fleet,
+    now: float,
+    *,
+    prompt_tokens: int = 0,
+    origin: Origin = "request",
+    is_operator: bool = False,
 ) -> Decision | None:
     """The reload that gives an idle replica a context of `tokens` and evicts only idle models. None if requests would
-    be lost, or memory is lacking. Models of several nodes are not reloaded. `prompt_tokens`: only where the operator
-    allows such a prompt."""
+    be lost, or memory is lacking. Models of several nodes are not reloaded, and pinned ones only for operators or up to
+    the context of their entry. `prompt_tokens`: only where the operator allows such a prompt."""
     spec = fleet.catalogue.spec(model_id)
+    moves_pinned = is_operator or tokens <= (spec.context_tokens or 0)
     for node in fleet.listing(model_id):
         held = node.residencies[model_id]
         is_movable = held.state is ModelState.READY and not (held.is_busy or held.closed)
         if not (is_movable and node.healthy and node.takes_orders and not node.draining) or held.status.nodes:
             continue
         if held.status.forbids_prompt(prompt_tokens):
+            continue
+        if not moves_pinned and (held.pinned or spec.is_pinned_on(node.name)):
             continue
         emptied = _without(node, held)
         need = need_of(spec, emptied, fleet)

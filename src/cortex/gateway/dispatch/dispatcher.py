@@ -139,29 +139,32 @@ class Dispatcher(DispatchView, StateMachine):
             del kept[other]
 
     @event
-    def ask_for_context(self, model: str, tokens: int, origin: Origin = "request", *, prompt_tokens: int = 0) -> None:
+    def ask_for_context(
+        self, model: str, tokens: int, origin: Origin = "request", *, prompt_tokens: int = 0, is_operator: bool = False
+    ) -> None:
         """A request needs a context of `tokens`, which later loads get. If no replica has it, an idle one is reloaded
         for it, or the model is loaded on another node, if idle models can be evicted. `prompt_tokens`: those of its
-        prompt, if known."""
+        prompt, if known. `is_operator`: the client may have pinned models reloaded."""
         now, fleet = self._clock(), self.fleet
         self._demand.asks(model, tokens, now)
-        if self._queues.depths.get(model) or self._leases.has_context(model, tokens):
+        is_met = bool(self._queues.depths.get(model)) or self._leases.has_context(model, tokens)
+        if is_met or not self._demand.may_reload(model, now):
             return
-        if not self._demand.may_reload(model, now):
-            return
-        again = to_load_again(model, tokens, fleet, now, prompt_tokens=prompt_tokens, origin=origin)
+        again = to_load_again(
+            model, tokens, fleet, now, prompt_tokens=prompt_tokens, origin=origin, is_operator=is_operator
+        )
         decision = again or to_load_elsewhere(model, tokens, fleet, now, prompt_tokens=prompt_tokens, origin=origin)
         if decision is not None:
             self._demand.reloads(model, now)
             self._event_log.decided(decision)
             self._jobs.start(decision, again=again is not None)
 
-    def prompt_exceeded(self, model: str, tokens: int, origin: Origin) -> None:
+    def prompt_exceeded(self, model: str, tokens: int, origin: Origin, *, is_operator: bool = False) -> None:
         """A node rejected a prompt of `tokens` tokens, which is too long for the context that the model has there."""
         listed = [node.residencies[model].status for node in self.fleet.listing(model)]
         full_tokens = [each.full_context_tokens or 0 for each in listed if not each.forbids_prompt(tokens)]
         if tokens < max(full_tokens, default=0):
-            self.ask_for_context(model, tokens + 1, origin, prompt_tokens=tokens)
+            self.ask_for_context(model, tokens + 1, origin, prompt_tokens=tokens, is_operator=is_operator)
 
     def _check_limit(self, model: str) -> None:
         """Raises RateLimitExceeded for a request beyond the `max_requests` of its model."""
@@ -495,10 +498,10 @@ class Dispatcher(DispatchView, StateMachine):
             self._jobs.give_up(job.target, error)
 
     @event
-    def unload_ended(self, target: ModelOnNode, error: CortexError | None) -> None:
-        """The node has been polled since."""
-        self._jobs.unload_ended(target, error)
-        if error is None:
+    def unload_ended(self, target: ModelOnNode, error: CortexError | None, *, is_kept: bool = False) -> None:
+        """The node has been polled since. `is_kept`: it has given the model a longer context before."""
+        self._jobs.unload_ended(target, error, is_kept=is_kept)
+        if error is None and not is_kept:
             self._leases.left_device(target.node, target.model)
 
     @event

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from cortex.fleet.sleeping import WakeRules
-from cortex.fleet.topology import ModelOnNode
+from cortex.fleet.topology import STARTING, ModelOnNode
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.groups import UNLOAD_TIMEOUT_S, start_group, unload_group, wake_group
 from cortex.gateway.dispatch.model_jobs import Cause, MemberPlan
@@ -23,7 +23,7 @@ from cortex.gateway.dispatch.nodes.poller import Poller
 from cortex.gateway.metrics import Metrics
 from cortex.wire.errors import CortexError, InsufficientCapacity, UpstreamUnavailable, shorten
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
-from cortex.wire.node.protocol import ModelStatus
+from cortex.wire.node.protocol import ModelState, ModelStatus
 
 log = logging.getLogger(__name__)
 
@@ -133,8 +133,10 @@ class NodeEffects:
     async def _unload(self, node: str, request: UnloadRequest, others: tuple[str, ...]) -> None:
         result = await result_of(lambda: unload_group(self._nodes, (node, *others), request))
         await self._poll(node, *others)
-        error = result if isinstance(result, CortexError) else None
-        self.dispatcher.unload_ended(ModelOnNode(node, request.model_id), error)
+        target, error = ModelOnNode(node, request.model_id), result if isinstance(result, CortexError) else None
+        is_there = isinstance(result, ModelStatus) and (result.state is ModelState.READY or result.state in STARTING)
+        is_kept = is_there and request.seen_context_tokens is not None
+        self.dispatcher.unload_ended(target, error, is_kept=is_kept)
 
     async def _forget(self, node: str, request: UnloadRequest) -> None:
         result = await result_of(lambda: self._nodes[node].unload(request, timeout_s=UNLOAD_TIMEOUT_S))

@@ -139,7 +139,10 @@ class ModelJobs:
             holder = self._fleet_state.fleet.node(victim.node)
             # A model that puts weights into host memory needs the room that a sleeping one would take there.
             frees = holder is not None and is_freed_by_sleep(holder) and decision.chosen.split is None
-            self.unload(victim, cause="evicted", for_model=target.model, sleep=frees and victim != target)
+            is_again = victim == target
+            seen = holder.residencies[target.model].status.context_tokens if is_again and holder is not None else None
+            sleep = frees and not is_again
+            self.unload(victim, cause="evicted", for_model=target.model, sleep=sleep, seen_context_tokens=seen)
         if not job.victims:
             self._load(job)
 
@@ -151,15 +154,18 @@ class ModelJobs:
         for_model: str | None = None,
         force: bool = False,
         sleep: bool = False,
+        seen_context_tokens: int | None = None,
     ) -> None:
-        """Order an unload, unless one is under way. `sleep`: the node may keep the weights in host memory."""
+        """Order an unload, unless one is under way. `sleep`: the node may keep the weights in host memory.
+        `seen_context_tokens`: as in the order."""
         if target in self._fleet_state.unloads:
             return
         node, model = target
         self._fleet_state.unloads[target] = self._clock()
         self._event_log.happened("unload_started", node=node, model=model, cause=cause, for_model=for_model)
         others = tuple(holder.name for holder, _ in self._fleet_state.fleet.members(node, model))
-        self._effects.unload(node, UnloadRequest(model_id=model, force=force, sleep=sleep), cause, others)
+        request = UnloadRequest(model_id=model, force=force, sleep=sleep, seen_context_tokens=seen_context_tokens)
+        self._effects.unload(node, request, cause, others)
 
     def cancel_load(self, target: ModelOnNode) -> None:
         """End a load, before it begins or on its node; also one that another gateway ordered."""
@@ -221,8 +227,12 @@ class ModelJobs:
         self._fleet_state.failures[target] = failure
         self.notify(target, "load", error)
 
-    def unload_ended(self, target: ModelOnNode, error: CortexError | None) -> None:
-        """Record how an unload ended; loads that waited for it begin, or fail with it."""
+    def unload_ended(self, target: ModelOnNode, error: CortexError | None, *, is_kept: bool = False) -> None:
+        """Record how an unload ended; loads that waited for it begin, or fail with it. `is_kept`: the model was to be
+        loaded again, for which another gateway was first."""
+        if is_kept:
+            self._reload_unneeded(target)
+            return
         node, model = target
         self._fleet_state.unloads.pop(target, None)
         self._event_log.settled(model)
@@ -251,6 +261,15 @@ class ModelJobs:
         self.notify(target, "unload", error)
         if error is None and target not in self._fleet_state.loads:  # otherwise the load reports its own end
             self.notify(target, "load", LoadFailed(f"{model} was unloaded on {node}, by an operator or to make room."))
+
+    def _reload_unneeded(self, target: ModelOnNode) -> None:
+        self._fleet_state.unloads.pop(target, None)
+        if self._fleet_state.loads.pop(target, None) is not None:
+            self._demand.reload_unneeded(target.model)
+            self._demand.load_ended(target, self._clock())
+            self._event_log.happened("load_cancelled", node=target.node, model=target.model, why="it has more context")
+        self._event_log.settled(target.model)
+        self.notify(target, "load", None)
 
     def recycle(self, node: Node) -> None:
         """Order new workers for the devices of `node` that hold no model and still have their old one."""

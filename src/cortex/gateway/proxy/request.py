@@ -26,6 +26,7 @@ from cortex.gateway.proxy.redaction import (
     ErrorRedaction,
     ForeignRedaction,
     StreamRedaction,
+    hides_details,
     hides_errors_of,
     is_of_account,
     shown_of_foreign,
@@ -529,7 +530,8 @@ class ProxyRequest:
         if accounting.status >= 400:
             accounting.relayed_code = failure_report.from_body(end_of_body)
         if accounting.status == errors.ContextLengthExceeded.status and self._prompt_tokens and lease is not None:
-            self.services.dispatcher.prompt_exceeded(lease.model, self._prompt_tokens, self.admitted.origin)
+            exceeded, is_operator = self.services.dispatcher.prompt_exceeded, not hides_details(self.admitted.key)
+            exceeded(lease.model, self._prompt_tokens, self.admitted.origin, is_operator=is_operator)
         if self._translation is not None:
             usage = self._translation.usage
         else:

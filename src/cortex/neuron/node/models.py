@@ -234,6 +234,13 @@ class Models:
         loading = (ModelState.DOWNLOADING, ModelState.LOADING, ModelState.RECOVERING)
         return any(controller.life.state in loading for controller in list(self._controllers.values()))
 
+    def has_more_context(self, model_id: str, seen_tokens: int | None) -> bool:
+        """Whether the model has a longer context than it had, or is being loaded. Raises ModelNotFound."""
+        if seen_tokens is None or not self.is_starting_or_ready(model_id):
+            return False
+        status = self.status(model_id)
+        return status.state is not ModelState.READY or (status.context_tokens or 0) > seen_tokens
+
     def forget(self, model_ids: Iterable[str]) -> None:
         """Stop listing models whose files are gone, unless they are in memory."""
         for model_id in model_ids:

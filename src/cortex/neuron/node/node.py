@@ -399,6 +399,8 @@ class Node:
         member = controller.model.member
         if request.group is not None and (member is None or member.group != request.group):
             return self.model(request.model_id)
+        if self._models.has_more_context(request.model_id, request.seen_context_tokens):
+            return self.model(request.model_id)
         await self.benches.give_way(request.model_id)
         has_failed = controller.life.state is ModelState.FAILED
         ensure_unloaded = controller.ensure_asleep if request.sleep else controller.ensure_gone

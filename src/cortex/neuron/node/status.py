@@ -157,6 +157,7 @@ def describe_model(
         disk_bytes=disk_bytes,
         context_tokens=context_tokens,
         max_input_tokens=min((limit for limit in (context_tokens, max_prompt_tokens) if limit), default=None),
+        max_prompt_tokens=max_prompt_tokens,
         max_output_tokens=context_tokens,
         capabilities=_capabilities(inspection, resident.info.notes if resident is not None else ()),
         sampling=served.sampling,

@@ -52,6 +52,9 @@ class UnloadRequest(NodeValue, frozen=True, kw_only=True):
     """Keep the weights in host memory if there is room; the model is then `asleep`, else `cold`."""
     group: str | None = None
     """Only if the model is a member of this group. Absent: in any case."""
+    seen_context_tokens: int | None = None
+    """The context that the sender saw, to have the model loaded again with more: a model that has more, or is being
+    loaded, is left as it is. Absent: in any case."""
     forget: bool = False
     """Unload and delist the model. A model in the node's cache or folders only loses the options of requests, and one
     in its configuration nothing."""

@@ -257,6 +257,8 @@ class ModelStatus(NodeValue, frozen=True):
     context on empty devices."""
     max_input_tokens: int | None = None
     """The longest prompt: the context, or less if `limits.max_prompt_tokens` of the node is less."""
+    max_prompt_tokens: int | None = None
+    """`limits.max_prompt_tokens` of the node, whatever the context."""
     max_output_tokens: int | None = None
     capabilities: Capabilities = Capabilities()
     sampling: SamplingDefaults = SamplingDefaults()
@@ -290,10 +292,8 @@ class ModelStatus(NodeValue, frozen=True):
         return None if self.contexts is None else self.contexts.full_tokens
 
     def forbids_prompt(self, tokens: int) -> bool:
-        """Whether the operator's limit excludes a prompt of `tokens`, so that no longer context helps. False if the
-        context limits prompts to fewer tokens."""
-        most = self.max_input_tokens
-        return most is not None and most < min(tokens, self.context_tokens or 0)
+        """Whether the operator's limit excludes a prompt of `tokens`, so that no longer context helps."""
+        return self.max_prompt_tokens is not None and self.max_prompt_tokens < tokens
 
 
 class ModelList(NodeValue, frozen=True):

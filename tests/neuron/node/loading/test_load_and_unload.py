@@ -62,6 +62,19 @@ async def test_model_that_only_a_load_request_named_is_forgotten_and_a_configure
         assert (await load(node, "alias", source=source)).state is ModelState.READY
 
 
+async def test_order_for_a_longer_context_leaves_a_model_that_has_one_or_is_being_loaded(tmp_path: Path) -> None:
+    seen = faulty_engine.CONTEXT_TOKENS
+    async with running_node(tmp_path, models(tmp_path, m={"pieces": 30, "piece_s": 0.02})) as node:
+        loading = asyncio.create_task(load(node))
+        await until(lambda: node.model("m").state is ModelState.LOADING)
+        order = UnloadRequest(model_id="m", seen_context_tokens=seen)
+        assert (await node.unload(order)).state is ModelState.LOADING
+        await loading
+        assert (await node.unload(UnloadRequest(model_id="m", seen_context_tokens=seen - 1))).state is ModelState.READY
+        assert (await node.unload(order)).state is ModelState.COLD
+        assert (await node.unload(order)).state is ModelState.COLD
+
+
 async def test_unknown_model_is_not_found_and_similar_names_are_listed(tmp_path: Path) -> None:
     async with running_node(tmp_path, models(tmp_path, qwen={})) as node:
         for call in (lambda: node.model("qwem"), lambda: node.generate("qwem", request())):

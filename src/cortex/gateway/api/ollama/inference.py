@@ -63,7 +63,7 @@ class OllamaInference:
         except ModelNotFound:
             return  # its own error follows
         if may_use(key, model):
-            dispatcher.ask_for_context(model, tokens)
+            dispatcher.ask_for_context(model, tokens, is_operator=key is None or key.operator)
 
     def _keep(self, name: str, keep_alive_s: float) -> None:
         """Keep the model after a response, within the operator's limit."""

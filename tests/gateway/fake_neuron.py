@@ -298,6 +298,9 @@ class FakeNeuron:
         await self.unload_gate.wait()
         if wanted.model_id not in self.sizes:
             return _json({"error": {"message": "this node knows no such model", "code": "model_not_found"}}, 404)
+        seen_tokens = wanted.seen_context_tokens
+        if seen_tokens is not None and seen_tokens < self.context_tokens:
+            return _json(self.status(wanted.model_id))
         falls_asleep = wanted.sleep and self.has_host_memory and self.states.get(wanted.model_id) is not None
         self.states[wanted.model_id] = ModelState.ASLEEP if falls_asleep else ModelState.COLD
         return _json(self.status(wanted.model_id))

@@ -335,9 +335,10 @@ async def test_error_about_the_request_names_the_model_as_the_client_did(
     assert "behind" not in text
     if not is_late:
         assert response.status == 400
-    if path == "/v1/chat/completions":
-        assert '"code":"context_length_exceeded"' in text
-        assert '"param":"messages"' in text
+    if path in ("/v1/chat/completions", "/v1/responses") and not is_late:
+        error = msgspec.json.decode(text)["error"]
+        field = "messages" if path == "/v1/chat/completions" else "input"
+        assert (error["code"], error["param"]) == ("context_length_exceeded", field)
 
 
 def test_does_not_hold_an_endless_error() -> None:

@@ -20,6 +20,7 @@ from cortex.http.event_boundary import EventBoundary
 from cortex.http.request import Headers
 from cortex.http.upstream.faults import ResponseTooLarge
 from cortex.wire import errors, sse
+from cortex.wire.dialects.registry import client_field
 from cortex.wire.error_encoding import Family, public
 from cortex.wire.errors import CortexError, UpstreamInterrupted, shorten
 
@@ -142,15 +143,18 @@ def is_of_account(status: int) -> bool:
 
 
 def shown_of_foreign(
-    key: KeySection, model: str, name: str, others: Iterable[str], status: int, body: bytes
+    key: KeySection, model: str, name: str, others: Iterable[str], dialect: str | None, status: int, body: bytes
 ) -> CortexError:
     """What the owner of `key` sees of an error that `is_of_account` or of `ABOUT_REQUESTS`. `model`: what the server
-    was sent for the client's `name`; `others`: the models that it has."""
+    was sent for the client's `name`; `others`: the models that it has; `dialect`: of the client, if the request was
+    translated to chat."""
     if body:
         log.info("error shown to the key %s without details: status %d: %s", key.name, status, shorten(repr(body)))
     if status in ABOUT_REQUESTS:
         hidden = [other for other in others if not may_use(key, other)]
-        return shown_error(status, body, model, name, hidden)
+        error = shown_error(status, body, model, name, hidden)
+        error.param = error.param if dialect is None else client_field(dialect, error.param)
+        return error
     if status == errors.RateLimitExceeded.status:
         return errors.RateLimitExceeded("The model's server takes no more requests now. Send the request again later.")
     return public(errors.UpstreamUnavailable(""))

@@ -430,7 +430,9 @@ class ProxyRequest:
             return None
         node = self.services.dispatcher.fleet.node(lease.node)
         others = () if node is None else node.residencies.keys()
-        return partial(shown_of_foreign, key, self.admitted.model, self.received.envelope.summary.model, others)
+        name = self.received.envelope.summary.model
+        dialect = self.route.dialect if isinstance(self._translation, ChatTranslation) else None
+        return partial(shown_of_foreign, key, self.admitted.model, name, others, dialect)
 
     def _hides_errors_of_stream(self, key: KeySection, lease: Lease | None) -> bool:
         """Whether a foreign server's stream may contain errors that the owner of `key` must not see."""

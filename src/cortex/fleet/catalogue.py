@@ -320,7 +320,7 @@ class Catalogue(Section, frozen=True, dict=True):
         found: dict[str, tuple[ModelSpec, ...]] = {}
         for spec in self.models:
             source = spec.source or spec.id
-            for name in {source, repository_of(source)} - {spec.id, None} if not is_path(source) else ():
+            for name in {source, repository_of(source) or source} - {spec.id} if not is_path(source) else ():
                 found[name] = (*found.get(name, ()), spec)
         return found
 

@@ -179,6 +179,8 @@ async def check_contradictions(http: ClientSession) -> None:
         assert (response.status, error["code"]) == (400, "invalid_value"), error
         assert "allowed_token_ids" in error["message"]
         assert error["param"] == "allowed_token_ids"
+    async with http.post("/v1/completions", json={"model": "tiny", "prompt": ""}) as response:
+        assert (response.status, (await response.json())["error"]["param"]) == (400, "prompt")
 
 
 async def test_request_loads_the_model_and_disconnect_frees_it(daemon: Daemon, http: ClientSession) -> None:

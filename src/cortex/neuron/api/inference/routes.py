@@ -128,7 +128,7 @@ class Inference:
                     if isinstance(error, ContextLengthExceeded):
                         error.param = "messages" if DIALECTS[name].is_chat else "prompt"
                     elif isinstance(error, InvalidValue) and error.param is None:
-                        error.param = _rejected_by_engine(packed.head)
+                        error.param = _rejected_by_engine(packed.head) or (None if dialect.is_chat else "prompt")
                     error.param = client_field(name, error.param, as_functions=packed.head.as_functions)
                     if is_of_gateway and error.status < 500 and (usage := watch.usage()) != Usage():
                         # What a request took before it was rejected is charged, too.
@@ -242,8 +242,8 @@ class Inference:
 
 
 def _rejected_by_engine(request: GenerateRequest) -> str | None:
-    """The field of an error that names none. Other fields were checked before: only with the vocabulary, and in the
-    output, it shows that the allowed tokens, or the format, cannot be used."""
+    """The field of an error that names none, if it is not the prompt. Others were checked before: only with the
+    vocabulary, and in the output, it shows that the allowed tokens, or the format, cannot be used."""
     if request.sampling.allowed_token_ids:
         return "allowed_token_ids"
     return request.output.param if request.output is not None else "tools" if request.tools else None

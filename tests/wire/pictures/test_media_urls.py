@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from typing import Any
@@ -175,9 +176,28 @@ def test_spelling_hides_no_address(address: str) -> None:
 SCHEMA = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": "https://x.example/y"}
 
 
+@pytest.mark.parametrize("reference", [ADDRESS, "file:///etc/passwd", "other.json", "//host/x", " #/x"])
+@pytest.mark.parametrize("field", ["$ref", "$dynamicRef", "$recursiveRef"])
+def test_schema_refers_to_no_other_one(field: str, reference: str) -> None:
+    schema = {"type": "object", "properties": {"x": {"anyOf": [{"type": "null"}, {field: reference}]}}}
+    for body in (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}]},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}},
+        {"guided_json": schema},
+        {"guided_json": json.dumps(schema).replace("$", "\\u0024")},
+        {"structured_outputs": {"json": schema}},
+        {"structured_outputs": {"json": json.dumps(schema)}},
+        {"unknown": {"schema": schema}},
+    ):
+        with pytest.raises(InvalidValue, match="may not fetch"):
+            check_media(body, CHAT)
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
+        (CHAT, {"guided_json": {"$ref": "#/$defs/x", "$schema": ADDRESS, "$id": ADDRESS}, "user": '{"$ref": "x'}),
+        (CHAT, {"messages": [{"role": "user", "content": '{"$ref": "http://h/x"}'}], "stop": "ef"}),
         (CHAT, {"tools": [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]}),
         (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}),
         (CHAT, {"metadata": {"source": ADDRESS}, "user": ADDRESS, "stop": [ADDRESS], "guided_json": SCHEMA}),

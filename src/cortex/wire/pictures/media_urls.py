@@ -56,7 +56,10 @@ _TREES = frozenset(
         "metadata",
     )
 )
-"""Fields of functions, of their schemas, and notes on texts: full of addresses that nobody fetches."""
+"""Fields of functions, of their schemas, and notes on texts: full of addresses that nobody fetches, but for those of
+`_REFERENCES`."""
+_REFERENCES = frozenset(("$ref", "$dynamicRef", "$recursiveRef"))
+"""Fields of a schema whose addresses libraries fetch, unless they are places in the schema itself."""
 _MEDIA = frozenset(
     (
         *("image", "images", "img", "imgs", "picture", "pictures", "photo", "photos", "mask", "masks"),
@@ -117,6 +120,8 @@ def check_media(body: Mapping[str, Any], table: FieldTable) -> None:
             _check_contents(value, name, opens_paths=table.opens_paths)
         elif name not in table.inert:
             _check("image" if name in table.contents else name, value, name, opens_paths=table.opens_paths)
+        else:
+            _check_references(value, name)
 
 
 def check_form(fields: Iterable[tuple[str, str]], table: FieldTable) -> None:
@@ -196,7 +201,9 @@ def _check(name: str, value: Any, path: str, *, opens_paths: bool) -> None:
             header_of(picture)
         for each, inner in value.items():
             is_text = each in _TEXTS and isinstance(inner, str) and not (opens_paths and each in _CHOICES)
-            if each not in _TREES and not is_text:
+            if each in _TREES:
+                _check_references(inner, f"{path}.{each}")
+            elif not is_text:
                 inner_name = f"{name}_{each}" if each in _HOLDERS else each
                 _check(inner_name, inner, f"{path}.{each}", opens_paths=opens_paths)
     elif isinstance(value, list):
@@ -208,6 +215,24 @@ def _check(name: str, value: Any, path: str, *, opens_paths: bool) -> None:
             "`data:` URL with base64, or as a file of a form.",
             param=shorten(path),
         )
+
+
+def _check_references(value: Any, path: str) -> None:
+    """What may be a schema, or its text. Raises InvalidValue."""
+    if isinstance(value, str) and value.lstrip()[:1] == "{":
+        value = _parsed(value)
+    if isinstance(value, list):
+        for number, inner in enumerate(value):
+            _check_references(inner, f"{path}[{number}]")
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            _check_references(inner, f"{path}.{name}")
+            if name in _REFERENCES and isinstance(inner, str) and not inner.startswith("#"):
+                raise InvalidValue(
+                    f"{shorten(path)}: this model's server may not fetch the schema {shorten(inner)}; put it into "
+                    "`$defs`, and refer to it with `#/$defs/…`.",
+                    param=shorten(path),
+                )
 
 
 def _picture(part: dict[str, Any], path: str) -> PicturePart | None:

@@ -228,7 +228,9 @@ def measure(restarts: Restarts, folder: Path, lengths: Sequence[int]) -> None:
         rate = asked.num_cached * restarts.token_bytes / asked.took_s
         line += [f"{rate / 1e9:.2f}", f"{alone / 1e9:.2f}", f"{rate / alone:.0%}"]
     restarts.close()
-    by_state = [f"{state}{column}" for state in ("cached ", "c. read ", "rule ", "read ") for column in ("s", "ratio", "kept")]
+    by_state = [
+        f"{state}{column}" for state in ("cached ", "c. read ", "rule ", "read ") for column in ("s", "ratio", "kept")
+    ]
     header = ["tokens", "GB", "compute s", "written GB/s", *by_state, "read GB/s", "files GB/s", "share"]
     for cells in (header, *lines):
         print("  ".join(cell.rjust(len(name)) for cell, name in zip(cells, header, strict=True)), flush=True)

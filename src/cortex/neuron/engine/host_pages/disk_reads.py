@@ -29,8 +29,8 @@ READERS = 16
 BUFFERS = 2 * READERS
 """Half of them are read into while the rest is copied to the device."""
 SWITCH_S = 0.0005
-"""How long a thread runs Python while others wait for it, during reads. With Python's 5 ms, readers wait for the engine's
-thread most of the time: each needs the interpreter about ten times for a buffer."""
+"""During reads, how long a thread runs Python while others wait. With the usual 5 ms, readers wait for the engine: each
+needs the interpreter about ten times for a buffer."""
 MAX_BUFFER_BYTES = 512 << 20
 """Bytes of all buffers together. There are at least two, because the state of a hybrid model may take hundreds of
 MB."""

@@ -117,9 +117,9 @@ class PackedMatrix(ExpertMatrix):
         return combine(out, residual)
 
     def _pairs_product(self, x: Tensor) -> Callable[..., None]:
-        from cortex.neuron.kernels.quantised import streamed_experts
+        from cortex.neuron.kernels.quantised.hopper import streams
 
-        return streamed_experts.pairs_product if streamed_experts.takes(x, self.codes) else one_row_product
+        return streams.pairs_product if streams.takes(x, self.codes) else one_row_product
 
     def grouped(
         self,
@@ -132,10 +132,10 @@ class PackedMatrix(ExpertMatrix):
         load: int,  # noqa: ARG002
         bias: Tensor | None = None,
     ) -> None:
-        from cortex.neuron.kernels.quantised import streamed_experts
+        from cortex.neuron.kernels.quantised.hopper import streams
 
-        is_streamed = streamed_experts.takes(x, self.codes)
-        product = streamed_experts.lists_product if is_streamed else packed_grouped_product
+        is_streamed = streams.takes(x, self.codes)
+        product = streams.lists_product if is_streamed else packed_grouped_product
         product(x, self.codes, lists, out, pairs_per_row=pairs_per_row, activation=activation, bias=bias)
 
     def gated_pairs(
@@ -151,13 +151,11 @@ class PackedMatrix(ExpertMatrix):
     ) -> bool:
         if not (isinstance(down, PackedMatrix) and down.codes.layout == self.codes.layout):
             return False
-        from cortex.neuron.kernels.quantised import hopper_experts
+        from cortex.neuron.kernels.quantised.hopper import tiles
 
-        if not hopper_experts.takes(x, self.codes.layout, len(parts), len(lists.counts)):
+        if not tiles.takes(x, self.codes.layout, len(parts), len(lists.counts)):
             return False
-        hopper_experts.gated_pairs(
-            x, self.codes, down.codes, lists, parts, slots=slots, activation=activation, biases=biases
-        )
+        tiles.gated_pairs(x, self.codes, down.codes, lists, parts, slots=slots, activation=activation, biases=biases)
         return True
 
 

@@ -62,7 +62,7 @@ def takes(x: Tensor, layout: Layout, num_pairs: int, num_experts: int) -> bool:
 
 
 def is_faster(layout: Layout, num_pairs: int, num_experts: int) -> bool:
-    """Whether a batch of this size takes less time here than with `experts.py` or `streamed_experts.py`. Measured on an
+    """Whether a batch of this size takes less time here than with `experts.py` or `streams.py`. Measured on an
     H200. Pure."""
     return tile_pairs(num_pairs, num_experts) > 16 or (is_by_half(layout) and num_pairs >= 6 * num_experts)
 

@@ -9,7 +9,7 @@ from tests.neuron.kernels.moe.test_mixture import with_biases
 from tests.neuron.kernels.moe.test_quantised import EPS, dense, random_experts
 
 from cortex.neuron.kernels.moe.mixture import mixture_grouped, mixture_of_rows, mixture_reference
-from cortex.neuron.kernels.quantised import streamed_experts
+from cortex.neuron.kernels.quantised.hopper import streams
 from cortex.neuron.kernels.quantised.layout import FP4, Q4
 from cortex.neuron.kernels.quantised.matrix import PackedMatrix
 
@@ -26,7 +26,7 @@ def test_rows_match_the_reference(hidden: int, inner: int) -> None:
         for tokens in (1, 2, 3, 7, 19):  # up to 19 pairs of an expert
             x = torch.randn(tokens, hidden, device=CUDA, dtype=torch.bfloat16)
             weight = torch.rand(hidden, device=CUDA).to(x.dtype)
-            assert streamed_experts.takes(x, plain.down.codes)
+            assert streams.takes(x, plain.down.codes)
             expected = mixture_reference(x, weight, EPS, dense(given))
             assert relative_error(mixture_of_rows(x, weight, EPS, given), expected) < 0.01
             assert relative_error(mixture_grouped(x, weight, EPS, given), expected) < 0.01
@@ -36,5 +36,5 @@ def test_other_cards_and_layouts_are_left_to_the_other_kernels() -> None:
     x = torch.zeros(1, 128, dtype=torch.bfloat16)
     for layout in (FP4, Q4):
         matrix = PackedMatrix(layout, 8, 128, torch.device("cpu"))
-        assert not streamed_experts.takes(x, matrix.codes)  # a CPU
-        assert not streamed_experts.takes(x.float(), matrix.codes)
+        assert not streams.takes(x, matrix.codes)  # a CPU
+        assert not streams.takes(x.float(), matrix.codes)

@@ -10,7 +10,7 @@ from tests.neuron.kernels.moe.test_mixture import with_biases
 from tests.neuron.kernels.moe.test_quantised import EPS, dense, random_experts
 
 from cortex.neuron.kernels.moe.mixture import mixture_grouped, mixture_reference
-from cortex.neuron.kernels.quantised import hopper_experts
+from cortex.neuron.kernels.quantised.hopper import tiles
 from cortex.neuron.kernels.quantised.layout import FP4, INT4, IQ4, Q4, Q6, Layout
 from cortex.neuron.kernels.quantised.unpack import small_floats_by_half
 
@@ -25,10 +25,10 @@ CUDA = torch.device("cuda")
 def test_rows_match_the_reference(layout: Layout, hidden: int, inner: int) -> None:
     plain = random_experts(layout, layout, hidden, inner)
     for tokens, given in ((17, replace(plain, activation="gelu_tanh")), (40, plain), (300, with_biases(plain))):
-        if hopper_experts.is_faster(layout, tokens * given.slots, given.num_experts):
+        if tiles.is_faster(layout, tokens * given.slots, given.num_experts):
             x = torch.randn(tokens, hidden, device=CUDA, dtype=torch.bfloat16)
             weight = torch.rand(hidden, device=CUDA).to(x.dtype)
-            assert hopper_experts.takes(x, layout, tokens * given.slots, given.num_experts)
+            assert tiles.takes(x, layout, tokens * given.slots, given.num_experts)
             expected = mixture_reference(x, weight, EPS, dense(given))
             assert relative_error(mixture_grouped(x, weight, EPS, given), expected) < 0.01
 
@@ -44,14 +44,14 @@ def test_rows_match_the_reference(layout: Layout, hidden: int, inner: int) -> No
     ],
 )
 def test_batches_that_fill_tiles_are_faster(layout: Layout, num_pairs: int, num_experts: int, faster: bool) -> None:
-    assert hopper_experts.is_faster(layout, num_pairs, num_experts) is faster
+    assert tiles.is_faster(layout, num_pairs, num_experts) is faster
 
 
 def test_other_cards_and_layouts_are_left_to_the_other_kernel() -> None:
     x = torch.zeros(4, 128, dtype=torch.bfloat16)
-    assert not hopper_experts.takes(x, FP4, 4096, 32)  # a CPU
-    assert not hopper_experts.takes(x, Q6, 4096, 32)
-    assert not hopper_experts.takes(x.float(), FP4, 4096, 32)
+    assert not tiles.takes(x, FP4, 4096, 32)  # a CPU
+    assert not tiles.takes(x, Q6, 4096, 32)
+    assert not tiles.takes(x.float(), FP4, 4096, 32)
 
 
 def registers(word: int) -> list[int]:

@@ -21,7 +21,7 @@ from cortex.neuron.kernels.jit import launch_options, triton
 from cortex.neuron.kernels.matrix import PLAIN, Epilogue, Prologue
 from cortex.neuron.kernels.products.grouped import max_tiles
 from cortex.neuron.kernels.quantised.codes import PackedCodes, empty_codes, unpacked
-from cortex.neuron.kernels.quantised.hopper_experts import GENERATION, activated, unpacked_operand
+from cortex.neuron.kernels.quantised.hopper.tiles import GENERATION, activated, unpacked_operand
 from cortex.neuron.kernels.quantised.layout import CHUNK, FP4, UNIT
 from cortex.neuron.kernels.quantised.unpack import RESTORE, small_floats_by_half
 from cortex.neuron.private_api.gluon import ampere, gl, gluon_jit, reinterpreted
@@ -295,7 +295,7 @@ def _multiplied(word, scale, four, PART: gl.constexpr, total, added: gl.constexp
 
 @gluon_jit
 def _by_half(values):
-    """[…, 2, 4, 2, lines]: bits 0 and 3 of a column's number swapped, as `hopper_experts.is_by_half` explains."""
+    """[…, 2, 4, 2, lines]: bits 0 and 3 of a column's number swapped, as `tiles.is_by_half` explains."""
     return gl.permute(values, (0, 3, 2, 1, 4))
 
 

@@ -1,0 +1,1 @@
+"""Packed experts on Hopper, in Gluon, Triton's lower language."""

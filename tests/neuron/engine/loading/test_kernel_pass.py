@@ -206,6 +206,24 @@ def test_failed_pass_is_a_warning_and_counted(
     assert not KernelPass(passed(DENSE), FACTS).is_cached
 
 
+def test_pass_that_is_closed_while_it_collects_is_no_failure(
+    compiled: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun = KernelPass(passed(DENSE), FACTS)
+    prepare_first = Runner.prepare_first
+
+    def closed_before(runner: Runner) -> None:
+        begun.close()
+        prepare_first(runner)
+
+    monkeypatch.setattr(Runner, "prepare_first", closed_before)
+    begun.start()
+    begun.wait()
+    assert not compiled
+    assert not begun.has_failed
+    assert "failed" not in caplog.text
+
+
 def test_launcher_of_a_kernel_is_built_with_it_where_there_is_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[tuple[str, str]] = []
 

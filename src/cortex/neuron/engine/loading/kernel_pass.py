@@ -185,9 +185,10 @@ class KernelPass:
         except _PassEnded:
             self._compiler.close()
         except Exception as raised:  # a step compiles what is missing, and reports what is wrong with it
-            log.warning("compiling kernels ahead failed; each is compiled when it is first used", exc_info=raised)
-            self.has_failed = True
-            error = raised
+            if not self._is_closed:  # then the compiler takes no more kernels
+                log.warning("compiling kernels ahead failed; each is compiled when it is first used", exc_info=raised)
+                self.has_failed = True
+                error = raised
         finally:
             self._first.append(error)
             self._is_collected.set()

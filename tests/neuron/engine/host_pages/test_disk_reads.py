@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from cortex.neuron.engine.host_pages.block_files import BlockFile
 from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors, RunningCopy
 from cortex.neuron.engine.host_pages.disk_reads import DiskFetch, DiskReader, StoredBlock
 from cortex.neuron.engine.host_pages.memory import HostSlabs
+from cortex.neuron.engine.host_pages.rates import CopyRate
 from cortex.neuron.engine.host_pages.store import BlockKind, BlockPlace
 
 from ....waiting import WAIT_S
@@ -63,6 +65,15 @@ def test_fetches_that_nobody_looks_at_share_the_buffers_and_end(device: Device) 
     assert torch.equal(device.memory, device.expected)
     assert len(device.reader.free) == 2
     assert sum(each.num_bytes for each in fetches) == NUM_BLOCKS * KIND.num_bytes
+
+
+def test_rate_is_that_of_the_blocks_also_if_nobody_looks_at_the_end(device: Device) -> None:
+    rate = CopyRate(lambda: float("inf"))  # whoever looks now comes late
+    started_s = time.monotonic()
+    fetch = device.fetch(range(NUM_BLOCKS))
+    fetch.wait(WAIT_S)
+    rate.measured(fetch.num_bytes, started_s, fetch.ended_s)
+    assert rate.expected > 0
 
 
 def test_short_fetch_does_not_wait_for_a_long_one(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

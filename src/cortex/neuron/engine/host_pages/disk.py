@@ -262,9 +262,9 @@ class DiskPages:
     def measure(self, fetch: DiskFetch, started_s: float) -> None:
         """Records the rate of a complete fetch, for the disk or for the page cache if it came from only one."""
         if fetch.cached_share > 1 - PURE_SHARE:
-            self.cached_rate.measured(fetch.num_bytes, started_s)
+            self.cached_rate.measured(fetch.num_bytes, started_s, fetch.ended_s)
         elif fetch.cached_share < PURE_SHARE:
-            self.rate.measured(fetch.num_bytes, started_s)
+            self.rate.measured(fetch.num_bytes, started_s, fetch.ended_s)
 
     def close(self) -> None:
         """Ends the threads. A worker keeps them until it exits."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -164,6 +165,8 @@ class DiskFetch:
         self.has_failed = False
         """A file is unreadable, the device has no memory for a copy, or the fetch was cancelled."""
         self._ended = threading.Event()
+        self.ended_s: float | None = None
+        """When the last block arrived: while a front is computed, the engine looks for the end only between steps."""
         self.num_bytes = sum(block.file.kind.num_bytes for block in blocks)
         self.cached_share = min(1.0, num_cached_bytes / max(1, self.num_bytes))
         for block in sorted(blocks, key=lambda each: (each.file.path, each.number)):
@@ -198,6 +201,7 @@ class DiskFetch:
 
     def note_end(self) -> None:
         if not (self.runs or self.num_running):
+            self.ended_s = time.monotonic()
             self._ended.set()
 
 

@@ -27,15 +27,16 @@ EndOfFront = Callable[[int, int, float, Callable[[int], float]], int]
 
 @dataclass(slots=True)
 class CopyRate:
-    """How fast blocks arrive on the device, from the start of a fetch until the engine sees its end."""
+    """How fast blocks arrive on the device."""
 
     clock: Callable[[], float] = time.monotonic
     bytes_per_s: float | None = None
     assumed: float = 0.0
     """Bytes per second until a fetch is measured; 0: unknown."""
 
-    def measured(self, num_bytes: int, started_s: float) -> None:
-        duration_s = self.clock() - started_s
+    def measured(self, num_bytes: int, started_s: float, ended_s: float | None = None) -> None:
+        """`ended_s`: None: now."""
+        duration_s = (self.clock() if ended_s is None else ended_s) - started_s
         if num_bytes and duration_s > 0:
             rate, known = num_bytes / duration_s, self.bytes_per_s
             self.bytes_per_s = rate if known is None else known + _NEWEST * (rate - known)

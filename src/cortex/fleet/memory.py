@@ -257,9 +257,24 @@ def _splits(spec: ModelSpec, status: ModelStatus | None, fleet: Fleet) -> HostSp
     files."""
     if spec.host_weights == "off" or spec.num_nodes > 1:
         return None
-    statuses = [node.residencies[spec.id].status for node in fleet.listing(spec.id)] if status is None else [status]
-    splits = next((each.host_splits for each in statuses if each.host_splits is not None), None)
+    splits = _splits_elsewhere(spec.id, fleet) if status is None else status.host_splits
     return None if splits is not None and splits.is_last_resort and spec.host_weights is None else splits
+
+
+def _splits_elsewhere(model_id: str, fleet: Fleet) -> HostSplits | None:
+    """As the first of the nodes reports them, by name: nodes with other devices divide a model in other steps."""
+    known = _found_splits(fleet)
+    if model_id not in known:
+        nodes = sorted(fleet.listing(model_id), key=lambda node: node.name)
+        reported = (node.residencies[model_id].status.host_splits for node in nodes)
+        known[model_id] = next((splits for splits in reported if splits is not None), None)
+    return known[model_id]
+
+
+@remembered
+def _found_splits(_fleet: Fleet) -> dict[str, HostSplits | None]:
+    """By model, filled on demand."""
+    return {}
 
 
 def host_left_bytes(node: Node) -> int:

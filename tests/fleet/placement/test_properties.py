@@ -6,6 +6,7 @@ from random import Random
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -274,6 +275,13 @@ def test_order_of_nodes_does_not_matter(fleet: Fleet, name: str, random: object)
     shuffled = list(fleet.nodes)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     assert place(name, fleet, NOW) == place(name, msgspec.structs.replace(fleet, nodes=tuple(shuffled)), NOW)
+
+
+@pytest.mark.parametrize("seed", [30, 101, 727])
+def test_order_of_nodes_that_report_different_divisions_does_not_matter(seed: int) -> None:
+    fleet = Drawing(seed).fleet()
+    turned = msgspec.structs.replace(fleet, nodes=fleet.nodes[::-1])
+    assert place(NEWCOMER, fleet, NOW) == place(NEWCOMER, turned, NOW)
 
 
 # A load into free memory comes before a wake that has to evict for it: as actions, they are equally good.

@@ -241,7 +241,11 @@ def test_less_than_the_wanted_context_is_loaded_only_where_evictions_cannot_make
         devices = ledger(node, newcomer=NEWCOMER)
         occupants = occupants_of(spec, node, devices, fleet, NOW, "request", frozenset())
         kept = {each.model_id for each in occupants if each.protection is not None and not each.protection.is_temporary}
+        held = node.residencies.get(NEWCOMER)
+        allowed = () if held is None else held.status.allowed_devices
         for device in eligible_devices(devices):
+            if allowed and device.index not in allowed:
+                continue
             freed = sum(held.num_bytes for held in device.holdings if held.model_id not in kept)
             could_take = min(device.usable_bytes(device.balance_bytes + freed), device.capacity_bytes)
             is_wide = device.total_bytes >= spec.min_device_vram_mb << 20

@@ -13,11 +13,17 @@ from cortex.wire.errors import InvalidValue
 from ..fields.test_numbers import BODIES
 
 USAGE = {"include_usage": True}
+CALL = {"type": "function_call", "call_id": "1", "name": "f"}
 TOOL = {"name": "f", "input_schema": {"type": "object"}}
 
 
 def said(role: str) -> list[dict[str, str]]:
     return [{"role": role, "content": "hi"}]
+
+
+def called(arguments: object) -> dict[str, Any]:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "tool_calls": [call]}
 
 
 def thinking(budget: int) -> dict[str, Any]:
@@ -51,6 +57,17 @@ CASES: list[tuple[str, dict[str, Any], str | None]] = [
     ),
     ("openai_chat", {"messages": [{"role": "user", "content": ""}]}, None),
     ("openai_chat", {"messages": [{"role": "assistant", "content": None}]}, None),
+    *(
+        ("openai_chat", {"messages": [called(arguments)]}, param)
+        for arguments, param in (
+            (5, "messages[0].tool_calls[0].function.arguments"),
+            (["x"], "messages[0].tool_calls[0].function.arguments"),
+            ("{}", None),
+            ({"x": 1}, None),
+            (None, None),
+        )
+    ),
+    ("openai_responses", {"input": [{**CALL, "arguments": 5}]}, "input[0].arguments"),
     ("ollama_chat", {"messages": said("robot")}, None),
     ("ollama_chat", {"messages": said("User")}, None),
     ("openai_chat", {"response_format": {}}, "response_format.type"),
@@ -81,6 +98,10 @@ CASES: list[tuple[str, dict[str, Any], str | None]] = [
     ("anthropic_messages", {"tools": [{"name": "f"}]}, "tools[0].input_schema"),
     ("anthropic_messages", {"tools": [TOOL, TOOL]}, "tools"),
     ("anthropic_messages", {"tools": [TOOL, {**TOOL, "name": "g"}]}, None),
+    ("anthropic_messages", {"stop_sequences": "x"}, "stop_sequences"),
+    ("anthropic_messages", {"stop_sequences": ["x", ""]}, None),
+    ("anthropic_messages", {"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+    ("anthropic_messages", {"thinking": {"type": "adaptive"}}, None),
     ("anthropic_messages", {"max_tokens": 9, **thinking(9)}, "thinking.budget_tokens"),
     ("anthropic_messages", {"max_tokens": 9, **thinking(8)}, None),
     ("anthropic_messages", {"max_tokens": 9, **thinking(99), "tools": [TOOL]}, None),  # a budget of several calls

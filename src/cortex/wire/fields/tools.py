@@ -115,8 +115,10 @@ def read_function(fields: Fields) -> Tool:
 
 
 def read_arguments(fields: Fields, name: str) -> str:
-    """The arguments of a call as JSON text, whether the client sent text or an object."""
+    """The arguments of a call as JSON text, whether the client sent text or an object. Raises InvalidValue."""
     value = fields.raw(name)
     if value is None or value == "":
         return "{}"
+    if not isinstance(value, (str, dict)):
+        raise fields.invalid(name, "expected JSON as a string, or an object")
     return value if isinstance(value, str) else json_text(value)

@@ -29,7 +29,7 @@ FIELDS = FieldTable(
         honoured(
             "thinking",
             {"type": "enabled", "budget_tokens": 1024},
-            "absent: no thinking; without tools, a budget below `max_tokens`",
+            "absent: no thinking; `enabled` needs a budget, without tools below `max_tokens`",
             max_tokens=2048,
         ),
         honoured("output_config", {"effort": "low"}, "`effort` and `format`"),

@@ -229,7 +229,7 @@ def parse(body: bytes, *, generates: bool = True) -> GenerateRequest:
             top_k=fields.integer("top_k", low=0, high=LARGEST_COUNT),
             top_p=fields.number("top_p", low=0, high=1),
             max_tokens=max_tokens,
-            stop=read_stops(fields, "stop_sequences"),
+            stop=read_stops(fields, "stop_sequences") if fields.array("stop_sequences") else (),
             speculation=read_speculation(fields),
         ),
         stream=summary.stream,
@@ -344,10 +344,13 @@ def _read_thinking(requested: Fields | None, effort: str | None) -> Thinking:
         case "disabled":
             return Thinking(enabled=False, effort=effort, shown=False)
         case "enabled" | "adaptive" as kind:
+            budget_tokens = requested.integer("budget_tokens", low=0, high=LARGEST_COUNT)
+            if kind == "enabled" and budget_tokens is None:
+                raise requested.invalid("budget_tokens", "it is required; without a budget, use the type `adaptive`")
             return Thinking(
                 enabled=True if kind == "enabled" else None,
                 effort=effort,
-                budget_tokens=requested.integer("budget_tokens", low=0, high=LARGEST_COUNT),
+                budget_tokens=budget_tokens,
                 shown=requested.text("display") != "omitted",
             )
         case other:

@@ -289,6 +289,14 @@ def test_nodes_with_the_files_of_a_source_are_asked_about_the_options_of_its_ent
         assert needs == {"n": GB, "m": GB}
 
 
+def test_entry_with_a_source_is_sized_with_all_its_options_also_after_a_restart_of_the_gateway() -> None:
+    spec = ModelSpec(id="x", source="org/a", context_tokens=4096, quant="q4_k")
+    sources = {"org/a": "org/a", "x": "org/a"}
+    fake = FakeFleet({"n": {"org/a": 2 * GB, "x": GB}}, catalogue=Catalogue(models=(spec,)), sources=sources)
+    fake.poll()
+    assert fake.inspect_requests == [spec.load_request]
+
+
 def test_node_that_gets_the_files_of_a_source_is_asked_about_its_entry() -> None:
     spec = ModelSpec(id="x", source="org/a", kv_dtype="fp8")
     fake = FakeFleet({"n": {}}, catalogue=Catalogue(models=(spec,)), sources={"org/a": "org/a"})

@@ -109,7 +109,8 @@ class SourceInspections:
                 continue
             spec = catalogue.spec(model)
             if spec.num_nodes == 1 and not is_path(spec.source or "") and _is_possible(spec, node):
-                yield spec.sized_by_node
+                is_of_entry = spec.source not in (None, model)  # no request loads it in another form
+                yield spec.load_request if is_of_entry else spec.sized_by_node
         yield from (spec.load_request for spec in found.values() if _is_possible(spec, node))
 
 

@@ -162,10 +162,17 @@ class Models:
         return status
 
     def _next(self, model: KnownModel, controller: ModelController | None) -> KnownModel:
-        """The model whose size is reported. The context of an earlier load request is not that of the next one."""
-        if controller is None or controller.life.state not in (ModelState.COLD, ModelState.FAILED):
+        """The model whose size is reported: of a load in progress, else of the next one. Neither the context nor the
+        limit of an earlier load request is that of the next one."""
+        if controller is None or self._is_loading(controller):
             return model
-        return replace(model, context_tokens=self._library.find(model.id).context_tokens)
+        own, is_gone = self._library.find(model.id), controller.life.state in (ModelState.COLD, ModelState.FAILED)
+        context_tokens = own.context_tokens if is_gone else model.context_tokens
+        return replace(model, context_tokens=context_tokens, memory_bytes=own.memory_bytes)
+
+    @staticmethod
+    def _is_loading(controller: ModelController) -> bool:
+        return controller.life.state in (ModelState.DOWNLOADING, ModelState.LOADING, ModelState.RECOVERING)
 
     def served(self, model_id: str) -> ServedModel:
         """Raises ModelNotFound."""
@@ -231,8 +238,7 @@ class Models:
 
     def is_loading_any(self) -> bool:
         """Safe on other threads."""
-        loading = (ModelState.DOWNLOADING, ModelState.LOADING, ModelState.RECOVERING)
-        return any(controller.life.state in loading for controller in list(self._controllers.values()))
+        return any(map(self._is_loading, list(self._controllers.values())))
 
     def has_more_context(self, model_id: str, seen_tokens: int | None) -> bool:
         """Whether the model has a longer context than it had, or is being loaded. Raises ModelNotFound."""

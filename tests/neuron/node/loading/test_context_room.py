@@ -151,6 +151,19 @@ async def test_context_of_an_earlier_load_is_not_that_of_the_next_one(tmp_path: 
         assert (context(longer), longer.estimate_bytes) == (FULL, cold.estimate_bytes)
 
 
+async def test_limit_of_a_load_is_not_that_of_the_next_one(tmp_path: Path, workers: WorkerFactory) -> None:
+    async with running(tmp_path, workers) as node:
+        await until(lambda: node.model("long").contexts)
+        before = node.model("long").contexts
+        loaded = await node.load(LoadRequest(model_id="long", max_bytes=20 << 20), wait=True)
+        assert context(loaded) < FULL
+        assert before is not None
+        assert loaded.contexts is not None
+        assert loaded.contexts.empty_tokens == before.empty_tokens == FULL
+        cold = await node.unload(UnloadRequest(model_id="long"))
+        assert cold.contexts == before
+
+
 async def test_empty_device_bounds_what_a_load_may_ask_for(tmp_path: Path, workers: WorkerFactory) -> None:
     source = write_source(tmp_path, seed=1, vocab_size=96, max_position_embeddings=FULL)
     config = NeuronConfig(

@@ -280,7 +280,7 @@ class Overloaded(CortexError):
 
 
 class Recovering(Overloaded):
-    """The model's device failed and is being recovered."""
+    """The model's device failed and is being recovered, or the model is being loaded again."""
 
     code = "recovering"
 

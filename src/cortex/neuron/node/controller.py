@@ -151,7 +151,8 @@ class ModelController:
         if state in (ModelState.COLD, ModelState.ASLEEP):
             absent = "asleep" if state is ModelState.ASLEEP else "not loaded"
             raise Overloaded(f"{self.model_id} is {absent}; load it with POST /models/load", retry_after_s=1)
-        raise Overloaded(f"{self.model_id} is {state.value}; try again", retry_after_s=self._retry_after_s())
+        # It was ready when the request arrived. A gateway waits for its next load.
+        raise Recovering(f"{self.model_id} is {state.value}; try again", retry_after_s=self._retry_after_s())
 
     def close(self) -> None:
         """The node shuts down: cancels what is in progress, starts nothing new and releases every waiting caller."""

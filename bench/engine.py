@@ -124,7 +124,7 @@ def random_engine(shape: str, device: torch.device, spec: LoadSpec, quant: str |
     def fill(parameters: Parameters) -> None:
         for packed in parameters.packed_bindings:
             if isinstance(packed.matrix, OrderedMatrix):
-                packed.matrix.put_order(torch.randperm(packed.matrix.inputs, device=device))
+                packed.matrix.put_order(packed.first_row, torch.randperm(packed.matrix.inputs, device=device))
             for first in range(0, packed.num_rows, 4096):
                 rows, inputs = min(4096, packed.num_rows - first), packed.matrix.inputs
                 if quant == "mxfp4":

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cortex.neuron.kernels.activations import relu_squared_
 from cortex.neuron.kernels.dense.matrix import DenseMatrix
+from cortex.neuron.kernels.layouts import DeviceLayout
 from cortex.neuron.kernels.matrix import ExpertMatrix
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.host_layers import HostExperts
@@ -143,19 +144,17 @@ def _quantised_experts(
     """Gate and up of the routed experts, and down; None if they are dense or of several formats. The shared expert
     follows them where it has their format and width: then the number is 1."""
     names = [f"{prefix}.experts.{expert}" for expert in range(len(config.held))]
-    inputs = {f"{name}.{half}_proj.weight": config.inner for name in names for half in halves(config.gated)}
-    joint = {f"{name}.gate_up_proj.weight": 2 * config.inner for name in names}
-    downs = {f"{name}.down_proj.weight": config.width for name in names}
-    gate_up = joint if parameters.can_stack(joint) else inputs
-    if not parameters.can_stack(gate_up) or not parameters.can_stack(downs):
+    gate_up, downs = _expert_rows(parameters, config, names)
+    layouts = [parameters.stack_layout(each) for each in (gate_up, downs)]
+    if layouts[0] is None or not isinstance(layouts[1], DeviceLayout):
         return None
     num_shared = 0
     if config.num_shared and config.shared_inner == config.inner:
         name = f"{prefix}.shared_expert"
-        with_shared = gate_up | {f"{name}.{half}_proj.weight": config.inner for half in halves(config.gated)}
-        downs_with_shared = downs | {f"{name}.down_proj.weight": config.width}
-        if parameters.can_stack(with_shared) and parameters.can_stack(downs_with_shared):
-            gate_up, downs, num_shared = with_shared, downs_with_shared, 1
+        shared = [{f"{name}.{half}_proj.weight": config.inner for half in halves(config.gated)}]
+        shared_down = [{f"{name}.down_proj.weight": config.width}]
+        if layouts == [parameters.stack_layout(each) for each in (shared, shared_down)]:
+            gate_up, downs, num_shared = gate_up + shared, downs + shared_down, 1
     return parameters.expert_matrix(gate_up, config.width), parameters.expert_matrix(downs, config.inner), num_shared
 
 
@@ -165,10 +164,7 @@ def _divided_experts(
     """Gate and up, and down, of the experts on the device, and the experts in host memory."""
     assert parameters.host is not None
     names = [f"{prefix}.experts.{expert}" for expert in range(len(config.held))]
-    joint = [{f"{name}.gate_up_proj.weight": 2 * config.inner} for name in names]
-    apart = [{f"{name}.{half}_proj.weight": config.inner for half in halves(config.gated)} for name in names]
-    downs = [{f"{name}.down_proj.weight": config.width} for name in names]
-    inputs = joint if parameters.can_stack([source for each in joint for source in each]) else apart
+    inputs, downs = _expert_rows(parameters, config, names)
     gate_up, hosted_gate_up = parameters.divided_matrix(inputs, config.width, config.hosted)
     down, hosted_down = parameters.divided_matrix(downs, config.inner, config.hosted)
     host = HostExperts(
@@ -183,6 +179,16 @@ def _divided_experts(
     )
     parameters.host.layers.append(host)
     return gate_up, down, host
+
+
+def _expert_rows(
+    parameters: Parameters, config: MoEConfig, names: Sequence[str]
+) -> tuple[list[dict[str, int]], list[dict[str, int]]]:
+    """The tensors and rows of each expert: those of gate and up, which may be one tensor, and those of down."""
+    joint = [{f"{name}.gate_up_proj.weight": 2 * config.inner} for name in names]
+    apart = [{f"{name}.{half}_proj.weight": config.inner for half in halves(config.gated)} for name in names]
+    downs = [{f"{name}.down_proj.weight": config.width} for name in names]
+    return apart if parameters.stack_layout(joint) is None else joint, downs
 
 
 def _dense_experts(parameters: Parameters, config: MoEConfig, prefix: str) -> tuple[DenseMatrix, DenseMatrix]:

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from cortex.neuron.kernels.dense.matrix import DenseMatrix
-from cortex.neuron.kernels.layouts import DeviceLayout, MatrixLayout
+from cortex.neuron.kernels.layouts import DeviceLayout, MatrixLayout, StackLayout, hosted_layout, stack_layout
 from cortex.neuron.kernels.matrix import ExpertMatrix, Matrix, StackedMatrix, StoredMatrix
 from cortex.neuron.kernels.moe.host_memory import HostMatrix, MakeMatrix
 from cortex.neuron.kernels.moe.host_team import HostTeam
 from cortex.neuron.kernels.quantised.layout import OrderedLayout
-from cortex.neuron.kernels.storages import empty_device_matrix, empty_matrix
+from cortex.neuron.kernels.storages import empty_device_matrix, empty_matrix, empty_stack
 from cortex.neuron.layers.parallel import SINGLE_RANK, ParallelGroup
 
 
@@ -135,17 +135,17 @@ class Parameters:
         """Another matrix of the rows of `source`, in `layout`."""
         return self._quantised(layout, [(source, rows)], inputs)
 
-    def can_stack(self, sources: Collection[str]) -> bool:
-        """Whether all of `sources` are quantised in the same layout, in which matrices may hold experts."""
-        layouts = {self.packing.get(source) for source in sources}
-        return len(layouts) == 1 and isinstance(layouts.pop(), DeviceLayout)
+    def stack_layout(self, experts: Iterable[Collection[str]]) -> StackLayout | None:
+        """The layout of one matrix with the rows of all experts, by the names of each; None: they cannot be in one."""
+        return stack_layout([self.packing.get(source) for source in sources] for sources in experts)
 
-    def expert_matrix(self, sources: Mapping[str, int], inputs: int) -> ExpertMatrix:
-        """One matrix for the rows of all experts (name → rows), in order. Requires `can_stack(sources)`."""
-        layout = self.packing[next(iter(sources))]
-        assert isinstance(layout, DeviceLayout)
-        matrix = empty_device_matrix(layout, sum(sources.values()), inputs, self.device)
-        self._bind_rows(matrix, sources.items())
+    def expert_matrix(self, experts: Sequence[Mapping[str, int]], inputs: int) -> ExpertMatrix:
+        """One matrix for the rows of all experts (name → rows), in order. Requires their `stack_layout`."""
+        layout, sources = self.stack_layout(experts), [source for names in experts for source in names.items()]
+        assert layout is not None
+        rows = sum(count for _, count in sources)
+        matrix = empty_stack(layout, rows, inputs, self.device, num_experts=len(experts))
+        self._bind_rows(matrix, sources)
         return matrix
 
     def divided_matrix(
@@ -154,7 +154,8 @@ class Parameters:
         """The rows of each expert (name → rows), in order: the last ones in host memory, with a spare place. Quantised
         if all of them are in one layout."""
         num_held = len(experts) - num_hosted
-        make = self._expert_memory([source for names in experts for source in names], inputs)
+        layout = self.stack_layout(experts)
+        make = self._expert_memory(None if layout is None else hosted_layout(layout), inputs)
         held = make(num_held * sum(experts[0].values()), self.device)
         self._bind_rows(held, [source for names in experts[:num_held] for source in names.items()])
         return held, self._hosted(make, experts[num_held:], inputs, num_spare=1)
@@ -162,21 +163,15 @@ class Parameters:
     def hosted_matrix(self, sources: Mapping[str, int], inputs: int) -> HostMatrix:
         """A matrix in host memory for the rows of `sources` (name → rows), in order. Quantised if all of them are in
         one layout."""
-        layout = self.packing.get(next(iter(sources)))
-        order = self.empty(inputs, dtype=torch.int16) if isinstance(layout, OrderedLayout) else None
-        return self._hosted(self._expert_memory(sources, inputs), [sources], inputs, num_spare=0, order=order)
-
-    def _expert_memory(self, sources: Collection[str], inputs: int) -> MakeMatrix:
-        layout = self.packing.get(next(iter(sources)))
+        layout, order = self.stack_layout([sources]), None
         if isinstance(layout, OrderedLayout):
-            layout = layout.codes
-        elif not self.can_stack(sources):
-            layout = None
+            layout, order = layout.codes, self.empty(inputs, dtype=torch.int16)
+        return self._hosted(self._expert_memory(layout, inputs), [sources], inputs, num_spare=0, order=order)
 
+    def _expert_memory(self, layout: DeviceLayout | None, inputs: int) -> MakeMatrix:
         def make(outputs: int, device: torch.device) -> ExpertMatrix:
             if layout is None:
                 return DenseMatrix(torch.empty(outputs, inputs, dtype=self.dtype, device=device))
-            assert isinstance(layout, DeviceLayout)
             return empty_device_matrix(layout, outputs, inputs, device)
 
         return make

@@ -17,7 +17,14 @@ from cortex.neuron.kernels.quantised.layout import OrderedLayout
 from cortex.neuron.layers.configs import MLPConfig
 from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.layer import LayerConfig
-from cortex.neuron.models.sizes import WeightStorage, block_bytes, expert_bytes, layer_bytes, weight_bytes
+from cortex.neuron.models.sizes import (
+    WeightStorage,
+    block_bytes,
+    expert_bytes,
+    layer_bytes,
+    rounding_bytes,
+    weight_bytes,
+)
 
 STREAM_BYTES = 192 << 20
 """Limit of each of the two buffers that stream experts to the device, unless a single expert is larger."""
@@ -40,15 +47,18 @@ class LayerWeights:
     dense_bytes: int
     """All but the routed experts."""
     expert_bytes: int = 0
-    """One routed expert; 0: there are none."""
+    """One routed expert, where some are in host memory; 0: there are none."""
     experts: int = 0
     top_k: int = 0
     block_bytes: int = 0
     """Bytes of the feed-forward block of a layer without experts, a part of `dense_bytes`; 0 if it cannot move."""
+    rounding_bytes: int = 0
+    """What all its experts take less while none is in host memory (`hosted_layout`)."""
 
     @property
     def num_bytes(self) -> int:
-        return self.dense_bytes + self.experts * self.expert_bytes
+        """With everything on the device."""
+        return self.dense_bytes + self.experts * self.expert_bytes - self.rounding_bytes
 
     @property
     def num_movable(self) -> int:
@@ -111,7 +121,9 @@ def _layer_weights(layer: LayerConfig, name: str, total_bytes: int, storage: Wei
     prefix = f"{name}.mlp"
     if (mixture := layer.mixture) is not None:
         each, count = expert_bytes(mixture, storage, prefix), len(mixture.held)
-        return LayerWeights(total_bytes - count * each, each, count, mixture.top_k)
+        more_bytes = rounding_bytes(mixture, storage, prefix)
+        dense_bytes = total_bytes + more_bytes - count * each
+        return LayerWeights(dense_bytes, each, count, mixture.top_k, rounding_bytes=more_bytes)
     if not isinstance(layer.feed_forward, MLPConfig):
         return LayerWeights(total_bytes)
     inputs, down = layer.feed_forward.input_rows(prefix), [f"{prefix}.down_proj"]
@@ -159,8 +171,8 @@ def divide(
         for index in _in_turns(part):
             if lacking <= 0:
                 break
+            lacking += layers[index].rounding_bytes * (not moved[index]) - layers[index].unit_bytes
             moved[index] += 1
-            lacking -= layers[index].unit_bytes
     if lacking > 0 and not any(moved):
         return NOTHING_MOVABLE if moves_blocks else NO_EXPERTS
     if lacking > 0:
@@ -174,7 +186,8 @@ def divide(
 def most_saved_bytes(layers: Sequence[LayerWeights], *, moves_blocks: bool) -> int:
     """Device memory saved by moving everything that can move."""
     return sum(
-        sum(layer.num_movable * layer.unit_bytes for layer in part.values()) - buffer_bytes(part.values())
+        sum(layer.num_movable * layer.unit_bytes - layer.rounding_bytes for layer in part.values())
+        - buffer_bytes(part.values())
         for part in _movable_parts(layers, moves_blocks=moves_blocks)
     )
 
@@ -215,7 +228,7 @@ def _division(layers: Sequence[LayerWeights], other_bytes: int, moved: Sequence[
     device_bytes, host_bytes, weights_bytes = other_bytes, 0, 0
     host_read = decode_s = 0.0
     for layer, count in zip(layers, moved, strict=True):
-        device_bytes += layer.num_bytes - count * layer.unit_bytes
+        device_bytes += layer.num_bytes + layer.rounding_bytes * (count > 0) - count * layer.unit_bytes
         weights_bytes += count * layer.unit_bytes
         host_bytes += (count + layer.num_spare) * layer.unit_bytes if count else 0
         experts_read = layer.top_k * layer.expert_bytes

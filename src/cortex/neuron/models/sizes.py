@@ -7,10 +7,10 @@ with the layers' allocations.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cortex.neuron.kernels.layouts import MatrixLayout
+from cortex.neuron.kernels.layouts import DeviceLayout, MatrixLayout, StackLayout, hosted_layout, stack_layout
 from cortex.neuron.kernels.quantised.layout import ORDER_BYTES, OrderedLayout
 from cortex.neuron.layers.configs import (
     KV_MIXERS,
@@ -106,7 +106,7 @@ def tower_room(architecture: Architecture, storage: WeightStorage) -> int:
 def token_room(architecture: Architecture, storage: WeightStorage) -> int:
     """The memory in which a layer computes, for each token: its inputs, what it projects them to, and its results."""
     hidden, widest = architecture.config.hidden, 0
-    for _, layer in architecture.named_layers():
+    for name, layer in architecture.named_layers():
         mixer, feed_forward, elements = layer.mixer, layer.feed_forward, 0
         if isinstance(mixer, RecurrentConfig):
             elements += 2 * sum(mixer.input_rows("").values())
@@ -114,7 +114,8 @@ def token_room(architecture: Architecture, storage: WeightStorage) -> int:
             elements += mixer.heads * mixer.head_dim * 3 + 2 * mixer.kv_elements
         if isinstance(feed_forward, MoEConfig):
             slots = feed_forward.top_k + -(-feed_forward.shared_inner // max(1, feed_forward.inner))
-            elements += slots * (2 * feed_forward.inner + hidden)
+            has_orders = isinstance(storage.packing.get(f"{name}.mlp.experts.0.up_proj.weight"), OrderedLayout)
+            elements += slots * (2 * feed_forward.inner + (1 + has_orders) * hidden)
         elif feed_forward is not None:
             elements += 3 * feed_forward.inner
         widest = max(widest, elements)
@@ -329,9 +330,9 @@ def _moe_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int:
         held = (len(config.held) - config.hosted) * expert_bytes(config, storage, prefix)
         router = storage.matrix_bytes(config.router_rows, config.hidden)
         return held + extra + router + _shared_bytes(config, storage, prefix)
-    packed = _packed_expert_bytes(config, storage, prefix)
-    if packed is not None:
-        packed += extra
+    layouts = _expert_layouts(config, storage, prefix)
+    if layouts is not None:
+        packed = _packed_expert_bytes(config, *layouts) + extra
         return packed + storage.matrix_bytes(config.router_rows, config.hidden) + _shared_bytes(config, storage, prefix)
     num_experts = len(config.held) + config.num_shared
     total = storage.matrix_bytes(num_experts * len(halves(config.gated)) * config.inner, config.width)
@@ -352,26 +353,35 @@ def _shared_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int
 
 
 def expert_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int:
-    """One routed expert, without its biases."""
-    packed = _packed_expert_bytes(config, storage, prefix)
-    if packed is not None:
-        return packed // len(config.held)
+    """One routed expert of a layer with some in host memory, without its biases."""
+    layouts = _expert_layouts(config, storage, prefix)
+    if layouts is not None:
+        return _packed_expert_bytes(config, hosted_layout(layouts[0]), layouts[1]) // len(config.held)
     return storage.matrix_bytes((1 + len(halves(config.gated))) * config.inner, config.width)
 
 
-def _packed_expert_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int | None:
-    """Routed experts that stay quantised: those whose matrices all have one layout."""
+def rounding_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int:
+    """How many bytes the routed experts of a layer take more if some are in host memory."""
+    layouts = _expert_layouts(config, storage, prefix)
+    if layouts is None:
+        return 0
+    return len(config.held) * expert_bytes(config, storage, prefix) - _packed_expert_bytes(config, *layouts)
+
+
+def _packed_expert_bytes(config: MoEConfig, gate_up: StackLayout, down: DeviceLayout) -> int:
+    """All routed experts, quantised."""
+    num_experts, rows = len(config.held), len(halves(config.gated)) * config.inner
+    orders = num_experts * ORDER_BYTES * config.width if isinstance(gate_up, OrderedLayout) else 0
+    codes = gate_up.num_bytes(num_experts * rows, config.width)
+    return codes + orders + down.num_bytes(num_experts * config.width, config.inner)
+
+
+def _expert_layouts(config: MoEConfig, storage: WeightStorage, prefix: str) -> tuple[StackLayout, DeviceLayout] | None:
+    """Of gate and up of the routed experts, and of down; None if they are dense or of several formats."""
     names = [f"{prefix}.experts.{expert}" for expert in range(len(config.held))]
-    inputs = {f"{name}.{half}_proj": config.inner for name in names for half in halves(config.gated)}
-    joint = {f"{name}.gate_up_proj": 2 * config.inner for name in names}
-    downs = {f"{name}.down_proj": config.width for name in names}
-    gate_up = _stack_bytes(config.width, joint, storage) or _stack_bytes(config.width, inputs, storage)
-    down = _stack_bytes(config.inner, downs, storage)
-    return None if gate_up is None or down is None else gate_up + down
 
+    def layout(parts: Sequence[str]) -> StackLayout | None:
+        return stack_layout([storage.packing.get(f"{name}.{part}_proj.weight") for part in parts] for name in names)
 
-def _stack_bytes(inputs: int, parts: Mapping[str, int], storage: WeightStorage) -> int | None:
-    """One matrix of the rows of all experts; None if they are dense or of several layouts."""
-    if len({storage.packing.get(f"{part}.weight") for part in parts}) > 1:
-        return None
-    return storage.packed_bytes(inputs, parts)
+    gate_up, down = layout(["gate_up"]) or layout(halves(config.gated)), layout(["down"])
+    return (gate_up, down) if gate_up is not None and isinstance(down, DeviceLayout) else None

@@ -126,8 +126,9 @@ class MatrixSink(Protocol):
 class OrderedSink(Protocol):
     """A matrix of codes whose columns are sorted by group."""
 
-    def put_order(self, columns: torch.Tensor) -> None:
-        """Before codes. columns: [inputs], those of the inputs in the order of the codes"""
+    def put_order(self, first_row: int, columns: torch.Tensor) -> None:
+        """Before the codes of rows from `first_row` on. columns: [inputs], those of the inputs in the order of the
+        codes"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,13 +215,14 @@ class PackedTarget:
         """Repack or quantise the bytes of the piece, which are on the device of the matrix."""
         matrix = self._placement.matrix
         first_row = self._placement.first_row + piece.start_group * self.stored.group_rows
+        is_in_order = self.stored.order is None
         if matrix.keeps == "float8" and self.stored.format == "FP8":
             codes, scales = decode_float8(self.stored, raw, piece.start_group)
             self.check.add_float8(codes)
             matrix.put_float8(first_row, codes, scales)
-        elif matrix.keeps == ("codes" if self.stored.order is None else "ordered") and has_groups(self.stored):
-            if isinstance(matrix, OrderedSink):
-                matrix.put_order(column_order(self.stored))
+        elif (matrix.keeps == "ordered" or (is_in_order and matrix.keeps == "codes")) and has_groups(self.stored):
+            if not is_in_order and isinstance(matrix, OrderedSink):
+                matrix.put_order(first_row, column_order(self.stored))
             groups = decode_groups(self.stored, raw, piece.start_group)
             self.check.add(groups.scale + groups.minimum)
             matrix.put_codes(first_row, groups.q.flatten(1), groups.scale[..., 0], groups.minimum[..., 0])

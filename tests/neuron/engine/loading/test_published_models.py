@@ -62,10 +62,10 @@ def awq(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     return parts, ((codes - zero) * scale).flatten(1)
 
 
-def gptq(weight: Tensor, *, has_order: bool = True) -> tuple[dict[str, Tensor], Tensor]:
-    """`has_order`: columns in an order of their own, the same for all matrices of as many."""
+def gptq(weight: Tensor, *, has_order: bool = True, number: int = 0) -> tuple[dict[str, Tensor], Tensor]:
+    """`has_order`: columns in an order of their own, the same for all matrices of as many with this number."""
     columns = weight.shape[1]
-    order = torch.randperm(columns, generator=torch.Generator().manual_seed(columns))
+    order = torch.randperm(columns, generator=torch.Generator().manual_seed(columns + number))
     order = order if has_order else torch.arange(columns)
     group_of = torch.empty(columns, dtype=torch.int32)
     group_of[order] = torch.arange(columns, dtype=torch.int32) // 64

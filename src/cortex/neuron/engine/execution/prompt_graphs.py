@@ -129,7 +129,7 @@ class PromptGraphs(SizedGraphs):
         self._context_tokens = context_tokens
         self._empty_inputs: dict[int, NDArray[np.int64]] = {}
         """By size, of the graphs that were captured or tried."""
-        self._token_room = token_room(model.architecture, WeightStorage(parameters.dtype.itemsize))
+        self._token_room = token_room(model.architecture, WeightStorage(parameters.dtype.itemsize, parameters.packing))
         shape = (num_streams + largest, model.config.hidden)
         self._hidden = torch.empty(shape, dtype=parameters.dtype, device=parameters.device)
         """The output of all graphs, of which only one runs at a time."""

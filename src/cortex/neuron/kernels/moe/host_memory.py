@@ -118,7 +118,7 @@ class HostMatrix:
         """Equal for matrices whose places have the same form."""
         self._table: bytes | None = None
 
-    def put_order(self, columns: Tensor) -> None:
+    def put_order(self, first_row: int, columns: Tensor) -> None:  # noqa: ARG002
         """See `OrderedMatrix.put_order`."""
         assert self.order is not None
         self.order.copy_(columns.to(self.order.dtype))

@@ -136,7 +136,8 @@ PUBLISHED_LAYOUTS: Final = {"FP8": Q8, "INT8": INT8, "INT4": INT4, "INT_ORDERED"
 """The layout of each quantised type of a published checkpoint in safetensors.
 
 FP8 without a layout of its own (`float8/layout.py`) has no groups of 32 columns, and neither have integers whose
-columns were quantised in another order where they cannot be sorted: in experts, whose inputs are those of all, and on a
-rank that has only some columns of each group. Their weights are quantised in eight bits, which adds a sixth of the
-error that FP8 has, a twentieth of that of GPTQ in four bits, and as much as GPTQ in eight bits has.
+columns were quantised in another order where they cannot be sorted: on a rank that has only some columns of each group,
+in experts whose gate and up have different orders, and in layers with experts in host memory. Their weights are
+quantised in eight bits, which adds a sixth of the error that FP8 has, a twentieth of that of GPTQ in four bits, and as
+much as GPTQ in eight bits has.
 """

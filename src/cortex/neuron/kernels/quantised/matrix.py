@@ -20,7 +20,7 @@ from cortex.neuron.kernels.jit import (
     triton,
 )
 from cortex.neuron.kernels.matrix import PLAIN, Epilogue, ExpertMatrix, KeptForm, Prologue
-from cortex.neuron.kernels.products.grouped import combine
+from cortex.neuron.kernels.products.grouped import combine, expert_load
 from cortex.neuron.kernels.quantised.codes import empty_codes, unpacked
 from cortex.neuron.kernels.quantised.contract_rows import MAX_CHUNKS, contract_rows_product
 from cortex.neuron.kernels.quantised.experts import packed_grouped_product
@@ -134,6 +134,7 @@ class PackedMatrix(ExpertMatrix):
     ) -> None:
         from cortex.neuron.kernels.quantised.hopper import streams
 
+        x, pairs_per_row = self._rows_of_pairs(x, lists, pairs_per_row)
         is_streamed = streams.takes(x, self.codes)
         product = streams.lists_product if is_streamed else packed_grouped_product
         product(x, self.codes, lists, out, pairs_per_row=pairs_per_row, activation=activation, bias=bias)
@@ -155,8 +156,13 @@ class PackedMatrix(ExpertMatrix):
 
         if not tiles.takes(x, self.codes.layout, len(parts), len(lists.counts)):
             return False
+        x, slots = self._rows_of_pairs(x, lists, slots)
         tiles.gated_pairs(x, self.codes, down.codes, lists, parts, slots=slots, activation=activation, biases=biases)
         return True
+
+    def _rows_of_pairs(self, x: Tensor, lists: PairLists, pairs_per_row: int) -> tuple[Tensor, int]:  # noqa: ARG002
+        """The inputs of pairs as their experts take them, and how many adjacent pairs share a row."""
+        return x, pairs_per_row
 
 
 _MAX_WHOLE_ROW = 1 << 14
@@ -168,33 +174,37 @@ _PART_COLUMNS = 1024
 class OrderedMatrix(PackedMatrix):
     """The columns are sorted by the groups that share a scale, as GPTQ with `desc_act` needs.
 
-    One launch puts inputs into the same order before a product, and computes the norm, if there is one. Holds no
-    experts. `values` and `rows` have the columns in the order of the inputs.
+    One launch puts inputs into the same order before a product, and computes the norm, if there is one. Each expert has
+    an order of its own; before a product of experts, each pair gets a row in its expert's order. No experts' rows of
+    down are in such a matrix. `values` and `rows` have the columns in the order of the inputs.
     """
 
     keeps: ClassVar[KeptForm] = "ordered"
 
-    def __init__(self, layout: Layout, outputs: int, inputs: int, device: torch.device) -> None:
+    def __init__(self, layout: Layout, outputs: int, inputs: int, device: torch.device, num_experts: int = 1) -> None:
         super().__init__(layout, outputs, inputs, device)
-        self.order = torch.empty(inputs, dtype=torch.int16, device=device)
-        """Which input each column takes, in 16 bits without a sign."""
+        self.order = torch.arange(inputs, device=device).to(torch.int16).repeat(num_experts, 1)
+        """Which input each column takes, by expert: [experts, inputs], in 16 bits without a sign."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return (*super().tensors, self.order)
 
-    def put_order(self, columns: Tensor) -> None:
-        """Before any rows. columns: [inputs], a permutation"""
-        self.order.copy_(columns.to(self.order.dtype))
+    def put_order(self, first_row: int, columns: Tensor) -> None:
+        """That of the expert with this row, before any of its rows; without it, columns are in the order of the inputs.
+        columns: [inputs], a permutation"""
+        self.order[first_row // self._expert_rows].copy_(columns.to(self.order.dtype))
 
     def put_values(self, first_row: int, values: Tensor) -> None:
-        super().put_values(first_row, values.index_select(1, self._columns()))
+        rows = torch.arange(first_row, first_row + len(values), device=self.device)
+        super().put_values(first_row, values.gather(1, self._columns(rows)))
 
     def values(self, rows: slice = slice(None)) -> Tensor:
-        return self._unsorted(super().values(rows))
+        ids = torch.arange(self.outputs, device=self.device)[rows]
+        return self._unsorted(super().values(rows), ids)
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        return self._unsorted(super().rows(ids, dtype))
+        return self._unsorted(super().rows(ids, dtype), ids)
 
     def fuses(self, prologue: Prologue, x: Tensor) -> bool:
         return prologue.activation is None and has_kernels(x)
@@ -202,26 +212,49 @@ class OrderedMatrix(PackedMatrix):
     def _product(self, x: Tensor, prologue: Prologue, epilogue: Epilogue, out: Tensor | None) -> Tensor:
         return super()._product(in_order(x, self.order, prologue), PLAIN, epilogue, out)
 
-    def _columns(self) -> Tensor:
-        return self.order.long() & 0xFFFF
+    def expand_rows(
+        self,
+        x: Tensor,
+        choice: ExpertChoice,
+        norm: Prologue,
+        activation: str | None,
+        out: Tensor,
+        bias: Tensor | None = None,
+    ) -> None:
+        alone = ExpertChoice(choice.experts.view(-1, 1), choice.weights.view(-1, 1))
+        super().expand_rows(in_order(x, self.order, norm, choice.experts), alone, PLAIN, activation, out, bias)
 
-    def _unsorted(self, values: Tensor) -> Tensor:
-        return torch.empty_like(values).index_copy_(1, self._columns(), values)
+    def _rows_of_pairs(self, x: Tensor, lists: PairLists, pairs_per_row: int) -> tuple[Tensor, int]:
+        return lists_in_order(x, self.order, lists, pairs_per_row), 1
+
+    @property
+    def _expert_rows(self) -> int:
+        return self.outputs // len(self.order)
+
+    def _columns(self, ids: Tensor) -> Tensor:
+        """Of these rows: [rows, inputs]"""
+        return (self.order.long() & 0xFFFF)[ids // self._expert_rows]
+
+    def _unsorted(self, values: Tensor, ids: Tensor) -> Tensor:
+        return torch.empty_like(values).scatter_(1, self._columns(ids), values)
 
 
-def in_order(x: Tensor, order: Tensor, prologue: Prologue = PLAIN) -> Tensor:
-    """The columns of norm(x), or of x, that `order` names. x: [rows, inputs] → the same shape, contiguous"""
+def in_order(x: Tensor, order: Tensor, prologue: Prologue = PLAIN, chosen: Tensor | None = None) -> Tensor:
+    """The columns of norm(x), or of x, that `order` names. x: [rows, inputs] → the same shape, contiguous
+
+    With `chosen`, experts by row, [rows, slots]: those that the order of each pair's expert names. → [pairs, inputs]
+    """
     if not has_kernels(x):
-        return in_order_reference(x, order, prologue)
-    rows, size = x.shape
-    is_whole = size <= _MAX_WHOLE_ROW
+        return in_order_reference(x, order, prologue, chosen)
+    is_whole, block = _blocks(x)
     if not is_whole:
         x, prologue = prologue.applied(x), PLAIN
-    block = triton.next_power_of_2(size) if is_whole else _PART_COLUMNS
-    out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
-    _in_order_kernel[(rows, triton.cdiv(size, block))](
+    size, slots = x.shape[1], 0 if chosen is None else chosen.shape[1]
+    out = torch.empty(len(x) * max(1, slots), size, dtype=x.dtype, device=x.device)
+    _in_order_kernel[(len(out), triton.cdiv(size, block))](
         x,
         order,
+        chosen,
         prologue.norm,
         out,
         x.stride(0),
@@ -230,21 +263,60 @@ def in_order(x: Tensor, order: Tensor, prologue: Prologue = PLAIN) -> Tensor:
         BLOCK=block,
         WHOLE=is_whole,
         NORM=prologue.norm is not None,
-        num_warps=max(1, min(16, block // 512)),
+        SLOTS=slots,
+        num_warps=_warps(block),
         **launch_options(x.device),
     )
     return out
 
 
-def in_order_reference(x: Tensor, order: Tensor, prologue: Prologue = PLAIN) -> Tensor:
+def in_order_reference(x: Tensor, order: Tensor, prologue: Prologue = PLAIN, chosen: Tensor | None = None) -> Tensor:
     """See `in_order`."""
-    return prologue.applied(x)[:, order.long() & 0xFFFF]
+    columns = order.long() & 0xFFFF
+    if chosen is None:
+        return prologue.applied(x)[:, columns.view(-1)]
+    return prologue.applied(x).repeat_interleave(chosen.shape[1], 0).gather(1, columns[chosen.flatten().long()])
+
+
+def lists_in_order(x: Tensor, order: Tensor, lists: PairLists, pairs_per_row: int) -> Tensor:
+    """The columns of the row of each pair that the order of its expert names; rows of pairs that are in no list are
+    undefined. x: [pairs / pairs_per_row, inputs] → [pairs, inputs]"""
+    (rows, size), (is_whole, block), num_experts = x.shape, _blocks(x), len(lists.counts)
+    out = torch.empty(rows * pairs_per_row, size, dtype=x.dtype, device=x.device)
+    programs = min(rows, expert_load(len(out), num_experts))
+    _lists_in_order_kernel[(num_experts, programs, triton.cdiv(size, block))](
+        x,
+        order,
+        lists.counts,
+        lists.members,
+        out,
+        lists.members.stride(0),
+        x.stride(0),
+        size,
+        BLOCK=block,
+        WHOLE=is_whole,
+        PAIRS_PER_ROW=pairs_per_row,
+        num_warps=_warps(block),
+        **launch_options(x.device),
+    )
+    return out
+
+
+def _blocks(x: Tensor) -> tuple[bool, int]:
+    """Whether a program takes whole rows, and its columns."""
+    is_whole = x.shape[1] <= _MAX_WHOLE_ROW
+    return is_whole, triton.next_power_of_2(x.shape[1]) if is_whole else _PART_COLUMNS
+
+
+def _warps(block: int) -> int:
+    return max(1, min(16, block // 512))
 
 
 @jit
 def _in_order_kernel(
     x,
     order,
+    chosen,
     norm_weight,
     out,
     stride,
@@ -253,27 +325,69 @@ def _in_order_kernel(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
     NORM: tl.constexpr,
+    SLOTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One program per row and BLOCK columns. WHOLE: a block is a whole row, which is read once and put into order in
-    shared memory. Only then there may be a norm."""
+    shared memory. Only then there may be a norm. SLOTS: pairs per row of x, each with an expert; 0: there is one
+    order."""
     if OVERLAP:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
-    place = tl.load(order + column, mask=inside, other=0).to(tl.int32) & 0xFFFF
+    source = x + row * stride
+    if SLOTS == 0:
+        place = tl.load(order + column, mask=inside, other=0).to(tl.int32) & 0xFFFF
     if NORM:
         gain = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
     if OVERLAP:
         gdc_wait()
+    if SLOTS > 0:
+        source = x + row // SLOTS * stride
+        own_order = order + tl.load(chosen + row).to(tl.int64) * size
+        place = tl.load(own_order + column, mask=inside, other=0).to(tl.int32) & 0xFFFF
     if WHOLE:
-        values = tl.load(x + row * stride + column, mask=inside, other=0.0)
+        values = tl.load(source + column, mask=inside, other=0.0)
         if NORM:
             exact = values.to(tl.float32)
             exact = exact * tl.rsqrt(tl.sum(exact * exact, 0) / size + eps) * gain
             values = exact.to(out.dtype.element_ty)
         values = tl.gather(values, place, 0)
     else:
-        values = tl.load(x + row * stride + place, mask=inside, other=0.0)
+        values = tl.load(source + place, mask=inside, other=0.0)
     tl.store(out + row * size + column, values, mask=inside)
+
+
+@jit(do_not_specialize=["members_stride"])
+def _lists_in_order_kernel(
+    x,
+    order,
+    counts,
+    members,
+    out,
+    members_stride,
+    stride,
+    size,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+    PAIRS_PER_ROW: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Programs of an expert and BLOCK columns take turns with its pairs. WHOLE: see `_in_order_kernel`."""
+    if OVERLAP:
+        gdc_launch_dependents()
+    expert = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    place = tl.load(order + expert * size + column, mask=inside, other=0).to(tl.int32) & 0xFFFF
+    if OVERLAP:
+        gdc_wait()
+    for turn in range(tl.program_id(1), tl.load(counts + expert), tl.num_programs(1)):
+        pair = tl.load(members + expert * members_stride + turn).to(tl.int64)
+        source = x + pair // PAIRS_PER_ROW * stride
+        if WHOLE:
+            values = tl.gather(tl.load(source + column, mask=inside, other=0.0), place, 0)
+        else:
+            values = tl.load(source + place, mask=inside, other=0.0)
+        tl.store(out + pair * size + column, values, mask=inside)

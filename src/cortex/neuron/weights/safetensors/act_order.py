@@ -2,7 +2,7 @@
 
 A tensor of the file has the group of each column. In a GPU's memory such columns are sorted by group, which takes their
 inputs in the same order. The inputs of a down projection are the outputs of gate and up: their rows are read in that
-order instead, and the inputs have it already. The model computes the same.
+order instead, and the inputs have it already. Each expert has an order for gate and up. The model computes the same.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ _MAX_COLUMNS: Final = 1 << 16
 """Kernels have the columns of an order in 16 bits."""
 _BLOCKS: Final = {"down_proj": ("gate_proj", "up_proj"), "w2": ("w1", "w3")}
 """The last matrix of a feed-forward block, and those before it."""
+_FIRST: Final = {member for before in _BLOCKS.values() for member in before}
 _BY_INPUTS: Final = ("gptq", "gptq_v2")
 
 
@@ -39,26 +40,43 @@ def sorted_by_group(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTens
     for name in tensors:
         prefix, member = _parts(name)
         members[prefix].add(member)
+    orders: dict[str, str | None] = {}
     for name, tensor in tensors.items():
-        prefix, member = _parts(name)
-        is_expert = ".experts." in name  # experts are one matrix, and each has an order of its own
-        if tensor.format != "INT_ORDERED" or (is_expert and member not in _BLOCKS) or not _has_whole_groups(tensor):
+        if tensor.format != "INT_ORDERED":
             continue
+        prefix, member = _parts(name)
+        order = _order(tensor)
         before = [f"{prefix}.{each}.weight" for each in _BLOCKS.get(member, ()) if each in members[prefix]]
         # Any other tensor of the block, as a norm, would need the order as well, and so would a bias.
         is_block = len(before) == len(members[prefix]) - 1 and not any(
             f"{prefix}.{each}" in members for each in members[prefix] - {member}
         )
-        if before and is_block and all(_takes_row_order(found[each], tensor) for each in before):
+        if order and before and is_block and all(_takes_row_order(found[each], tensor) for each in before):
             found[name] = _with(found[name], is_sorted=True)
             for each in before:
                 found[each] = _with(found[each], row_order=_scales(tensor).ordered)
-        elif not is_expert:
-            index = _scales(tensor).ordered
-            assert index is not None
-            digest = hashlib.blake2b(_read(index), digest_size=16).hexdigest()
-            found[name] = _with(found[name], order=digest)
+        elif not _stack(prefix) or member in _FIRST:
+            orders[name] = order
+    unsorted = _unsorted_stacks(orders, members)
+    for name, order in orders.items():
+        if order and _stack(name) not in unsorted:
+            found[name] = _with(found[name], order=order)
     return found
+
+
+def _unsorted_stacks(orders: Mapping[str, str | None], members: Mapping[str, set[str]]) -> set[str]:
+    """Experts that stay as they are, because gate and up of one differ: all are one matrix, with one order for each."""
+    unsorted = set()
+    for prefix in {_parts(name)[0] for name in orders if _stack(name)}:
+        own = {orders.get(f"{prefix}.{member}.weight") for member in _FIRST & members[prefix]}
+        if len(own) > 1 or None in own:
+            unsorted.add(_stack(prefix))
+    return unsorted
+
+
+def _stack(name: str) -> str:
+    """The experts to which a matrix or its block belongs; empty: it is in none."""
+    return name.rpartition(".experts.")[0]
 
 
 def _parts(name: str) -> tuple[str, str]:
@@ -87,16 +105,20 @@ def _takes_row_order(tensor: StoredTensor, following: StoredTensor) -> bool:
     return is_known and tensor.num_rows == following.shape[1]
 
 
-def _has_whole_groups(tensor: StoredTensor) -> bool:
-    """Whether each group has as many columns as the others."""
+def _order(tensor: StoredTensor) -> str | None:
+    """Names the order of the columns by group; None: the groups have not all as many columns."""
     index = _scales(tensor).ordered
     assert index is not None
     if index.num_elements > _MAX_COLUMNS:
-        return False
-    groups = array(_TYPES[index.format])
-    groups.frombytes(_read(index))
-    in_order = array(_TYPES[index.format], sorted(groups)).tobytes()
-    return in_order == _in_order(index.format, index.num_elements, _scales(tensor).columns)
+        return None
+    return _order_of(_read(index), index.format, index.num_elements, _scales(tensor).columns)
+
+
+@lru_cache(maxsize=16)
+def _order_of(groups: bytes, kind: str, columns: int, group: int) -> str | None:
+    if array(_TYPES[kind], sorted(array(_TYPES[kind], groups))).tobytes() != _in_order(kind, columns, group):
+        return None
+    return hashlib.blake2b(groups, digest_size=16).hexdigest()
 
 
 def _read(index: StoredTensor) -> bytes:

@@ -130,6 +130,7 @@ def _held_bytes(architecture: TransformersArchitecture, storage: WeightStorage) 
             layout = packing.get(name)
             count = math.prod(info.shape)
             total += count * storage.item_bytes if layout is None else layout.num_bytes(*info.shape)
+            total += ORDER_BYTES * info.shape[1] if isinstance(layout, OrderedLayout) else 0
     return total
 
 

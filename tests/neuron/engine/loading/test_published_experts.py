@@ -157,3 +157,13 @@ def test_layers_with_experts_in_host_memory_have_codes_of_eight_bits(
         found.append(torch.tensor([each.logprob for output in outputs for each in output.prompt_logprobs]))
         engine.close()
     assert 0 < (found[1] - found[0]).abs().max() < 0.2
+
+
+def test_orders_of_a_model_of_the_library_are_counted(tmp_path: Path, as_on_gpu: Callable[[], None]) -> None:
+    write(tmp_path, family="qwen2_moe")
+    as_on_gpu()
+    model = loaded(tmp_path)
+    assert any(isinstance(binding.matrix, OrderedMatrix) for binding in model.parameters.packed_bindings)
+    facts = inspect(tmp_path)
+    assert facts.architecture.backend == "transformers"
+    assert weight_bytes(facts.architecture, replace(facts.storage(GPU), item_bytes=4)) == model.parameters.num_bytes

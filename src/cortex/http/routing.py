@@ -49,6 +49,11 @@ class Match(NamedTuple, Generic[Handler_co]):
     """The parameters of the path, percent-decoded."""
 
 
+def routed_path(request: Request) -> bytes:
+    """The path as sent, without the slashes at its end, which routers ignore."""
+    return request.path.rstrip(b"/") or b"/"
+
+
 def path_of(request: Request) -> str:
     """The path as text, percent-decoded."""
     return unquote(request.path.decode("utf-8", "replace"))
@@ -116,7 +121,7 @@ class Router(Generic[Handler]):
 
     def _search(self, request: Request) -> Match[Handler] | set[str]:
         """The route of a request, or else the methods that its path takes."""
-        plain = request.path.rstrip(b"/") or b"/"
+        plain = routed_path(request)
         exact = self._exact.get(plain, {})
         if (match := exact.get(request.method) or exact.get(b"")) is not None:
             return match

@@ -177,6 +177,16 @@ async def test_sign_ins_are_in_the_audit_log_without_what_was_sent(start_gateway
     assert wrong not in str(entries)
 
 
+async def test_no_way_to_write_the_path_of_a_sign_in_makes_it_another_action(start_gateway: StartGateway) -> None:
+    anna = generate("anna", operator=True)
+    client = await start_gateway(keys=(anna.section,))
+    for path in ("/session", "/session/", "/session//"):
+        body = msgspec.json.encode({"key": anna.text})
+        assert (await client.post(path, body, **PAGE))[0] == 200
+    _, body = await client.get("/fleet/audit", authorization=f"Bearer {anna.text}")
+    assert [entry["action"] for entry in body["entries"]] == ["POST /session"]
+
+
 async def test_sign_out_removes_the_cookie(start_gateway: StartGateway) -> None:
     client = await start_gateway(keys=(generate("anna").section,))
     async with client.session.delete(client.url + "/session", headers=PAGE) as response:

@@ -25,7 +25,7 @@ from cortex.gateway.proxy.listener import SIGN_IN_CALLBACK, SIGN_IN_METHODS, SIG
 from cortex.gateway.proxy.routes import HttpRoute, json_response
 from cortex.http.limits import network_of
 from cortex.http.request import Request
-from cortex.http.routing import Route
+from cortex.http.routing import Route, routed_path
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.wire.errors import CortexError, InvalidAPIKey, RateLimitExceeded, RouteNotFound
@@ -121,7 +121,7 @@ class SignInAttempts:
 
 
 def _action(request: Request) -> str:
-    return f"{request.method.decode('latin-1')} {request.path.decode('latin-1')}"
+    return f"{request.method.decode('latin-1')} {routed_path(request).decode('latin-1')}"
 
 
 FLOW_COOKIE = b"cortex_sign_in"

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from cortex.http.composed_body import Body
 from cortex.http.limits import ClientLimits
 from cortex.http.request import Headers, Request
+from cortex.http.routing import routed_path
 from cortex.http.server.parser import Spooled
 from cortex.wire.opaque import fields as opaque_fields
 from cortex.wire.opaque.fields import OpaqueFields, form_of
@@ -52,7 +53,7 @@ def written(
     set or removed."""
     without = tuple(without)
     fields.check_overrides((*values, *without))
-    target = target_of(request.path, opaque_fields.written_query(fields, values, without))
+    target = target_of(routed_path(request), opaque_fields.written_query(fields, values, without))
     headers = [pair for pair in passed_headers(request) if pair[0] != _CONTENT_TYPE]
     if fields.form == "other":
         return WrittenRequest(target, headers, b"")

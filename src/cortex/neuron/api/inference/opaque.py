@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from cortex.http.composed_body import Body
 from cortex.http.opaque_request import WrittenRequest, passed_headers, read_fields, spooled_form, target_of, written
+from cortex.http.routing import routed_path
 from cortex.http.server.server import Response
 from cortex.neuron.api import bodies
 from cortex.neuron.api.calls import ApiCall, Route
@@ -51,7 +52,7 @@ class OpaqueRoutes:
             access = bodies.access_of(http)
             if access != "any":
                 fields.check_known()
-            upstream = self._upstream(fields.model, http.path.decode(), watch)
+            upstream = self._upstream(fields.model, routed_path(http).decode(), watch)
             if fields.form == "json":
                 dropped = (*upstream.stripped_fields, *upstream.fields)
                 body = await shared.server_body(http, upstream.fields, dropped, access)

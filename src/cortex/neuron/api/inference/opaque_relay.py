@@ -13,6 +13,7 @@ from cortex.http.observer import ObservedRelay, Outcome
 from cortex.http.opaque_request import WrittenRequest, passed_headers
 from cortex.http.relay import Relay
 from cortex.http.request import Headers
+from cortex.http.routing import routed_path
 from cortex.http.ticker import Ticker
 from cortex.http.upstream.faults import UpstreamFault, UpstreamSilent
 from cortex.neuron.api import bodies
@@ -47,7 +48,7 @@ class OpaqueRelay:
     ) -> None:
         """As `pass_on`, to the path of the request."""
         headers = [*(pair for pair in passed_headers(call.request) if pair[0] != _JSON[0]), _JSON]
-        await self.pass_on(call, model, WrittenRequest(call.request.path, headers, body), upstream, watch)
+        await self.pass_on(call, model, WrittenRequest(routed_path(call.request), headers, body), upstream, watch)
 
     async def pass_on(
         self,

@@ -17,6 +17,7 @@ import msgspec
 from cortex.foreign.body import Access, ServerFields, server_body
 from cortex.foreign.chat_response import ForeignResponse
 from cortex.http.request import Headers, Request
+from cortex.http.routing import routed_path
 from cortex.http.server.server import Response
 from cortex.http.ticker import Ticker
 from cortex.http.upstream.call import UpstreamCall
@@ -99,7 +100,7 @@ class Inference:
         self, http: Request, fields: dict[str, Any], without: tuple[str, ...], access: Access
     ) -> bytes:
         """A JSON body for the server of a model, with some fields set and others removed. Raises CortexError."""
-        arguments, client = (http.path.decode(), without, access), bodies.client_of(http)
+        arguments, client = (routed_path(http).decode(), without, access), bodies.client_of(http)
         read = await self.parser.run(server_body, *arguments, body=http.body, client=client)
         return read.with_fields(fields)
 
@@ -176,7 +177,7 @@ class Inference:
     async def _respond(self, call: ApiCall, name: str, packed: PackedRequest, watch: RequestWatch) -> Response | None:
         http, request, dialect = call.request, packed.head, DIALECTS[name]
         if dialect.is_passed_on and (upstream := self.backend.upstream(request.model)) is not None:
-            path = http.path.decode()
+            path = routed_path(http).decode()
             upstream.check_route(path)
             limit = bodies.token_limit_of(http)
             fields, without = operator_fields(upstream, path, request, len(http.body), limit)

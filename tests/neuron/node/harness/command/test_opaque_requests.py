@@ -106,6 +106,22 @@ async def test_every_form_of_a_request(call: Caller) -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "given"),
+    [
+        ("/v1/audio/speech", {"json": {"model": "m", "input": "hi"}}),
+        ("/v1/audio/speech", {"data": {"model": "m", "input": "hi"}}),
+        ("/v1/chat/completions", {"json": CHAT}),
+        ("/v1/embeddings", {"json": {"model": "m", "input": "hi"}}),
+        ("/infill", {"json": {"model": "m", "input_prefix": "a", "input_suffix": "b"}}),
+    ],
+    ids=["JSON", "form", "chat", "embeddings", "infill"],
+)
+async def test_slash_at_the_end_of_a_path_is_not_the_servers(call: Caller, path: str, given: dict[str, Any]) -> None:
+    plain, ignored = [await call(path + end, **given) for end in ("", "/")]
+    assert (ignored[0], ignored[1].get("path")) == (plain[0], plain[1].get("path")), ignored
+
+
+@pytest.mark.parametrize(
     ("path", "fields"),
     [
         ("/v1/audio/speech", lambda name: {"json": {"model": "m", "input": "hi", name: "x"}}),

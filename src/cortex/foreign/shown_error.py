@@ -56,7 +56,9 @@ def shown_text(text: str, model: str, name: str, hidden: Collection[str] = ()) -
     if len(text) > 2 * MAX_TEXT:
         text = text[: 2 * MAX_TEXT].rpartition(" ")[0]  # half a key would not be recognised
     text = " ".join(text.split())
-    for secret in sorted({model, *hidden} - {name, ""}, key=len, reverse=True):
+    folded = text.casefold()  # a server may have thousands of models, and a pattern takes far longer than a comparison
+    named = {secret for secret in (model, *hidden) if secret.casefold() in folded}
+    for secret in sorted(named - {name, ""}, key=len, reverse=True):
         pattern = rf"(?<![\w./-]){re.escape(secret)}(?:[-@:][\w.-]*\w)?(?![\w/])"
         text = re.sub(pattern, (lambda _: "\0") if secret == model else (lambda _: _REMOVED), text, flags=re.IGNORECASE)
     text = _PRIVATE.sub(_REMOVED, text)

@@ -115,8 +115,8 @@ def relu_squared_reference_(x: Tensor) -> Tensor:
 @jit(do_not_specialize=["count"])
 def _relu_squared_kernel(x, count, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     if OVERLAP:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()  # only now: the next kernel may read the lists of pairs at once
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + place, mask=place < count, other=0.0).to(tl.float32)
     value = tl.where(value > 0.0, value * value, tl.where(value == value, 0.0, value))

@@ -83,8 +83,8 @@ def _wide_kernel(
 ):
     """One program per tile of one expert's pairs and BLOCK_OUT rows of its matrix, as in `experts.py`."""
     if OVERLAP:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()  # only now: the next kernel may read the lists of pairs at once
     expert, first, count = own_tile(counts, EXPERTS, EXPERTS_BLOCK, BLOCK_PAIRS)
     if expert >= EXPERTS:
         return

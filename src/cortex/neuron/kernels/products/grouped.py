@@ -127,8 +127,8 @@ def own_pairs(
     """How a grouped kernel begins: its tile's expert, pairs, and which of the pairs exist. The program's second
     coordinate counts the tiles of all experts; the expert is EXPERTS or more where there is no such tile."""
     if OVERLAP:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()  # only now: the next kernel may read the lists of pairs at once
     expert, first, count = own_tile(counts, EXPERTS, EXPERTS_BLOCK, BLOCK_PAIRS)
     pair, valid = pairs_from(members, members_stride, expert, first, count, BLOCK_PAIRS)
     return expert, pair, valid

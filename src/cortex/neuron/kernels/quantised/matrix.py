@@ -134,8 +134,9 @@ class PackedMatrix(ExpertMatrix):
     ) -> None:
         from cortex.neuron.kernels.quantised.hopper import streams
 
+        # Without an activation the stream reads the lists at once: after the kernel that expands, not before it.
+        is_streamed = (activation is not None or pairs_per_row == 1) and streams.takes(x, self.codes)
         x, pairs_per_row = self._rows_of_pairs(x, lists, pairs_per_row)
-        is_streamed = streams.takes(x, self.codes)
         product = streams.lists_product if is_streamed else packed_grouped_product
         product(x, self.codes, lists, out, pairs_per_row=pairs_per_row, activation=activation, bias=bias)
 

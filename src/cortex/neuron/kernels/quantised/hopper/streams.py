@@ -172,8 +172,8 @@ def _streamed_kernel(
 ):
     """EXPERTS: the second coordinate is a tile of one expert's pairs; 0: it is a pair.
 
-    The kernel that expands starts this one only after the experts are known, so that their codes are on their way
-    before it ends.
+    The kernels between the choice of experts and this one start the next only after they have waited, so that the codes
+    are on their way before they end.
     """
     WARPS: gl.constexpr = gl.num_warps()
     ROWS: gl.constexpr = 16 * WARPS

@@ -12,6 +12,7 @@ import json
 import re
 import string
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
 from cortex.wire.errors import InvalidValue, shorten
@@ -114,13 +115,17 @@ def check_media(body: Mapping[str, Any], table: FieldTable) -> None:
     """Raises InvalidValue for media that are not in the body: the model's server would fetch them from inside its own
     network, or from its files, for a client that may reach neither. Also for files that are no pictures, in the place
     of pictures."""
-    are_texts = not any(_names_media(name, value, table) for name, value in body.items())
+    kinds = _kind_fields(table)
+    are_texts = True
+    for name, value in body.items():
+        if (name in kinds or name not in table.names) and _names_media(name, value, table):
+            are_texts = False
     for name, value in body.items():
         if name in table.contents and are_texts:
             _check_contents(value, name, opens_paths=table.opens_paths)
         elif name not in table.inert:
             _check("image" if name in table.contents else name, value, name, opens_paths=table.opens_paths)
-        else:
+        elif isinstance(value, (str, list, dict)):
             _check_references(value, name)
 
 
@@ -155,6 +160,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values) < len(pairs):
         raise InvalidValue("An object in the form has the same name twice; send each name once.")
     return values
+
+
+@cache
+def _kind_fields(table: FieldTable) -> frozenset[str]:
+    """The fields of a table that say what the inputs are."""
+    return frozenset(name for name in table.names if "".join(_words(name)) in _KIND_FIELDS)
 
 
 def _names_media(name: str, value: Any, table: FieldTable) -> bool:

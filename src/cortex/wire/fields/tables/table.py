@@ -73,7 +73,9 @@ class FieldTable:
         path."""
         self.opens_paths = opens_paths
         self._fields = {one.name: one for group in groups for one in group}
-        self._names = frozenset(name.partition(".")[0] for name in self._fields)
+        self.names = frozenset(name.partition(".")[0] for name in self._fields)
+        """The fields of a body itself."""
+        self._folded = {name: _folded(name) for name in self.names}
         read = [one.name.partition(".")[0] for one in self if one.in_envelope]
         self.envelope = tuple(dict.fromkeys((*read, *of_gateways)))
         """The fields that a gateway reads."""
@@ -90,7 +92,7 @@ class FieldTable:
         self.limits = tuple(one.name for one in self if one.is_limit)
         """The fields with the limit of one choice. The first is the one that is written for servers."""
         self._rejected = tuple(one for one in self if one.treatment is Treatment.REJECTED)
-        self._spelled = {_folded(name): name for name in self._names}
+        self._spelled = {folded: name for name, folded in self._folded.items()}
         self._relayed = frozenset(relayed)
 
     def __iter__(self) -> Iterator[BodyField]:
@@ -102,7 +104,7 @@ class FieldTable:
     def read(self, body: bytes) -> Fields:
         """The body, from which only fields of this table can be read. Raises `MalformedJSON`, `MissingModel`, or
         `InvalidValue` for a field that is rejected."""
-        fields = wire_body.parse(body, self._names)
+        fields = wire_body.parse(body, self.names)
         fields.model()
         for one in self._rejected:
             if not one.is_harmless(fields.raw(one.name)):
@@ -116,10 +118,10 @@ class FieldTable:
     def check_spelling(self, names: Collection[str]) -> None:
         """Raises InvalidValue for a name that is not a field of this table but that a server could read as one: many
         ignore case (Go, .NET), some also separators, or what follows a bracket."""
-        if self._names.issuperset(names):
+        if self.names.issuperset(names):
             return
         for name in names:
-            meant = None if name in self._names else self._spelled.get(_folded(name))
+            meant = None if name in self.names else self._spelled.get(_folded(name))
             if meant is not None:
                 raise InvalidValue(
                     f"'{shorten(name)}' is not a field, and a server may read it as '{meant}'; spell it '{meant}'.",
@@ -129,9 +131,10 @@ class FieldTable:
     def check_overrides(self, names: Iterable[str], overridden: Iterable[str]) -> None:
         """Raises InvalidValue for another spelling of a field that is set or removed for a server, by any name."""
         own = frozenset(overridden)
-        spelled = {_folded(name): name for name in own}
+        known = self._folded
+        spelled = {known.get(name) or _folded(name): name for name in own}
         for name in names:
-            meant = None if name in own else spelled.get(_folded(name))
+            meant = None if name in own else spelled.get(known.get(name) or _folded(name))
             if meant is not None:
                 raise InvalidValue(
                     f"a server may read '{shorten(name)}' as '{meant}', which is set or removed here; leave it out.",
@@ -145,7 +148,7 @@ class FieldTable:
             one = self._fields.get(name)
             if name in self._relayed:
                 continue
-            if name not in self._names:
+            if name not in self.names:
                 problem = "it is not known here, and the key has a budget or a list of models; remove it"
             elif one is None or one.treatment is not Treatment.REJECTED or one.is_harmless(value):
                 continue

@@ -164,8 +164,7 @@ class AdmissionController:
         if isinstance(found, CortexError):
             prompt_tokens = ModelSpec(id=summary.model).price_of(summary.num_choices) if has_price else None
             return self.meter.admit(key, prompt_bytes, summary, prompt_tokens=prompt_tokens)
-        spec = self._dispatcher.spec(summary.model)
-        prompt_tokens = spec.price_of(summary.num_choices) if has_price else None
+        prompt_tokens = self._dispatcher.spec(summary.model).price_of(summary.num_choices) if has_price else None
         return self.meter.admit(key, prompt_bytes, summary, self._context_of, self._prices_of, prompt_tokens)
 
     def _until_nodes_report(self, error: CortexError, name: str) -> CortexError:

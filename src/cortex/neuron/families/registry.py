@@ -10,7 +10,6 @@ from cortex.neuron.families.descriptors import (
     cohere,
     deepseek,
     encoders,
-    ernie,
     gemma,
     glm,
     granite,
@@ -28,7 +27,7 @@ from cortex.neuron.families.splits import Split
 from cortex.neuron.families.tool_calls import ToolSyntax
 
 FAMILIES: Final[tuple[ModelFamily, ...]] = (
-    *(*cohere.FAMILIES, *deepseek.FAMILIES, *encoders.FAMILIES, *ernie.FAMILIES, *gemma.FAMILIES),
+    *(*cohere.FAMILIES, *deepseek.FAMILIES, *encoders.FAMILIES, *gemma.FAMILIES),
     *(*glm.FAMILIES, *granite.FAMILIES, *lfm2.FAMILIES, *llama.FAMILIES, *mistral.FAMILIES),
     *(*mixtures.FAMILIES, *muse.FAMILIES, *nemotron.FAMILIES, *qwen.FAMILIES),
 )

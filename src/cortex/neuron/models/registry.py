@@ -13,7 +13,6 @@ from cortex.neuron.models.families import (
     cohere,
     deepseek,
     encoders,
-    ernie,
     gemma,
     glm,
     granite,
@@ -34,7 +33,6 @@ from cortex.neuron.weights.safetensors.published import unreadable_method
 FAMILIES: dict[str, Callable[[Mapping[str, Any]], Architecture]] = {
     **cohere.ARCHITECTURES,
     **deepseek.ARCHITECTURES,
-    **ernie.ARCHITECTURES,
     **gemma.ARCHITECTURES,
     **glm.ARCHITECTURES,
     **granite.ARCHITECTURES,

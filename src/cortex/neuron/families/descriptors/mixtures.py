@@ -1,4 +1,4 @@
-"""Families with experts and one published line each: gpt-oss, MiniMax-M2 and Laguna."""
+"""Families with experts and one published line each: gpt-oss, MiniMax-M2, Laguna and ERNIE 4.5."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from cortex.neuron.families.family import THINK, ModelFamily, ReasoningMarkers
 from cortex.neuron.families.gguf import (
     SHARED_EXPERT,
     SIGMOID,
+    SOFTMAX,
     GGUFArchitecture,
     GGUFKeys,
     check_scoring,
     num_dense,
+    optional_count,
     ropes_by_type,
 )
 from cortex.neuron.families.splits import O200K, ONE_DIGIT, Split
@@ -50,6 +52,17 @@ def _laguna(keys: GGUFKeys, config: Mapping[str, Any]) -> dict[str, Any]:
         "mlp_layer_types": ["dense" if layer < dense else "sparse" for layer in range(num_layers)],
         "moe_routed_scaling_factor": keys.number("expert_weights_scale", 1.0),
         "rope_parameters": ropes,
+    }
+
+
+def _ernie4_5_moe(keys: GGUFKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+    check_scoring(keys, SOFTMAX)
+    return {
+        "moe_num_experts": config["num_experts"],
+        "moe_k": config["num_experts_per_tok"],
+        "moe_num_shared_experts": optional_count(keys, "expert_shared_count"),
+        "moe_layer_start_index": num_dense(keys),
+        "moe_layer_interval": keys.count("interleave_moe_layer_step", 1),
     }
 
 
@@ -113,5 +126,20 @@ FAMILIES: Final = (
                 heads_by_layer=True,
             ),
         ),
+    ),
+    ModelFamily(
+        ("ernie4_5",), "ERNIE 4.5, dense", rotates_neighbours=True, head_dim=128, gguf=(GGUFArchitecture("ernie4_5"),)
+    ),
+    ModelFamily(
+        ("ernie4_5_moe",),
+        "ERNIE 4.5",
+        tensor_names={
+            ".mlp.moe_statics.": ".mlp.gate.",
+            ".mlp.gate.moe_statics.": ".mlp.gate.",
+            ".mlp.shared_experts.": ".mlp.shared_expert.",
+        },
+        rotates_neighbours=True,
+        reasoning=THINK,
+        gguf=(GGUFArchitecture("ernie4_5-moe", _ernie4_5_moe, SHARED_EXPERT, is_mixture=True),),
     ),
 )

@@ -115,11 +115,10 @@ def check_media(body: Mapping[str, Any], table: FieldTable) -> None:
     """Raises InvalidValue for media that are not in the body: the model's server would fetch them from inside its own
     network, or from its files, for a client that may reach neither. Also for files that are no pictures, in the place
     of pictures."""
-    kinds = _kind_fields(table)
-    are_texts = True
-    for name, value in body.items():
-        if (name in kinds or name not in table.names) and _names_media(name, value, table):
-            are_texts = False
+    plain = _fields_of_no_kind(table)
+    are_texts = plain.issuperset(body) or not any(
+        _names_media(name, value, table) for name, value in body.items() if name not in plain
+    )
     for name, value in body.items():
         if name in table.contents and are_texts:
             _check_contents(value, name, opens_paths=table.opens_paths)
@@ -163,9 +162,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 @cache
-def _kind_fields(table: FieldTable) -> frozenset[str]:
-    """The fields of a table that say what the inputs are."""
-    return frozenset(name for name in table.names if "".join(_words(name)) in _KIND_FIELDS)
+def _fields_of_no_kind(table: FieldTable) -> frozenset[str]:
+    """The fields of a table that do not say what the inputs are."""
+    return frozenset(name for name in table.names if "".join(_words(name)) not in _KIND_FIELDS)
 
 
 def _names_media(name: str, value: Any, table: FieldTable) -> bool:

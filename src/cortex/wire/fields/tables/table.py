@@ -75,7 +75,6 @@ class FieldTable:
         self._fields = {one.name: one for group in groups for one in group}
         self.names = frozenset(name.partition(".")[0] for name in self._fields)
         """The fields of a body itself."""
-        self._folded = {name: _folded(name) for name in self.names}
         read = [one.name.partition(".")[0] for one in self if one.in_envelope]
         self.envelope = tuple(dict.fromkeys((*read, *of_gateways)))
         """The fields that a gateway reads."""
@@ -92,7 +91,8 @@ class FieldTable:
         self.limits = tuple(one.name for one in self if one.is_limit)
         """The fields with the limit of one choice. The first is the one that is written for servers."""
         self._rejected = tuple(one for one in self if one.treatment is Treatment.REJECTED)
-        self._spelled = {folded: name for name, folded in self._folded.items()}
+        self._spelled = {_folded(name): name for name in self.names}
+        assert len(self._spelled) == len(self.names), "a field is another spelling of one of this table"
         self._relayed = frozenset(relayed)
 
     def __iter__(self) -> Iterator[BodyField]:
@@ -128,13 +128,14 @@ class FieldTable:
                     param=shorten(name),
                 )
 
-    def check_overrides(self, names: Iterable[str], overridden: Iterable[str]) -> None:
+    def check_overrides(self, names: Collection[str], overridden: Iterable[str]) -> None:
         """Raises InvalidValue for another spelling of a field that is set or removed for a server, by any name."""
         own = frozenset(overridden)
-        known = self._folded
-        spelled = {known.get(name) or _folded(name): name for name in own}
+        if self.names.issuperset(names) and self.names.issuperset(own):
+            return
+        spelled = {_folded(name): name for name in own}
         for name in names:
-            meant = None if name in own else spelled.get(known.get(name) or _folded(name))
+            meant = None if name in own else spelled.get(_folded(name))
             if meant is not None:
                 raise InvalidValue(
                     f"a server may read '{shorten(name)}' as '{meant}', which is set or removed here; leave it out.",

@@ -175,7 +175,7 @@ def test_model_that_another_gateway_has_loaded_again_is_left_as_it_is() -> None:
     finish_unload_of(fake, "other")
     fake.context_tokens["m"] = 20_000
     fake.poll()
-    fake.dispatcher.unload_ended(ModelOnNode("n", "m"), None, is_kept=True)
+    fake.dispatcher.unload_ended(ModelOnNode("n", "m"), None, was_reloaded=True)
     assert fake.loads == []
     assert node_of(fake.ask("m")) == "n"
     fake.dispatcher.release(lease_of(fake.ask("m")))
@@ -187,7 +187,7 @@ def test_model_that_was_reloaded_for_less_than_is_needed_is_loaded_again() -> No
     finish_unload_of(fake, "other")
     fake.context_tokens["m"] = 20_000
     fake.poll()
-    fake.dispatcher.unload_ended(ModelOnNode("n", "m"), None, is_kept=True)
+    fake.dispatcher.unload_ended(ModelOnNode("n", "m"), None, was_reloaded=True)
     fake.dispatcher.prompt_exceeded("m", 30_000, "request")
     assert fake.unload_requests[-1].seen_context_tokens == 20_000
 
@@ -198,7 +198,7 @@ def test_requests_that_waited_for_a_reload_get_what_it_leaves_as_it_is() -> None
     finish_unload_of(fake, "other")
     own, other = fake.ask("m"), fake.ask("other")
     assert (own, other) == ([], [])
-    fake.dispatcher.unload_ended(ModelOnNode("n", "m"), None, is_kept=True)
+    fake.dispatcher.unload_ended(ModelOnNode("n", "m"), None, was_reloaded=True)
     assert node_of(own) == "n"
     assert fake.loads == [("n", "other")]
 

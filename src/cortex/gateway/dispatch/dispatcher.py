@@ -498,10 +498,10 @@ class Dispatcher(DispatchView, StateMachine):
             self._jobs.give_up(job.target, error)
 
     @event
-    def unload_ended(self, target: ModelOnNode, error: CortexError | None, *, is_kept: bool = False) -> None:
-        """The node has been polled since. `is_kept`: it has given the model a longer context before."""
-        self._jobs.unload_ended(target, error, is_kept=is_kept)
-        if error is None and not is_kept:
+    def unload_ended(self, target: ModelOnNode, error: CortexError | None, *, was_reloaded: bool = False) -> None:
+        """The node has been polled since. `was_reloaded`: it has given the model a longer context before."""
+        self._jobs.unload_ended(target, error, was_reloaded=was_reloaded)
+        if error is None and not was_reloaded:
             self._leases.left_device(target.node, target.model)
 
     @event

@@ -135,8 +135,8 @@ class NodeEffects:
         await self._poll(node, *others)
         target, error = ModelOnNode(node, request.model_id), result if isinstance(result, CortexError) else None
         is_there = isinstance(result, ModelStatus) and (result.state is ModelState.READY or result.state in STARTING)
-        is_kept = is_there and request.seen_context_tokens is not None
-        self.dispatcher.unload_ended(target, error, is_kept=is_kept)
+        was_reloaded = is_there and request.seen_context_tokens is not None
+        self.dispatcher.unload_ended(target, error, was_reloaded=was_reloaded)
 
     async def _forget(self, node: str, request: UnloadRequest) -> None:
         result = await result_of(lambda: self._nodes[node].unload(request, timeout_s=UNLOAD_TIMEOUT_S))

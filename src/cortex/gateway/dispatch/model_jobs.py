@@ -227,10 +227,10 @@ class ModelJobs:
         self._fleet_state.failures[target] = failure
         self.notify(target, "load", error)
 
-    def unload_ended(self, target: ModelOnNode, error: CortexError | None, *, is_kept: bool = False) -> None:
-        """Record how an unload ended; loads that waited for it begin, or fail with it. `is_kept`: the model was to be
-        loaded again, for which another gateway was first."""
-        if is_kept:
+    def unload_ended(self, target: ModelOnNode, error: CortexError | None, *, was_reloaded: bool = False) -> None:
+        """Record how an unload ended; loads that waited for it begin, or fail with it. `was_reloaded`: the model was to
+        be loaded again, for which another gateway was first."""
+        if was_reloaded:
             self._reload_unneeded(target)
             return
         node, model = target

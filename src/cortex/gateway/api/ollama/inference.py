@@ -107,8 +107,8 @@ class OllamaInference:
             if dispatcher.queue_depths.get(model):
                 return
             for node in self._operator.targets_of_unload(model):
-                is_kept = node in in_use or self._operator.is_pinned(ModelOnNode(node, model))
-                if not is_kept and dispatcher.why_away(node) is None:
+                stays = node in in_use or self._operator.is_pinned(ModelOnNode(node, model))
+                if not stays and dispatcher.why_away(node) is None:
                     self._operator.unload(model, node)
         except (ModelNotFound, ModelInUse, ModelNotAllowed):
             log.debug("%s was not unloaded", name)

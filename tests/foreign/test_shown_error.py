@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
 import pytest
 
-from cortex.foreign import shown_error as shown_error_module
 from cortex.foreign.shown_error import MAX_TEXT, shown_error, shown_text
 
 
@@ -52,14 +52,14 @@ def test_text_names_only_the_model_of_the_client(text: str, shown: str) -> None:
 
 def test_cost_of_a_text_is_that_of_the_models_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server may have thousands of others, and the loop that relays for all clients waits."""
-    num_searched, search = 0, shown_error_module.re.sub
+    num_searched, search = 0, re.sub
 
-    def counted(*given: Any, **named: Any) -> str:
+    def counted(*given: Any, **named: Any) -> Any:
         nonlocal num_searched
         num_searched += 1
         return search(*given, **named)
 
-    monkeypatch.setattr(shown_error_module.re, "sub", counted)
+    monkeypatch.setattr(re, "sub", counted)
     others = [f"org/model-{number}" for number in range(1000)]
     assert shown_text("try Org/Model-7 instead of m", "m", "fast", others) == "try … instead of fast"
     assert num_searched == 2

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cortex.neuron.private_api.triton import Kernel, Pointer, build_launcher, specialised
+from cortex.neuron.private_api.triton import Pointer, build_launcher, replaced_launches, specialised
 
 MAX_THREADS = 16
 POLL_S = 0.05
@@ -42,19 +42,14 @@ class KernelCompiler:
         """This thread's launches are compiled instead. Those of other threads run; one that also collects waits."""
         own = threading.get_ident()
 
-        def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        def run(launch: Any, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
             if threading.get_ident() != own:
                 return launch(kernel, *args, grid=grid, warmup=warmup, **options)
             self._begin(partial(launch, kernel, grid=(1, 1, 1), warmup=True), kernel, args, options)
             return None
 
-        with _collecting:
-            launch = Kernel.run
-            Kernel.run = run
-            try:
-                yield
-            finally:
-                Kernel.run = launch
+        with _collecting, replaced_launches(run):
+            yield
 
     def _begin(self, compile_: Callable[..., object], kernel: Any, args: tuple[Any, ...], options: Any) -> None:
         given = tuple(_pointer(each) if isinstance(each, Tensor) else each for each in args)

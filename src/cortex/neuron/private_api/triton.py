@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import inspect
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from importlib import import_module, metadata
 from pathlib import Path
@@ -94,12 +96,23 @@ COLLECTED_LAUNCHES = PrivateEntry(
 
 
 class Kernel(getattr(triton, "JITFunction", object)):  # type: ignore[misc]
-    """A kernel that is compiled. Its `run` is replaced where launches are only to be compiled
-    (`kernels/compilation.py`)."""
+    """A kernel that is compiled."""
 
     def prepare_cache(self) -> None:
         """Makes the cache of the current device, which two threads must not do at the same time."""
         self.device_caches[triton.runtime.driver.active.get_current_device()]
+
+
+@contextmanager
+def replaced_launches(run: Callable[..., object]) -> Iterator[None]:
+    """Calls `run` with the function that launches a kernel, the kernel and its arguments, in place of every launch, in
+    all threads. One at a time."""
+    launch = Kernel.run
+    Kernel.run = lambda kernel, *args, **options: run(launch, kernel, *args, **options)
+    try:
+        yield
+    finally:
+        Kernel.run = launch
 
 
 class Pointer:

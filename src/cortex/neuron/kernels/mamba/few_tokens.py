@@ -1,7 +1,8 @@
 """Rows of a few tokens of Mamba-2: steps that check draft tokens (`recurrent/few_tokens.py`).
 
 A program takes some columns of one head of one sequence: it reads their memory once, takes in the tokens one after the
-other, and writes the memory once. Reference: `scan.mamba_reference`.
+other, and writes the memory once. From eight rows on, one token takes less time in `step.py`. Reference:
+`scan.mamba_reference`.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ reads an expert. Written in Gluon, Triton's lower language.
 
 A program has some rows of one expert's matrix, and up to eight of its pairs: the columns of the smallest product of
 tensor cores. Of gate and up, a warp has eight rows each. Reference: `one_row.py` and `experts.py`, which compute
-the same on other cards and for other layouts, and the former also a single row's second product, in less time. From 48
-rows on, `tiles.py` takes less time.
+the same on other cards and for other layouts, and the former also a single row's second product, in less time. Larger
+batches take less time in `tiles.py`.
 """
 
 from __future__ import annotations

@@ -352,7 +352,7 @@ def _is_cut(status: ModelStatus) -> bool:
     return status.contexts is not None and measured_bytes < estimate_bytes - estimate_bytes // 10
 
 
-def measured_anew(before: Node, after: Node) -> Iterator[str]:
+def remeasured(before: Node, after: Node) -> Iterator[str]:
     """The models whose measured size may have changed since the report `before`."""
     for model_id, held in after.residencies.items():
         old, status = before.residencies.get(model_id), held.status

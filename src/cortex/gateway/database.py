@@ -57,7 +57,7 @@ class RejectedValue(StoreError):
 
 
 def client_error(error: StoreError) -> CortexError:
-    """What a client is told; the gateway's log has the reason."""
+    """The error for a client; the gateway's log has the reason."""
     if isinstance(error, RejectedValue):
         return InvalidValue("The database cannot store a text with a NUL character or a number that is too large.")
     return DatabaseUnavailable("The request needs the gateway's database, which is unavailable now; try again later.")

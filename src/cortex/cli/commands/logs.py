@@ -343,8 +343,8 @@ def usage(
     elif not rows:
         span = days or 30
         is_recent = since is None and until is None
-        told = f"no usage in the last {plural(int(span) if span == int(span) else span, 'day')}"
-        console().print(told if is_recent else "no usage in this time")
+        note = f"no usage in the last {plural(int(span) if span == int(span) else span, 'day')}"
+        console().print(note if is_recent else "no usage in this time")
     else:
         names = ("KEY", "MODEL") if by == "key-model" else (by.upper(),)
         shown = table(*names, *(f">{title.upper()}" for title in HEADER))

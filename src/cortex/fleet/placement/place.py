@@ -380,8 +380,8 @@ def to_load_elsewhere(
         most_tokens = 0 if contexts is None else min(contexts.full_tokens, contexts.empty_tokens)
         return held.state is not ModelState.READY and most_tokens >= tokens
 
-    likeliest = nlargest(_MOST_ELSEWHERE, filter(may_have, listing), key=available_bytes)
-    found = [assess(spec, node, fleet, now, origin=origin) for node in likeliest]
+    candidates = nlargest(_MOST_ELSEWHERE, filter(may_have, listing), key=available_bytes)
+    found = [assess(spec, node, fleet, now, origin=origin) for node in candidates]
     fitting = [each for each in found if each.verdict in _FITTING and (each.context_tokens or 0) >= tokens]
     return decided(spec, fleet, now, origin, fitting) if fitting else None
 

@@ -345,9 +345,9 @@ class FleetState:
             node_memory(node)  # now, one by one, instead of for all nodes with the next decision
         if self.fleet.index.listing is not before.index.listing:
             self._resolved.clear()
-        measured_anew = {model for each in changed for model in memory.measured_anew(*each)}
+        remeasured = {model for each in changed for model in memory.remeasured(*each)}
         # Those that are loaded have their earlier options.
-        models = measured_anew if self._resized is None else self.fleet.live_models() - self._resized
+        models = remeasured if self._resized is None else self.fleet.live_models() - self._resized
         self._resized = None
         measured = memory.measurements(self.fleet, models)
         self.fleet = self.fleet.with_nodes((), measured=measured)

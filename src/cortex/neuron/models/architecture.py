@@ -171,7 +171,7 @@ class Architecture(ABC):
         return part
 
     def hosting(self, moved: Sequence[int]) -> Architecture:
-        """The same model with so many routed experts, or the feed-forward block, of each layer in host memory."""
+        """The same model with `moved` routed experts, or the feed-forward block, of each layer in host memory."""
         part = copy.copy(self)
         part.layers = tuple(layer.hosting(count) for layer, count in zip(self.layers, moved, strict=True))
         return part

@@ -225,7 +225,7 @@ class LayerConfig:
         return replace(self, mixer=mixer, feed_forward=block, experts=experts)
 
     def hosting(self, moved: int) -> LayerConfig:
-        """The layer with so many of its routed experts in host memory; without experts, its feed-forward block."""
+        """The layer with `moved` of its routed experts in host memory; without experts, its feed-forward block."""
         if self.experts is not None:
             return replace(self, experts=replace(self.experts, hosted=moved))
         if isinstance(self.feed_forward, MoEConfig):

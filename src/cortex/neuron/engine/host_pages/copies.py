@@ -150,7 +150,7 @@ class BlockCopies:
 
 class IncomingCopies(BlockCopies):
     """Copies to the device, on a stream and from a thread of their own. They run after the steps and copies that
-    `follow` has seen, and beside later ones, which use the blocks only when they have arrived."""
+    `follow` has seen, and together with later ones, which use the blocks only when they have arrived."""
 
     def __init__(self, slabs: HostSlabs, device: torch.device, others: BlockCopies) -> None:
         super().__init__(slabs, device)

@@ -209,7 +209,7 @@ class HostTeam:
         return cpu_s <= layer.num_places * layer.expert_bytes / rates.bus
 
     def joint(self, layer: HostLayer, rows: int) -> Joint:
-        """The way of so many rows to the CPU and back."""
+        """The way of `rows` rows to the CPU and back."""
         self._begin_step(layer)
         spans = self._spans(rows, layer.width, layer.slots)
         x, chosen, weights = (self._device_in[span] for span in spans)

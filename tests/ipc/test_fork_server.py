@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -188,6 +189,22 @@ async def test_fork_server_that_reads_slowly_gets_all_messages() -> None:
     await process.stop()
     for _, each in [*killed, *kept, (first, connection)]:
         each.close()
+
+
+async def test_fork_server_that_cannot_be_reached_is_killed_so_that_nobody_waits_for_it(
+    server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, connection, _ = await begun(server)
+    process = await server.start()
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOBUFS, "no memory for the message")
+
+    monkeypatch.setattr(PacketSocket, "send", fail)
+    with pytest.raises(ConnectionError):
+        await forked(process)
+    assert await ended(worker) == -signal.SIGKILL
+    connection.close()
 
 
 async def test_closed_fork_server_ends_its_workers_and_starts_no_more(

@@ -178,6 +178,7 @@ class ForkServerProcess:
             except OSError as error:
                 self._drop_unsent()
                 self._is_lost = True
+                self._kill_process()  # it may live: dropped messages and its workers end with it
                 raise ConnectionError(f"its process has ended: {error}") from error
             self._unsent.popleft()
             if passed is not None:

@@ -65,6 +65,26 @@ def test_files_that_have_changed_are_listed_again_and_not_sent_as_what_they_were
     assert after.files["config.json"].digest == hashlib.sha256(b"changed").hexdigest()
 
 
+def test_file_that_disappears_while_it_is_opened_leaves_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, "config.json")
+    repository = LocalRepository(tmp_path, FileDigests())
+    listing = repository.listing()
+    assert listing is not None
+    real = os.fstat
+
+    def gone(descriptor: int) -> os.stat_result:
+        (tmp_path / "config.json").unlink(missing_ok=True)
+        return real(descriptor)
+
+    monkeypatch.setattr(os, "fstat", gone)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(FileNotFoundError):
+        repository.open_blob(listing.files["config.json"].digest)
+    assert os.listdir("/proc/self/fd") == before
+
+
 @pytest.mark.parametrize("name", ["missing", "missing.gguf", "empty"])
 def test_path_without_a_model_has_no_listing(tmp_path: Path, name: str) -> None:
     (tmp_path / "empty").mkdir()

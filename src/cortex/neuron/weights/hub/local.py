@@ -50,10 +50,15 @@ class LocalRepository:
         read."""
         if (path := self._listed.get(digest)) is not None:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            opened, named = os.fstat(descriptor), path.stat()
-            if self._digests.known(path) == digest and stamp_of(opened) == stamp_of(named):
+            is_sent = False
+            try:
+                opened, named = os.fstat(descriptor), path.stat()
+                is_sent = self._digests.known(path) == digest and stamp_of(opened) == stamp_of(named)
+            finally:
+                if not is_sent:
+                    os.close(descriptor)
+            if is_sent:
                 return descriptor
-            os.close(descriptor)
         raise FileNotFoundError(digest)
 
     def _digest(self, path: Path) -> str:

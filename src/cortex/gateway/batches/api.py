@@ -143,6 +143,7 @@ class BatchService:
     def _begin_openai(self, work: _Work, exchange: Exchange, /, **values: str) -> None:
         """Anthropic's file API, which has the same paths, is not supported."""
         if exchange.request.header(b"anthropic-version") is not None:
+            self._metering.meter.authenticate(exchange.request)
             raise RouteNotFound(f"There is no {shorten(path_of(exchange.request))}; GET / lists the routes.")
         self._begin(work, exchange, **values)
 

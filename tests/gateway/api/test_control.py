@@ -202,7 +202,7 @@ async def test_anthropic_client_gets_its_form_of_not_found(start_gateway: StartG
     assert (status, body["type"], body["error"]["type"]) == (404, "error", "not_found_error")
 
 
-@pytest.mark.parametrize("path", ["/v1/files", "/v1/batches/none", "/v1/messages/batches", "/none"])
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/batches/none", "/v1/messages/batches", "/v1/none"])
 async def test_anthropic_client_without_a_key_gets_no_other_error(start_gateway: StartGateway, path: str) -> None:
     client = await start_gateway(keys=(generate("anna").section,))
     status, body = await client.get(path, **{"anthropic-version": "2023-06-01"})

@@ -186,6 +186,8 @@ async def test_mistyped_route_is_not_found_whatever_its_body_is(start_gateway: S
         ("/v1/audio/voices", "GET"),
         ("/fleet/events", "GET"),
         ("/session/methods", "GET, HEAD"),
+        ("/logs/stream", "GET"),
+        ("/logs/stream/m", "GET"),
         ("/page/index.html", "GET, HEAD"),
     ],
 )

@@ -46,8 +46,8 @@ class ModelServerRoutes:
             Route("GET", "/fleet/models/{name:.+}/log", self._log),
             Route("DELETE", "/fleet/models/{name:.+}/size", self._forget_size),
             Route("GET", "/logs", self._show_all),
-            Route("GET", "/logs/stream", self._stream),
-            Route("GET", "/logs/stream/{name:.+}", self._stream),
+            Route("GET", "/logs/stream", self._stream, has_head=False),
+            Route("GET", "/logs/stream/{name:.+}", self._stream, has_head=False),
         ]
 
     async def _show_all(self, exchange: Exchange) -> Response:

@@ -97,7 +97,7 @@ def test_settings_under_the_former_name_of_the_engine_are_those_of_the_engine(tm
     text = "[harness.candle]\nhf_cache = '/srv/hub'\n"
     config = load(write(tmp_path, text), {"NEURON_HARNESS__CANDLE__DTYPE": "float32"})
     assert (config.harness.torch.hf_cache, config.harness.torch.dtype) == (Path("/srv/hub"), "float32")
-    with pytest.raises(SettingsError, match=r"harness.torch is given twice in .* line 3: it is the same as `torch`"):
+    with pytest.raises(SettingsError, match=r"harness.torch is given twice in .* line 3: it is the same as `candle`"):
         load(write(tmp_path, f"{text}[harness.torch]\ndtype = 'float32'\n"), {})
 
 

@@ -82,7 +82,8 @@ def _section(table: inspect.StructType, data: dict[str, Any], source: Source, pa
             advice = _suggestion(key, fields, "known here are")
             raise source.error(f"unknown key {dotted(here)}", here, advice)
         if name in values:
-            raise source.error(f"{dotted(here)} is given twice", here, f"it is the same as `{name}`")
+            other = next(each for each in data if schema.field_name(table, each) == name)
+            raise source.error(f"{dotted(here)} is given twice", here, f"it is the same as `{other}`")
         values[name] = convert(fields[name].type, value, source, here)
     for name, info in fields.items():
         if info.required and name not in values:

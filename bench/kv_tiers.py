@@ -3,6 +3,7 @@
     PYTHONPATH=src:bench python bench/kv_tiers.py --shape llama-3.1-8b
     PYTHONPATH=src:bench python bench/kv_tiers.py --device cpu --shape tiny --tokens 2048,4096
     PYTHONPATH=src:bench python bench/kv_tiers.py --link
+    PYTHONPATH=src:bench python bench/kv_tiers.py --serve & … --fetch PORT     # a link of another limit: `tc qdisc`
 
 Random weights of a named shape. A restart is a new engine with the same weights and empty host memory. The disk is
 read as the restart finds it, in part from the page cache, and after its files were dropped from that. The limit of a
@@ -286,36 +287,51 @@ class _Offer:
         self.kv = kv
 
 
+KIND = BlockKind(bytes(16), 0, 4 << 20)
+"""As pages of an 8B have."""
+INFO = EngineInfo(
+    "f", "d", 1 << 20, 100, 1, 1, 32, 128, work=StepWork(1, weights_per_token=1), kv_name=KIND.model.hex()
+)
+
+
+class Link:
+    """One node's blocks and another node that fetches them."""
+
+    def __init__(self, folder: Path, num_bytes: int) -> None:
+        self._folder = folder
+        self._prompt = tuple(range(32 * (num_bytes // KIND.num_bytes)))
+
+    async def serve(self) -> tuple[Server, tuple[str, int]]:
+        digests = page_digests(ROOT, self._prompt, 32)
+        for first in range(0, len(digests), 16):
+            names = digests[first : first + 16]
+            pieces = [memoryview(os.urandom(KIND.num_bytes)) for _ in names]
+            block_files.write_file(self._folder / "a", KIND, "m", names, pieces)
+        handler = _handler(KvBlocks(_Offer(KvExchange(self._folder / "a", 1 << 40, []))))  # type: ignore[arg-type]
+        server = Server(handler, responses.rejection, Ticker(asyncio.get_running_loop()))
+        return server, await server.listen("127.0.0.1", 0)
+
+    async def fetch(self, exchange: KvExchange, url: str, compute_s: float) -> tuple[int, float]:
+        """Bytes, and seconds. `compute_s`: what computing the prompt is expected to take."""
+        shutil.rmtree(self._folder / "b", ignore_errors=True)
+        start, stats = time.perf_counter(), EngineStats(prompt_token_s=compute_s / len(self._prompt))
+        request = EngineRequest("r", self._prompt, 1)
+        received = await exchange.fetch("m", INFO, stats, request, Neighbour(name="a", url=url))
+        return received, time.perf_counter() - start
+
+    def exchange(self) -> KvExchange:
+        return KvExchange(self._folder / "b", 1 << 40, [])
+
+
 async def measure_link(folder: Path, num_bytes: int, bits_per_s: float) -> None:
-    """Blocks of 4 MiB, as pages of an 8B have, over a paced link: the rate, and at which prompt speed the rule takes
-    them after a first transfer."""
-    kind, num_blocks = BlockKind(bytes(16), 0, 4 << 20), num_bytes // (4 << 20)
-    prompt = tuple(range(32 * num_blocks))
-    digests = page_digests(ROOT, prompt, 32)
-    for first in range(0, num_blocks, 16):
-        names = digests[first : first + 16]
-        block_files.write_file(folder / "a", kind, "m", names, [memoryview(os.urandom(4 << 20)) for _ in names])
-    work = StepWork(1, weights_per_token=1)
-    info = EngineInfo("f", "d", 1 << 20, 100, 1, 1, 32, 128, work=work, kv_name=kind.model.hex())
-    server = Server(
-        _handler(KvBlocks(_Offer(KvExchange(folder / "a", 1 << 40, [])))),  # type: ignore[arg-type]
-        responses.rejection,
-        Ticker(asyncio.get_running_loop()),
-    )
-    relay = PacedRelay(await server.listen("127.0.0.1", 0), bits_per_s)
-    source = Neighbour(name="a", url=await relay.start())
+    """Over a paced link: the rate, and at which prompt speed the rule takes blocks after a first transfer."""
+    link = Link(folder, num_bytes)
+    server, address = await link.serve()
+    relay = PacedRelay(address, bits_per_s)
+    url = await relay.start()
     try:
-        exchange = KvExchange(folder / "b", 1 << 40, [])
-
-        async def fetched(prompt_token_s: float) -> tuple[int, float]:
-            shutil.rmtree(folder / "b", ignore_errors=True)
-            start = time.perf_counter()
-            stats = EngineStats(prompt_token_s=prompt_token_s)
-            received = await exchange.fetch("m", info, stats, EngineRequest("r", prompt, 1), source)
-            return received, time.perf_counter() - start
-
-        before_s = time.process_time()
-        received, took_s = await fetched(10.0)
+        exchange, before_s = link.exchange(), time.process_time()
+        received, took_s = await link.fetch(exchange, url, 1e6)
         cpu_s, limit = time.process_time() - before_s, bits_per_s / 8
         print(
             f"{bits_per_s / 1e9:.0f} Gbit/s: {received / 1e9:.2f} GB in {took_s:.2f} s, "
@@ -324,12 +340,30 @@ async def measure_link(folder: Path, num_bytes: int, bits_per_s: float) -> None:
             flush=True,
         )
         for faster in (0.5, 0.8, 1.25, 2.0):
-            compute_s = took_s * faster
-            received, _ = await fetched(compute_s / len(prompt))
+            received, _ = await link.fetch(exchange, url, took_s * faster)
             print(f"  computing takes {faster:.2f} of the transfer: the rule {'fetches' if received else 'computes'}")
     finally:
         await relay.close()
         await server.close(0.0)
+
+
+async def serve_link(folder: Path, num_bytes: int) -> None:
+    _, (_, port) = await Link(folder, num_bytes).serve()
+    print(port, flush=True)
+    await asyncio.Event().wait()
+
+
+async def fetch_link(folder: Path, num_bytes: int, port: int) -> None:
+    link = Link(folder, num_bytes)
+    for _ in range(3):
+        before_s = time.process_time()
+        received, took_s = await link.fetch(link.exchange(), f"http://127.0.0.1:{port}", 1e6)
+        cpu_s = time.process_time() - before_s
+        print(
+            f"{received / 1e9:.2f} GB in {took_s:.2f} s, {received / took_s * 8e-9:.2f} Gbit/s, "
+            f"{cpu_s / received * 1e9:.2f} s of CPU per GB",
+            flush=True,
+        )
 
 
 def _handler(blocks: KvBlocks) -> Any:
@@ -359,6 +393,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="On the disk to measure. [default: a temporary one]")
     parser.add_argument("--host-mb", type=int, default=20_000)
     parser.add_argument("--link", action="store_true", help="Measure two nodes with a paced link instead.")
+    parser.add_argument("--serve", action="store_true", help="Serve blocks on the port that is printed.")
+    parser.add_argument("--fetch", type=int, metavar="PORT", help="Fetch the blocks that another process serves.")
     arguments = parser.parse_args()
     lengths = [int(each) for each in arguments.tokens.split(",")]
     folder = Path(tempfile.mkdtemp(prefix="kv-tiers-", dir=arguments.folder))
@@ -366,6 +402,10 @@ def main() -> None:
         if arguments.link:
             for bits_per_s in (1e9, 1e10):
                 uvloop.run(measure_link(folder / f"{bits_per_s:.0f}", 512 << 20, bits_per_s))
+            return
+        if arguments.serve or arguments.fetch:
+            one_end = serve_link(folder, 1 << 30) if arguments.serve else fetch_link(folder, 1 << 30, arguments.fetch)
+            uvloop.run(one_end)
             return
         device = torch.device(arguments.device)
         restarts = Restarts(arguments.shape, device, max(lengths), folder, arguments.host_mb << 20)

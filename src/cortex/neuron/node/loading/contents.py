@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from cortex.neuron.node.library import FileStamps
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.models import Models
 from cortex.neuron.weights.hub.file_digests import FileDigests
@@ -35,7 +36,7 @@ class Contents:
         self._loader = loader
         self._models = models
         self._on_changed = on_changed
-        self._failed: set[Path] = set()
+        self._failed: set[tuple[Path, FileStamps]] = set()
         self._is_closed = False
 
     async def read(self) -> None:
@@ -45,14 +46,14 @@ class Contents:
             samples[each.metadata.digest].add(each.metadata.path)
         for model_id, inspection in list(self._loader.inspections.items()):
             path, is_shared = inspection.metadata.path, len(samples[inspection.metadata.digest]) > 1
-            if inspection.content or not inspection.stamps or path in self._failed:
+            if inspection.content or not inspection.stamps or (path, inspection.stamps) in self._failed:
                 continue
             if not (is_shared or self._models.was_loaded(model_id)):
                 continue
             try:
                 content = await in_own_thread(self._read, path)
             except OSError as error:
-                self._failed.add(path)
+                self._failed.add((path, inspection.stamps))
                 if not self._is_closed:
                     log.warning("%s: its files were not read for a digest: %s", model_id, os_error_in_words(error))
                 continue

@@ -34,6 +34,8 @@ _BLANK = re.compile(r"[\s\x00-\x20\x7f-\xa0\xad\u180e\u200b-\u200f\u202a-\u202e\
 _HEAD = re.compile(r"(?:[\t\r\n]*+[^\t\r\n]){0,64}")
 _IGNORED_IN_ADDRESSES = str.maketrans("", "", "\t\r\n")
 """As URLs are read by browsers and by Python."""
+_SCALARS = frozenset((bool, int, float, type(None)))
+"""Types of values with neither texts nor other values in them."""
 _TEXTS = frozenset(
     (
         *("text", "content", "prompt_string", "refusal", "title", "description", "summary", "instruction"),
@@ -120,11 +122,13 @@ def check_media(body: Mapping[str, Any], table: FieldTable) -> None:
         _names_media(name, value, table) for name, value in body.items() if name not in plain
     )
     for name, value in body.items():
+        if type(value) in _SCALARS:
+            continue
         if name in table.contents and are_texts:
             _check_contents(value, name, opens_paths=table.opens_paths)
         elif name not in table.inert:
             _check("image" if name in table.contents else name, value, name, opens_paths=table.opens_paths)
-        elif isinstance(value, (str, list, dict)):
+        else:
             _check_references(value, name)
 
 

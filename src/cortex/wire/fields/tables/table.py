@@ -118,8 +118,6 @@ class FieldTable:
     def check_spelling(self, names: Collection[str]) -> None:
         """Raises InvalidValue for a name that is not a field of this table but that a server could read as one: many
         ignore case (Go, .NET), some also separators, or what follows a bracket."""
-        if self.names.issuperset(names):
-            return
         for name in names:
             meant = None if name in self.names else self._spelled.get(_folded(name))
             if meant is not None:
@@ -131,8 +129,6 @@ class FieldTable:
     def check_overrides(self, names: Collection[str], overridden: Iterable[str]) -> None:
         """Raises InvalidValue for another spelling of a field that is set or removed for a server, by any name."""
         own = frozenset(overridden)
-        if self.names.issuperset(names) and self.names.issuperset(own):
-            return
         spelled = {_folded(name): name for name in own}
         for name in names:
             meant = None if name in own else spelled.get(_folded(name))

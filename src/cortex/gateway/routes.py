@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from cortex import __version__
@@ -85,7 +85,7 @@ class GatewayRoutes:
                 begin = self._responses.stateful.begin
             elif route.reports_durations and route.generates:
                 begin = self._ollama.begin
-            yield Route("POST", route.path.decode(), partial(begin, route=route), in_memory)
+            yield Route("POST", route.path.decode(), _beginning(begin, route), in_memory)
         yield Route("GET", RESPONSES.path.decode(), self._open_socket, has_head=False)
         for path, method in OPAQUE_METHODS.items():
             relay = partial(self._relay, OPAQUE[path.encode()])
@@ -112,7 +112,10 @@ class GatewayRoutes:
             if self._checks_host:
                 self._check_host(request)
             match = self._router.match(request) or self._reject(request)
-            match.route.handler(exchange, **match.values)
+            if match.values:
+                match.route.handler(exchange, **match.values)
+            else:
+                match.route.handler(exchange)
         except CortexError as error:
             exchange.respond(*error_response(error, family_of(request.path, request.header)))
 
@@ -158,3 +161,12 @@ class GatewayRoutes:
         if host is None or host != self._accepted_host:
             self._cross_site.check_host(host.decode("latin-1") if host is not None else None)
             self._accepted_host = host
+
+
+def _beginning(begin: Callable[[Exchange, InferenceRoute], None], route: InferenceRoute) -> HttpHandler:
+    """A handler that takes half the time of a `partial` with names."""
+
+    def handle(exchange: Exchange) -> None:
+        begin(exchange, route)
+
+    return handle

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from cortex.gateway.config import Config
 from cortex.gateway.ledger.keys import KeySection, check_operator
@@ -106,7 +106,7 @@ Authenticate = Callable[[Request], KeySection | None]
 """The key of a request, once it is checked; None on an open gateway. Raises InvalidAPIKey."""
 
 
-def needs_key(path: bytes, open_paths: Iterable[bytes]) -> bool:
+def needs_key(path: bytes, open_paths: Collection[bytes]) -> bool:
     return path not in open_paths and not path.startswith(_PAGE_FILES)
 
 
@@ -153,7 +153,7 @@ def api_server(
     request. `buffered`: see `Server`."""
     cross_origin = CrossOrigin(config.gateway.cors_origins) if config.gateway.cors_origins else None
 
-    open_paths = paths_without_key(config)
+    open_paths = frozenset(paths_without_key(config))
 
     def admit_head(request: Request) -> int | Spooled:
         if cross_origin is not None and cross_origin.is_preflight(request):

@@ -373,7 +373,7 @@ class ProxyRequest:
         if status < 400 and lease is not None and not lease.abilities.reads_headers:
             self.services.nodes[lease.node].served_needs.add((lease.model, self.route.need))
         key = self.admitted.key
-        if (shown := self._shown_of_foreign(status)) is not None:
+        if status >= 300 and (shown := self._shown_of_foreign(status)) is not None:
             relay.translate(ForeignRedaction(key, self.route.family, shown))
             return True
         if status < 400 or lease is None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from typing import TYPE_CHECKING
 
+from .. import waiting
 from ..waiting import WAIT_S
 
 if TYPE_CHECKING:
@@ -27,7 +27,4 @@ def executable() -> str | None:
 def wait_until(page: Page, expression: str, argument: object = None) -> None:
     """Waits until an expression or a function of `argument` is true. `Page.wait_for_function` would evaluate it inside
     the page at its second look, which the page's policy forbids."""
-    deadline_s = time.monotonic() + WAIT_S
-    while not page.evaluate(expression, argument):
-        assert time.monotonic() < deadline_s, f"not true: {expression}"
-        time.sleep(0.02)
+    waiting.wait_until(lambda: page.evaluate(expression, argument), f"not true: {expression}")

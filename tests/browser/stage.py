@@ -37,7 +37,7 @@ from cortex.wire.node.protocol import (
 from ..gateway.fake_neuron import GB, FakeNeuron
 from ..gateway.fake_responses import REPORTED, begin_stream, chunk
 from ..ports import free_port
-from ..waiting import WAIT_S
+from ..waiting import WAIT_S, until_response
 
 T = TypeVar("T")
 _HOP_HEADERS = ("connection", "transfer-encoding", "date")
@@ -231,13 +231,14 @@ class Stage:
         """Return once the gateway's list of models has this one as it must be; it learns from polls of the nodes."""
 
         async def wait() -> None:
-            async with asyncio.timeout(WAIT_S), ClientSession() as session:
-                while True:
+            async with ClientSession() as session:
+
+                async def is_listed() -> bool:
                     async with session.get(f"{self.url}v1/models") as response:
                         listed = (await response.json())["data"]
-                    if any(each["id"] == model and is_so(each) for each in listed):
-                        return
-                    await asyncio.sleep(0.01)
+                    return any(each["id"] == model and is_so(each) for each in listed)
+
+                await until_response(is_listed)
 
         self.call(wait())
 

@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import pytest
 
 from ..neuron.pooled_sources import write_embedder, write_reranker
 from ..ports import free_port
+from ..waiting import wait_until
 from .scripted_model import write_scripted_model
 
 HERE = Path(__file__).parent
@@ -47,11 +47,12 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
     try:
-        deadline = time.monotonic() + READY_TIMEOUT_S
-        while "\nready" not in f"\n{log.read_text()}":
+
+        def is_ready() -> bool:
             assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.1)
+            return "\nready" in f"\n{log.read_text()}"
+
+        wait_until(is_ready, log.read_text, limit_s=READY_TIMEOUT_S)
         yield f"http://127.0.0.1:{ports[0]}"
     finally:
         process.send_signal(signal.SIGTERM)

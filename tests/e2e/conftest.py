@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 import uuid
@@ -240,12 +239,13 @@ def _wait_until_listed(gateway: Gateway, key: str, process: subprocess.Popen[byt
     request = urllib.request.Request(
         f"{gateway.url}/v1/models/{SMOLLM2.id}", headers={"authorization": f"Bearer {key}"}
     )
-    deadline_s = time.monotonic() + WAIT_S
-    while time.monotonic() < deadline_s:
+
+    def is_listed() -> bool:
         try:
             with urllib.request.urlopen(request, timeout=WAIT_S):
-                return
+                return True
         except (urllib.error.URLError, ConnectionError):
             assert process.poll() is None, f"the gateway ended with exit code {process.returncode}"
-            time.sleep(0.05)
-    raise AssertionError(f"{gateway.url} never listed the model")
+            return False
+
+    wait_until(is_listed, f"{gateway.url} never listed the model")

@@ -22,7 +22,7 @@ from cortex.cli.cortex import main
 from cortex.cli.up.demo import SMOLLM2
 
 from ..programs import PYTHONPATH
-from ..waiting import WAIT_S
+from ..waiting import WAIT_S, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -158,11 +158,15 @@ class Terminal:
         deadline = time.monotonic() + WAIT_S
         while self._read(deadline - time.monotonic()):
             pass
-        ended, status = os.waitpid(self.pid, os.WNOHANG)
-        while not ended and time.monotonic() < deadline:
-            time.sleep(0.02)
-            ended, status = os.waitpid(self.pid, os.WNOHANG)
-        assert ended, f"still running after {self.seen!r}"
+
+        status = 0
+
+        def has_ended() -> int:
+            nonlocal status
+            process_id, status = os.waitpid(self.pid, os.WNOHANG)
+            return process_id
+
+        wait_until(has_ended, f"still running after {self.seen!r}")
         self.pid = 0
         return os.waitstatus_to_exitcode(status)
 

@@ -13,7 +13,7 @@ from aiohttp import ClientSession
 
 from cortex.gateway.server import Gateway
 
-from ..waiting import WAIT_S
+from ..waiting import WAIT_S, until_response
 
 
 class Client:
@@ -34,10 +34,11 @@ class Client:
 
     async def get_until(self, path: str, holds: Callable[[Any], object], **headers: str) -> Any:
         """The body of the first response that `holds`."""
-        async with asyncio.timeout(WAIT_S):
-            while not holds(body := (await self.get(path, **headers))[1]):
-                await asyncio.sleep(0.01)
-        return body
+
+        async def ask() -> Any:
+            return (await self.get(path, **headers))[1]
+
+        return await until_response(ask, holds)
 
     async def post(self, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
         data = body if isinstance(body, bytes | None) else msgspec.json.encode(body)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.ledger.store import LedgerSection
 from cortex.wire.node.protocol import ModelState
 
-from ..waiting import WAIT_S
+from ..waiting import until_response
 from .fake_neuron import GB
 from .postgres_server import frozen
 
@@ -40,9 +40,9 @@ async def call(client: Client, method: str, path: str, body: Any = None, key: Ne
 
 async def until_chat(client: Client, key: str, status: int) -> None:
     """Wait until a request with this key has this status."""
-    async with asyncio.timeout(WAIT_S):
-        while (await call(client, "POST", "/v1/chat/completions", CHAT, key))[0] != status:
-            await asyncio.sleep(0.02)
+    await until_response(
+        lambda: call(client, "POST", "/v1/chat/completions", CHAT, key), lambda response: response[0] == status
+    )
 
 
 @pytest.fixture
@@ -95,9 +95,8 @@ async def test_counters_of_keys_and_groups_are_equal_at_all_gateways(shared: tup
             (row["name"], row["spent_tokens"], row["window_spent_tokens"]) for row in rows if row["name"] != "admin"
         ]
 
-    async with asyncio.timeout(WAIT_S):  # the other gateway writes within flush_s
-        while (await counters(first), await counters(second)) != ([("bert", 40, 40), ("team", 40, 40)],) * 2:
-            await asyncio.sleep(0.02)
+    for client in (first, second):  # the other gateway writes within flush_s
+        await until_response(partial(counters, client), [("bert", 40, 40), ("team", 40, 40)].__eq__)
 
 
 async def test_keys_stay_in_force_while_the_database_is_frozen(
@@ -113,9 +112,7 @@ async def test_keys_stay_in_force_while_the_database_is_frozen(
         _, listed = await call(first, "GET", "/keys")
         assert [key["name"] for key in listed["keys"]] == ["admin", "carl"], "with what this gateway knows"
     first.gateway.database.work_s = WORK_S
-    async with asyncio.timeout(WAIT_S):
-        while (await call(first, "POST", "/keys", {"name": "dora"}))[0] != 201:
-            await asyncio.sleep(0.05)
+    await until_response(lambda: call(first, "POST", "/keys", {"name": "dora"}), lambda response: response[0] == 201)
 
 
 async def test_keys_need_no_configuration_file_and_outlive_a_restart(
@@ -145,9 +142,7 @@ async def test_open_gateway_closes_when_a_command_writes_its_first_key(
         lambda execute: key_store.edit(execute, lambda _: key_store.import_keys(execute, [key.section], [lab]))
     )
     database.close_connection()
-    async with asyncio.timeout(WAIT_S):
-        while (await client.chat("a"))[0] != 401:
-            await asyncio.sleep(0.02)
+    await until_response(lambda: client.chat("a"), lambda response: response[0] == 401)
     assert (await call(client, "POST", "/v1/chat/completions", CHAT, key))[0] == 403, "its group has other models"
 
 

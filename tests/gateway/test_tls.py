@@ -17,7 +17,7 @@ from cortex.http.tls import ServerCertificate, client_context
 from cortex.settings import SettingsError
 from cortex.wire.node.protocol import ModelState
 
-from ..waiting import WAIT_S
+from ..waiting import until, until_response
 from .fake_neuron import GB
 
 if TYPE_CHECKING:
@@ -74,15 +74,11 @@ async def test_changed_ca_file_is_used_for_new_connections(
         async with ClientSession() as session, session.get(url) as response:
             return dict((await response.json())["nodes"])
 
-    async with asyncio.timeout(WAIT_S):
-        while await node() != {"beast": "down"}:
-            await asyncio.sleep(0.05)
-        shutil.copy(trusted, ca)
-        while await node() != {"beast": "up"}:
-            await asyncio.sleep(0.05)
-        ca.write_text("no certificate")
-        while "not reloaded" not in gateway.log:
-            await asyncio.sleep(0.05)
+    await until_response(node, {"beast": "down"}.__eq__)
+    shutil.copy(trusted, ca)
+    await until_response(node, {"beast": "up"}.__eq__)
+    ca.write_text("no certificate")
+    await until(lambda: "not reloaded" in gateway.log)
     assert await node() == {"beast": "up"}, "the authority that was in force still is"
 
 

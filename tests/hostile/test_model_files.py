@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ import pytest_asyncio
 from ..e2e.daemon.conftest import write_model
 from ..ports import free_port
 from ..programs import PYTHONPATH
-from ..waiting import WAIT_S
+from ..waiting import WAIT_S, until_response
 from .target import MEBIBYTE, Target
 
 ENDLESS = ("{{ (7**99999999) % 7 }}", "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")
@@ -106,14 +107,13 @@ async def attacked(tmp_path: Path, scaled: Callable[[int, int], int]) -> AsyncIt
 
 
 async def listening(target: Target) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while True:
-            try:
-                await target.health_s()
-            except OSError:
-                await asyncio.sleep(0.1)
-            else:
-                return
+    async def responds() -> bool:
+        with contextlib.suppress(OSError):
+            await target.health_s()
+            return True
+        return False
+
+    await until_response(responds)
 
 
 async def models(target: Target) -> dict[str, Any]:
@@ -136,10 +136,7 @@ async def test_hostile_models_are_damaged_and_the_node_serves_the_others(attacke
     target, hostile = attacked
     await listening(target)
     before_bytes = target.memory_bytes()
-    async with asyncio.timeout(2 * WAIT_S):
-        while (await models(target))["org/zz-good"].get("family") is None:
-            await asyncio.sleep(0.2)
-    known = await models(target)
+    known = await until_response(lambda: models(target), lambda found: found["org/zz-good"].get("family"))
     reasons = {model_id: known[model_id].get("reason") for model_id in hostile}
     assert all(reasons.values()), reasons
     status, message = await load(target, "org/endless0")

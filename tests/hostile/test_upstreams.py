@@ -18,7 +18,7 @@ from cortex.gateway.proxy.routes import OPAQUE, ROUTES
 from cortex.wire.node.protocol import ModelState
 
 from ..gateway.fake_neuron import GB, opened_gate
-from ..waiting import WAIT_S, until
+from ..waiting import WAIT_S, at_rest, until
 from .target import MEBIBYTE
 
 MAX_SENT_BYTES = 256 * MEBIBYTE
@@ -174,11 +174,7 @@ async def test_what_passes_unread_is_held_back_by_a_client_that_does_not_read(
         head_sent = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         writer.write(head_sent + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         await until(lambda: server.num_sent_bytes)
-        before = -1
-        while before != server.num_sent_bytes:
-            before = server.num_sent_bytes
-            await asyncio.sleep(0.2)
-        assert server.num_sent_bytes < 32 * MEBIBYTE
+        assert await at_rest(lambda: server.num_sent_bytes) < 32 * MEBIBYTE
         writer.transport.abort()
         await until(lambda: server.num_ended == server.num_requests)
         del reader
@@ -221,11 +217,8 @@ async def test_no_route_holds_an_endless_response(start_gateway: StartGateway, s
             start = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             writer.write(start.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
             status = int((await reader.readexactly(12))[9:])
-            before = -1
-            while before != server.num_sent_bytes:
-                before = server.num_sent_bytes
-                await asyncio.sleep(0.1)
-            assert server.num_sent_bytes - num_before < MAX_SENT_BYTES, path
+            num_after = await at_rest(lambda: server.num_sent_bytes, for_s=0.1)
+            assert num_after - num_before < MAX_SENT_BYTES, path
             writer.transport.abort()
             await until(lambda: server.num_ended == server.num_requests)
             if server.num_requests > num_requests:

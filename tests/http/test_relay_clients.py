@@ -16,7 +16,7 @@ from cortex.http.server.exchange import Exchange
 from cortex.http.upstream.call import UpstreamCall
 from cortex.http.upstream.connection import UpstreamConnection
 
-from ..waiting import WAIT_S
+from ..waiting import WAIT_S, at_rest
 from .streams import END, POST, STREAM_HEAD, chunk
 
 if TYPE_CHECKING:
@@ -84,10 +84,8 @@ async def test_slow_client_pauses_the_node(harness: Harness) -> None:
     reader, writer = await harness.client(port)
     harness.pausable(writer).pause_reading()
     writer.write(POST)
-    held_back = 0
-    while not held_back or held_back != num_written:
-        held_back = num_written
-        await asyncio.sleep(1.2)  # longer than silence_s: a node that we hold back is not silent
+    await harness.eventually(lambda: num_written)
+    held_back = await at_rest(lambda: num_written, for_s=1.2)  # longer than silence_s: a held back node is not silent
     assert held_back < 500
     (connection,) = server.connections
     assert isinstance(connection, ClientConnection)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import ssl
 import subprocess
@@ -20,7 +21,7 @@ from cortex.http.tls import ServerCertificate, client_context
 from cortex.http.upstream.faults import ConnectFailed
 from cortex.settings import SettingsError
 
-from ..waiting import WAIT_S
+from ..waiting import WAIT_S, until_response
 
 if TYPE_CHECKING:
     from ..certificates import Authority, Certificate
@@ -102,12 +103,12 @@ async def get(port: int, context: ssl.SSLContext) -> bytes:
 
 
 async def get_in_the_end(port: int, context: ssl.SSLContext) -> bytes:
-    async with asyncio.timeout(WAIT_S):
-        while True:
-            try:
-                return await get(port, context)
-            except (ConnectionError, ssl.SSLError):
-                await asyncio.sleep(0.02)
+    async def ask() -> bytes:
+        with contextlib.suppress(ConnectionError, ssl.SSLError):
+            return await get(port, context)
+        return b""
+
+    return await until_response(ask)
 
 
 async def test_unfinished_handshakes_end_after_the_time_for_heads(harness: Harness, certificate: Certificate) -> None:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -74,16 +73,14 @@ class Daemon:
         self.wait_for("ready", model_id)
 
     def wait_for(self, state: str, model_id: str) -> None:
-        deadline_s = time.monotonic() + WAIT_S
-        while True:
+        def is_reached() -> bool:
             assert self.process.poll() is None, self.log.read_text()
             try:
-                if self.model(model_id)["state"] == state:
-                    return
+                return bool(self.model(model_id)["state"] == state)
             except OSError:
-                pass  # it does not listen yet
-            assert time.monotonic() < deadline_s, self.log.read_text()
-            time.sleep(0.05)
+                return False  # it does not listen yet
+
+        wait_until(is_reached, self.log.read_text)
 
     def descendants(self) -> dict[int, str]:
         """Process id → name of everything that descends from the daemon, but for the inspection process and its

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from cortex.gateway.ledger.keys import NewKey, generate
 from cortex.wire.node.protocol import ModelState, PullStatus
 
-from ...waiting import WAIT_S, until
+from ...waiting import until, until_response
 from ..fake_neuron import GB
 
 if TYPE_CHECKING:
@@ -84,9 +84,7 @@ async def test_orders_of_clients_that_disconnect_are_recorded(
     async def recorded() -> set[str]:
         return {entry["action"] for entry in (await client.get("/fleet/audit"))[1]["entries"]}
 
-    async with asyncio.timeout(WAIT_S):
-        while not {f"DELETE {job}", "POST /api/pull"} <= await recorded():
-            await asyncio.sleep(0.05)
+    await until_response(recorded, {f"DELETE {job}", "POST /api/pull"}.issubset)
 
 
 async def test_open_gateway_records_its_orders(neurons: StartNeuron, start_gateway: StartGateway) -> None:

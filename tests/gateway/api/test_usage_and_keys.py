@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import csv
 import io
 import os
@@ -22,7 +21,7 @@ from cortex.gateway.ledger.keys import NewKey, as_toml, generate
 from cortex.gateway.server import Gateway
 from cortex.wire.node.protocol import ModelState
 
-from ...waiting import WAIT_S
+from ...waiting import until_response
 from ..fake_neuron import GB, JSON, FakeNeuron
 from ..started_gateway import Client
 
@@ -145,9 +144,7 @@ async def test_name_of_several_keys_is_rejected_and_an_id_goes_before_a_name(key
     database = Database(str(keyed.file.parent / "cortex-spend.db")).use(key_store.SCHEMA)
     database.run(lambda execute: key_store.edit(execute, add))
     database.close_connection()
-    async with asyncio.timeout(WAIT_S):
-        while len((await keyed.call("GET", "/keys"))[1]["keys"]) < 5:
-            await asyncio.sleep(0.02)
+    await until_response(lambda: keyed.call("GET", "/keys"), lambda response: len(response[1]["keys"]) >= 5)
     status, body = await keyed.call("DELETE", "/keys/bert")
     assert (status, made["id"] in body["error"]["message"]) == (400, True)
     assert (await keyed.call("DELETE", f"/keys/{made['id']}"))[1]["revoked"]["name"] == "bert"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
-import time
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -16,7 +14,7 @@ from openai.types import Batch
 
 from cortex.gateway.batches.runner import BatchLimits
 
-from ...waiting import WAIT_S
+from ...waiting import WAIT_S, until_response
 from ..started_gateway import StartGateway
 
 MODEL = "small"
@@ -52,11 +50,8 @@ async def submit(client: AsyncOpenAI, lines: Iterable[Any], **fields: Any) -> Ba
 
 
 async def ended(client: AsyncOpenAI, id: str) -> Batch:
-    deadline = time.monotonic() + WAIT_S
-    while (batch := await client.batches.retrieve(id)).status not in ("completed", "failed", "expired", "cancelled"):
-        assert time.monotonic() < deadline, batch
-        await asyncio.sleep(0.02)
-    return batch
+    final = {"completed", "failed", "expired", "cancelled"}
+    return await until_response(lambda: client.batches.retrieve(id), lambda batch: batch.status in final)
 
 
 async def results(client: AsyncOpenAI, file_id: str | None) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from cortex.gateway.config import BatchesSection
 from cortex.gateway.ledger import keys
 from cortex.wire.node.protocol import ModelState
 
-from ...waiting import NEVER_S, WAIT_S, until
+from ...waiting import NEVER_S, until, until_response
 from ..fake_neuron import FakeNeuron, StartNeuron, plain_response
 from ..fake_responses import reset_connection
 from ..started_gateway import StartGateway
@@ -102,10 +102,7 @@ async def test_a_cancelled_batch_keeps_its_results_and_names_the_other_lines(
     node = await neurons("one", **READY, respond=respond)
     client = openai_client((await start_gateway(node)).port)
     batch = await submit(client, [line(number) for number in range(5)])
-    deadline = time.monotonic() + WAIT_S
-    while (await client.batches.retrieve(batch.id)).request_counts.completed < 1:
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
+    await until_response(lambda: client.batches.retrieve(batch.id), lambda batch: batch.request_counts.completed)
 
     await client.batches.cancel(batch.id)
     done = await ended(client, batch.id)
@@ -123,10 +120,9 @@ async def test_a_cancelled_batch_keeps_its_results_and_names_the_other_lines(
 async def test_a_batch_whose_lines_end_at_once_is_cancelled(start_gateway: StartGateway, neurons: StartNeuron) -> None:
     client = openai_client((await start_gateway(await neurons("one", **READY))).port)
     batch = await submit(client, [line(number, model="unknown") for number in range(2000)])
-    deadline = time.monotonic() + WAIT_S
-    while (counts := (await client.batches.retrieve(batch.id)).request_counts) is None or not counts.failed:
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
+    await until_response(
+        lambda: client.batches.retrieve(batch.id), lambda batch: batch.request_counts and batch.request_counts.failed
+    )
 
     await client.batches.cancel(batch.id)
     done = await ended(client, batch.id)
@@ -252,10 +248,7 @@ async def test_lines_wait_for_the_window_of_a_budget_to_move_on(
     gateway = await start_gateway(await neurons("one", **READY), keys=(new.section,), batch_limits=ONE_TRY)
     client = openai_client(gateway.port, new.text)
     id = (await submit(client, [line(number, max_tokens=3) for number in range(12)])).id
-    deadline = time.monotonic() + WAIT_S
-    while not (batch := await client.batches.retrieve(id)).request_counts.completed:
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
+    batch = await until_response(lambda: client.batches.retrieve(id), lambda batch: batch.request_counts.completed)
     await asyncio.sleep(0.3)
     await client.batches.cancel(batch.id)
 
@@ -476,10 +469,9 @@ async def test_anthropic_batches_with_the_real_client(start_gateway: StartGatewa
     made = await client.messages.batches.create(requests=[request(0, 8), request(1, 1), request(2, 8)])
     assert made.processing_status == "in_progress"
     assert made.request_counts.processing == 3
-    deadline = time.monotonic() + WAIT_S
-    while (batch := await client.messages.batches.retrieve(made.id)).processing_status != "ended":
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
+    batch = await until_response(
+        lambda: client.messages.batches.retrieve(made.id), lambda batch: batch.processing_status == "ended"
+    )
 
     assert (batch.request_counts.succeeded, batch.request_counts.errored) == (2, 1)
     found = {each.custom_id: each.result async for each in await client.messages.batches.results(made.id)}

@@ -31,7 +31,7 @@ from cortex.http.request import Headers
 from cortex.http.server.exchange import Exchange
 from cortex.wire.node.protocol import ModelState
 
-from ...waiting import WAIT_S, until
+from ...waiting import WAIT_S, until, until_response
 from ..fake_neuron import FakeNeuron, StartNeuron, plain_response
 from ..fake_responses import reset_connection
 from ..started_gateway import SpawnGateway, StartGateway
@@ -61,10 +61,7 @@ def _execute(statement: str, values: tuple[Any, ...], execute: Execute) -> Rows:
 
 
 async def _recorded(client: Any, id: str, count: int) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while (await client.batches.retrieve(id)).request_counts.completed < count:
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
+    await until_response(lambda: client.batches.retrieve(id), lambda batch: batch.request_counts.completed >= count)
 
 
 async def test_a_killed_gateway_loses_no_line_and_charges_none_twice(spawn: SpawnGateway, neurons: StartNeuron) -> None:

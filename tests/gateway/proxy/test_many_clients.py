@@ -18,7 +18,7 @@ from cortex.http.server.exchange import Exchange
 from cortex.http.upstream.call import UpstreamCall
 from cortex.wire.node.protocol import ModelState
 
-from ...waiting import WAIT_S, until
+from ...waiting import WAIT_S, at_rest, until
 from ..fake_neuron import GB, JSON
 from ..fake_responses import begin_stream, chunk
 
@@ -135,14 +135,8 @@ async def test_slow_readers_delay_only_their_own_responses(
         readers.append(sock)
     await until(lambda: len(num_written) == 10 and min(num_written.values()) > 0)
 
-    async def at_rest() -> int:
-        before = -1
-        while before != (before := sum(num_written.values())):
-            await asyncio.sleep(0.2)
-        return before
-
-    async with asyncio.timeout(WAIT_S):
-        assert await at_rest() < 10 * 16_000_000, "half of it: more than the sockets buffer"
+    num_bytes = await at_rest(lambda: sum(num_written.values()))
+    assert num_bytes < 10 * 16_000_000, "half of it: more than the sockets buffer"
     body = {"model": "a", "messages": [], "stream": True, "quick": True}
     async with many_clients.post(client.url + "/v1/chat/completions", json=body) as response:
         assert (await response.read()) == b"data: [DONE]\n\n"
@@ -170,7 +164,9 @@ async def test_a_thousand_requests_leave_no_objects(
     for _ in range(20):
         await asyncio.gather(*(ask(number) for number in range(50)))
     await assert_idle(client, beast)
-    async with asyncio.timeout(WAIT_S):  # the last exchange ends a moment after its response was read
-        while any(isinstance(each, ProxyRequest | Relay | Exchange) for each in gc.get_objects()):
-            await asyncio.sleep(0.05)
-            gc.collect()
+
+    def are_gone() -> bool:
+        gc.collect()
+        return not any(isinstance(each, ProxyRequest | Relay | Exchange) for each in gc.get_objects())
+
+    await until(are_gone)  # the last exchange ends a moment after its response was read

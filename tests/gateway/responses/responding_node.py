@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,7 +14,7 @@ from cortex.wire.events import AnyEvent, Finish, Start, TextDelta, ToolCallDelta
 from cortex.wire.node import usage_report
 from cortex.wire.node.protocol import ModelState
 
-from ...waiting import WAIT_S
+from ...waiting import until_response
 from ..fake_neuron import GB, FakeNeuron
 from ..fake_responses import REPORTED, begin_stream
 from ..started_gateway import Client
@@ -89,12 +87,10 @@ async def send(client: Client, method: str, path: str, **headers: str) -> tuple[
 
 async def found(client: Client, path: str, status: str = "completed") -> dict[str, Any]:
     """The response at `path`, once it is there and has the status."""
-    deadline = time.monotonic() + WAIT_S
-    while (got := await client.get(path))[0] != 200 or got[1]["status"] != status:
-        assert time.monotonic() < deadline, got
-        await asyncio.sleep(0.01)
-    response: dict[str, Any] = got[1]
-    return response
+    _, response = await until_response(
+        lambda: client.get(path), lambda got: got[0] == 200 and got[1]["status"] == status
+    )
+    return dict(response)
 
 
 def stream_events(text: bytes) -> list[dict[str, Any]]:

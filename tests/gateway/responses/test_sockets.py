@@ -20,7 +20,7 @@ from cortex.http.tls import client_context
 from cortex.wire import sse
 from cortex.wire.dialects.openai_responses import socket_events
 
-from ...waiting import WAIT_S, until
+from ...waiting import WAIT_S, at_rest, until
 from ..fake_neuron import FakeNeuron
 from ..fake_responses import begin_stream
 from ..started_gateway import Client
@@ -294,11 +294,8 @@ async def test_a_client_that_does_not_read_pauses_its_node(neurons: StartNeuron,
     client = await start_gateway(await neurons("beast", respond=respond, **READY))
     async with connected(client) as socket:
         await send(socket)
-        before = -1
-        while sent != before or not sent:
-            before = sent
-            await asyncio.sleep(0.5)
-        assert sent < num_events, "all of it lies in memory somewhere"
+        await until(lambda: sent)
+        assert await at_rest(lambda: sent, for_s=0.5) < num_events, "all of it lies in memory somewhere"
         assert (await last(socket))["type"] == "response.completed"
         assert sent == num_events
 

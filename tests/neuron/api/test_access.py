@@ -25,7 +25,7 @@ from cortex.wire.node.kv_blocks import SCOPE
 from cortex.wire.node.neighbours import PATH as SHARED_FILES
 from cortex.wire.node.neighbours import key_hash, new_ticket
 
-from ...waiting import WAIT_S, until
+from ...waiting import until, until_response
 from .served import served
 
 KEY, OTHER = "nk-0123456789abcdef", "nk-fedcba9876543210"
@@ -238,9 +238,7 @@ async def test_connections_over_a_limit_are_rejected_until_others_close(
             writer.close()
             return b" 200 " in response[:20]
 
-        async with asyncio.timeout(WAIT_S):
-            while not await responds():
-                await asyncio.sleep(0.01)
+        await until_response(responds)
         for _, writer in opened:
             writer.close()
 

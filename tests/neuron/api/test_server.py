@@ -24,7 +24,7 @@ from cortex.wire.sse import Parser
 from ...ports import free_port
 from ...processes import wait_end
 from ...programs import PYTHONPATH
-from ...waiting import NEVER_S, WAIT_S
+from ...waiting import NEVER_S, WAIT_S, until_response
 from ..tiny_models import write_llama
 
 
@@ -83,15 +83,17 @@ def daemon(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 @pytest.fixture
 async def http(daemon: Daemon) -> AsyncIterator[ClientSession]:
     async with ClientSession(daemon.url) as session:
-        async with asyncio.timeout(WAIT_S):
-            while True:
-                try:
-                    async with session.get("/health") as response:
-                        assert response.status == 200
-                        break
-                except OSError:
-                    assert daemon.process.poll() is None, daemon.log.read_text()
-                    await asyncio.sleep(0.05)
+
+        async def listens() -> bool:
+            try:
+                async with session.get("/health") as response:
+                    assert response.status == 200
+            except OSError:
+                assert daemon.process.poll() is None, daemon.log.read_text()
+                return False
+            return True
+
+        await until_response(listens)
         yield session
 
 
@@ -112,9 +114,7 @@ async def health(http: ClientSession) -> str:
 
 async def until_running(http: ClientSession, expected: bool) -> None:
     """Returns once requests run, or none does."""
-    async with asyncio.timeout(WAIT_S):
-        while bool((await model(http))["load"]["running"]) is not expected:
-            await asyncio.sleep(0.01)
+    await until_response(lambda: model(http), lambda status: bool(status["load"]["running"]) is expected)
 
 
 async def completion_tokens(http: ClientSession) -> float:
@@ -234,9 +234,7 @@ async def test_killed_worker_ends_the_stream_with_an_error_and_the_model_recover
         if response.status != 200:
             assert (response.status, (await response.json())["error"]["code"]) == (503, "recovering")
             assert int(response.headers["retry-after"]) >= 1
-    async with asyncio.timeout(WAIT_S):
-        while (await model(http))["state"] != "ready":
-            await asyncio.sleep(0.05)
+    await until_response(lambda: model(http), lambda status: status["state"] == "ready")
     assert b'"finish_reason"' in await _read(http, chat(max_tokens=2))
 
 
@@ -260,9 +258,7 @@ async def test_sigterm_drains(daemon: Daemon, http: ClientSession) -> None:
     started = daemon.children()
     assert started
     daemon.process.send_signal(signal.SIGTERM)
-    async with asyncio.timeout(WAIT_S):
-        while await health(http) != "draining":
-            await asyncio.sleep(0.01)
+    await until_response(lambda: health(http), "draining".__eq__)
     async with http.post("/v1/chat/completions", json=chat()) as response:
         assert response.status == 503
         assert (await response.json())["error"]["code"] == "shutting_down"

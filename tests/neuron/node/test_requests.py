@@ -120,13 +120,14 @@ async def test_reads_do_not_wait_for_busy_engines_or_loads(tmp_path: Path) -> No
             asyncio.create_task(tokens_of(node.generate("m", request(f"s{n}", max_tokens=500)))) for n in range(64)
         ]
         await node.load(LoadRequest(model_id="slow"), wait=False)
-        num_reads = 0
-        while not all(stream.done() for stream in streams):
-            node.health()
-            node.models()
-            num_reads += 1
-            await asyncio.sleep(0.005)
-        assert num_reads > 2, "a read that waited for the engine would take as long as the streams"
+        reads = []
+
+        def read_until_done() -> bool:
+            reads.append((node.health(), node.models()))
+            return all(stream.done() for stream in streams)
+
+        await until(read_until_done)
+        assert len(reads) > 2, "a read that waited for the engine would take as long as the streams"
         assert {len(stream.result()) for stream in streams} == {500}
 
 

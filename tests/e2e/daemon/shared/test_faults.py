@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import struct
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -49,13 +48,14 @@ def kill_mid_stream(daemon: Daemon, name: str = "neuron-worker") -> dict[str, An
 
 def next_response(daemon: Daemon) -> Any:
     """The choices of the next response; every rejection before it says that the model is recovering."""
-    told_s = time.monotonic()
-    while (response := daemon.complete(WIDE))[0] != 200:
-        status, rejection = response
-        assert (status, rejection["error"]["code"]) == (503, "recovering")
-        assert time.monotonic() - told_s < WAIT_S
-        time.sleep(0.05)
-    return response[1]["choices"]
+
+    def choices() -> Any:
+        status, body = daemon.complete(WIDE)
+        if status != 200:
+            assert (status, body["error"]["code"]) == (503, "recovering")
+        return body.get("choices")
+
+    return wait_until(choices)
 
 
 def wait_for_one_worker(daemon: Daemon) -> None:

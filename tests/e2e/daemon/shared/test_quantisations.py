@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 import urllib.request
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from cortex.neuron.engine.memory.device import compute_dtype
 from cortex.neuron.engine.memory.dtypes import likely_multiplies_codes
 from cortex.neuron.kernels.cpu.native import multiplies_codes
 
-from ....waiting import WAIT_S
+from ....waiting import WAIT_S, wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,14 +28,16 @@ pytestmark = pytest.mark.e2e
 
 def pull(daemon: Daemon, model: str, quant: str | None = None) -> dict[str, Any]:
     """The download, when it has ended."""
-    status, pulled = daemon.call("/files/pull", {"model_id": model, "quant": quant})
-    assert status == 202, pulled
-    deadline_s = time.monotonic() + WAIT_S
-    while pulled["state"] == "running":
-        assert time.monotonic() < deadline_s, daemon.log.read_text()
-        time.sleep(0.05)
+    status, begun = daemon.call("/files/pull", {"model_id": model, "quant": quant})
+    assert status == 202, begun
+
+    def ended() -> dict[str, Any] | None:
         _, pulled = daemon.call(f"/files/pulls/{model}")
-    return dict(pulled)
+        return None if pulled["state"] == "running" else dict(pulled)
+
+    pulled = wait_until(ended, daemon.log.read_text)
+    assert pulled is not None
+    return pulled
 
 
 def load(daemon: Daemon, model: str, **options: Any) -> dict[str, Any]:

@@ -31,6 +31,8 @@ from cortex.neuron.kernels.native.library import native_library
 from cortex.neuron.kernels.quantised.layout import FP4, INT4, INT8, IQ4, Q2, Q3, Q4, Q5, Q6, Q8, Layout
 from cortex.neuron.kernels.storages import empty_device_matrix
 
+from ....waiting import wait_until
+
 _CPU = torch.device("cpu")
 _EXPERTS, _HOSTED, _TOP_K = 6, 4, 2
 _LAYOUTS: dict[str, DeviceLayout | torch.dtype] = {
@@ -283,8 +285,7 @@ def test_rows_are_seen_after_a_pause_and_the_thread_that_looks_for_them_ends_wit
     layer.check(2, 256)
     num_threads = len(os.listdir("/proc/self/task"))
     layer.team.close()
-    while len(os.listdir("/proc/self/task")) >= num_threads:
-        time.sleep(0.01)
+    wait_until(lambda: len(os.listdir("/proc/self/task")) < num_threads)
 
 
 @pytest.mark.parametrize("name", ["FP4", "float32"])

@@ -109,7 +109,7 @@ async def node_with(
         response = web.StreamResponse(headers={PAGES: str(num_pages), "content-length": str(len(body))})
         await response.prepare(request)
         await response.write(body[:100])
-        await asyncio.sleep(WAIT_S)
+        await asyncio.sleep(NEVER_S)
         return response
 
     app = web.Application()

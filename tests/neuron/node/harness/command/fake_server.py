@@ -154,7 +154,7 @@ if options.forks and os.fork() == 0:
     os.setsid()
     Path(options.log).write_text(str(os.getpid()))
     while True:
-        time.sleep(60)
+        signal.pause()
 held = b"x" * (options.holds_mb << 20)
 print(options.say, flush=True)
 if options.exits is not None:

@@ -1,5 +1,6 @@
 """Rules for sources that no linter checks: files are short, what libraries do not promise is used in one package, where
-each use has a probe and a fallback, and no test replaces a constant of the project: what tests vary is a parameter.
+each use has a probe and a fallback, no test replaces a constant of the project: what tests vary is a parameter, and no
+test sleeps until something must have happened: it waits for that, with the helpers of `waiting.py` if no event tells.
 """
 
 from __future__ import annotations
@@ -144,3 +145,122 @@ def test_finds_the_constants_of_modules_and_classes(tmp_path: Path) -> None:
         "RENEW_S = 1.0\n_POLL_S: Final = 2\nclass A:\n    LIMIT: int = 3\nnames == LEFT\nA1, B1 = 4, 5\n"
     )
     assert constants(tmp_path) == {"RENEW_S", "_POLL_S", "LIMIT", "A1", "B1"}
+
+
+SLEEPS = {"time", "asyncio"}
+NEVER_ENDS_S = 3600
+PACED = {
+    "browser/screenshots.py": "_sway",
+    "browser/stage.py": "_play",
+    "e2e/daemon/group_server.py": "work watch",
+    "gateway/page/test_signing_in.py": "drip",
+    "gateway/proxy/accounting/test_disconnected_usage.py": "endless",
+    "gateway/proxy/test_inference.py": "decode",
+    "gateway/proxy/test_large_bodies.py": "test_disconnect_and_burst_of_large_requests_leave_nothing_behind",
+    "gateway/proxy/test_many_clients.py": "paced",
+    "gateway/proxy/test_node_failures.py": "half respond work",
+    "gateway/proxy/test_redaction.py": "fails",
+    "gateway/proxy/test_translation.py": "half",
+    "gateway/test_metrics_of_traffic.py": "read_slowly respond",
+    "gateway/test_server.py": "client paced",
+    "hostile/test_floods.py": (
+        "test_connects_and_resets_leave_nothing_behind test_silent_and_dripping_connections_delay_nobody"
+    ),
+    "http/conftest.py": "script",
+    "http/server/test_rejections.py": (
+        "test_rejects_endless_chunk_extensions test_times_out_slow_heads_and_bodies_with_an_error"
+    ),
+    "http/test_bounds.py": (
+        "test_closes_an_idle_connection_that_sends_empty_lines test_concurrent_bodies_stay_within_the_buffer "
+        "test_times_out_a_body_below_the_minimum_rate"
+    ),
+    "http/test_relay.py": "thinking verbose",
+    "http/test_relay_clients.py": "stream visit",
+    "http/test_relay_faults.py": "dying reject_late",
+    "http/upstream/test_pool.py": "die_second_time reject_early slow stream waiting",
+    "http/upstream/test_responses.py": "half old_style",
+    "neuron/api/conftest.py": "_outputs load",
+    "neuron/api/inference/test_waiting_clients.py": "one",
+    "neuron/api/test_head_deadline.py": "drip test_deadline_does_not_apply_to_a_body",
+    "neuron/engine/host_pages/late_copies.py": "_run",
+    "neuron/engine/host_pages/test_disk.py": "test_files_of_a_killed_writer_are_whole_or_not_found",
+    "neuron/faulty/faulty_engine.py": "load step wake",
+    "neuron/node/divided/test_faults.py": "respond_all_along",
+    "neuron/node/harness/command/fake_server.py": "_stream do_POST",
+    "test_traffic_bench.py": "_respond",
+}
+"""The functions that take their time on purpose: nodes, servers, engines and clients that are slow, or act at some time
+that is drawn."""
+UNSEEN = {
+    "gateway/responses/test_conversations.py": "test_next_turn_at_another_gateway_has_the_previous_one",
+    "neuron/api/test_head_deadline.py": "test_connection_without_a_begun_head_stays_after_its_first_request",
+    "neuron/engine/parallel/test_ranks.py": "turn",
+    "neuron/kernels/moe/test_hosted.py": (
+        "test_rows_are_seen_after_a_pause_and_the_thread_that_looks_for_them_ends_with_its_team"
+    ),
+}
+"""Waits for what nothing shows yet. No function is to be added."""
+OTHERS = ("waiting.py", "soak/")
+"""The shared helpers, and the load of hours, which is no test."""
+
+
+def is_sleep(node: ast.AST) -> bool:
+    """Whether it sleeps for a while; to sleep 0 seconds gives others a turn, and to sleep for ever is to hang."""
+    match node:
+        case ast.ImportFrom(module=module):
+            return module in SLEEPS and any(each.name == "sleep" for each in node.names)
+        case ast.Call(func=ast.Attribute(value=ast.Name(id=module), attr="sleep"), args=args) if module in SLEEPS:
+            return not is_endless_or_none(args)
+        case _:
+            return False
+
+
+def is_endless_or_none(args: list[ast.expr]) -> bool:
+    match args:
+        case [ast.Constant(value=int(seconds))]:
+            return not 0 < seconds < NEVER_ENDS_S
+        case [ast.Name(id="NEVER_S")]:
+            return True
+        case _:
+            return False
+
+
+def sleeps(tests: Path) -> Iterator[tuple[str, str, int]]:
+    """The file, the function and the line of each sleep below `tests`."""
+
+    def inside(parent: ast.AST, function: str) -> Iterator[tuple[str, int]]:
+        for node in ast.iter_child_nodes(parent):
+            if is_sleep(node):
+                yield function, getattr(node, "lineno", 0)
+            is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            yield from inside(node, node.name if is_function else function)
+
+    for path in python_files(tests):
+        name = path.relative_to(tests).as_posix()
+        text = "" if name.startswith(OTHERS) else path.read_text(encoding="utf-8")
+        if "sleep" in text:
+            yield from ((name, function, line) for function, line in inside(ast.parse(text), ""))
+
+
+def test_no_test_sleeps_until_something_must_have_happened() -> None:
+    allowed = {(name, each) for known in (PACED, UNSEEN) for name, all_of in known.items() for each in all_of.split()}
+    found = list(sleeps(ROOT / "tests"))
+    assert not [f"{name}:{line}: wait for it" for name, function, line in found if (name, function) not in allowed]
+    assert allowed == {(name, function) for name, function, _ in found}, "these sleep no more: shorten the list"
+
+
+@pytest.mark.parametrize(
+    ("code", "is_found"),
+    [
+        ("time.sleep(0.1)", True),
+        ("await asyncio.sleep(pause_s)", True),
+        ("from time import sleep", True),
+        ("await asyncio.sleep(0)", False),
+        ("await asyncio.sleep(NEVER_S)", False),
+        ("time.sleep(3600)", False),
+        ("await host.sleep()", False),
+    ],
+)
+def test_detects_a_sleep(tmp_path: Path, code: str, is_found: bool) -> None:
+    (tmp_path / "test_x.py").write_text(f"async def test_it():\n    while not is_so:\n        {code}\n")
+    assert list(sleeps(tmp_path)) == [("test_x.py", "test_it", 3)] * is_found

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize("phase", ["waiting", "keepalive", "head", "streaming", "not streaming", "not reading"])
 async def test_disconnected_client_aborts_the_call(harness: Harness, phase: str, manner: str) -> None:
     async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_written
         await node.read(reader)
         if phase == "head":
             writer.write(STREAM_HEAD)
@@ -38,10 +39,12 @@ async def test_disconnected_client_aborts_the_call(harness: Harness, phase: str,
             writer.write(STREAM_HEAD)
             writer.transport.set_write_buffer_limits(high=0)
             while not reader.at_eof():
+                num_written += 1
                 writer.write(chunk(b"data: " + bytes(50_000) + b"\n\n"))
                 await asyncio.wait_for(writer.drain(), WAIT_S)
         await reader.read()
 
+    num_written = 0
     node = await harness.node(endless)
     server, port = await harness.relaying(harness.pool(node.origin), keepalive_s=0.02 if phase == "keepalive" else 60)
     reader, writer = await harness.client(port)
@@ -51,7 +54,10 @@ async def test_disconnected_client_aborts_the_call(harness: Harness, phase: str,
     await harness.eventually(lambda: node.num_open == 1 and server.num_exchanges == 1)
     if phase in ("keepalive", "streaming", "not streaming"):
         await reader.readuntil(b"\r\n\r\n")
-    await asyncio.sleep(0.1)
+    elif phase == "not reading":
+        await at_rest(lambda: num_written)
+    else:
+        await harness.eventually(lambda: node.requests)
     if manner == "reset":
         harness.reset(writer)
     elif manner == "half-close":

@@ -155,7 +155,8 @@ async def test_worker_that_is_killed_before_its_fork_server_is_ready(tmp_path: P
             assert await ended(worker) == -signal.SIGKILL
             assert process.has_ended
         else:
-            await asyncio.sleep(0.05)
+            later = await asyncio.create_subprocess_exec("true")
+            await asyncio.wait_for(later.wait(), WAIT_S)
             assert not process.has_ended, "others may be waiting for it"
     assert await ended(worker) == -signal.SIGKILL
     connection.close()

@@ -21,7 +21,7 @@ from cortex.gateway.config import BatchesSection
 from cortex.gateway.ledger import keys
 from cortex.wire.node.protocol import ModelState
 
-from ...waiting import NEVER_S, until, until_response
+from ...waiting import NEVER_S, at_rest, until, until_response
 from ..fake_neuron import FakeNeuron, StartNeuron, plain_response
 from ..fake_responses import reset_connection
 from ..started_gateway import StartGateway
@@ -245,11 +245,12 @@ async def test_lines_wait_for_the_window_of_a_budget_to_move_on(
     start_gateway: StartGateway, neurons: StartNeuron
 ) -> None:
     new = keys.generate("ada", window_tokens=60)
-    gateway = await start_gateway(await neurons("one", **READY), keys=(new.section,), batch_limits=ONE_TRY)
+    node = await neurons("one", **READY)
+    gateway = await start_gateway(node, keys=(new.section,), batch_limits=ONE_TRY)
     client = openai_client(gateway.port, new.text)
     id = (await submit(client, [line(number, max_tokens=3) for number in range(12)])).id
     batch = await until_response(lambda: client.batches.retrieve(id), lambda batch: batch.request_counts.completed)
-    await asyncio.sleep(0.3)
+    await at_rest(lambda: len(node.seen))
     await client.batches.cancel(batch.id)
 
     done = await ended(client, batch.id)
@@ -433,7 +434,9 @@ async def test_batches_run_only_in_their_hours(start_gateway: StartGateway, neur
     gateway = await start_gateway(node, batches=BatchesSection(hours=(later,)))
     client = openai_client(gateway.port)
     batch = await submit(client, [line(0)])
-    await asyncio.sleep(0.3)
+    later = await submit(client, [line(1)])
+    for id in (batch.id, later.id):
+        await until_response(lambda id=id: client.batches.retrieve(id), lambda found: found.status == "in_progress")  # type: ignore[misc]
     assert not node.seen
 
     open_config = msgspec.structs.replace(gateway.gateway.config, batches=BatchesSection())

@@ -122,7 +122,7 @@ async def test_another_gateway_takes_over_the_batch_of_a_killed_one(
 
 
 async def test_a_gateway_that_lost_its_batch_records_and_charges_nothing(
-    start_gateway: StartGateway, neurons: StartNeuron, tmp_path: Any
+    start_gateway: StartGateway, neurons: StartNeuron, tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     gate = Gate(0)
     node = await neurons("one", sizes={MODEL: 1 << 30}, states={MODEL: ModelState.READY}, respond=gate.respond)
@@ -140,7 +140,7 @@ async def test_a_gateway_that_lost_its_batch_records_and_charges_nothing(
             if owner:
                 gate.opened.set()
                 await until(lambda: node.seen[0].ended)
-                await asyncio.sleep(0.3)
+                await until(lambda: f"another gateway runs batch {batch.id} now" in caplog.text)
                 [(rows, charged)] = database.run(
                     lambda execute: execute(
                         "SELECT (SELECT COUNT(*) FROM batch_result), (SELECT COALESCE(SUM(requests), 0) FROM spend)", ()

@@ -208,7 +208,8 @@ async def test_does_not_evict_a_busy_model(neurons: StartNeuron, start_gateway: 
     await until(lambda: beast.seen)
     waiting = asyncio.create_task(client.chat("a"))
     await until(lambda: client.gateway.dispatcher.queue_depths.get("a") == 1)
-    await asyncio.sleep(0.1)
+    num_polls = beast.polls
+    await until(lambda: beast.polls > num_polls + 1)  # each is followed by a decision
     assert not beast.unload_requests
     proceed.set()
     assert (await running)[0] == 200

@@ -131,7 +131,8 @@ async def test_request_on_an_idle_connection_during_the_stop_is_served_and_told_
         await server.close(WAIT_S)
 
     stopping = asyncio.create_task(stop())
-    await asyncio.sleep(0.01)
+    for _ in range(5):  # turns of the loop, in which the server announces its end to idle connections
+        await asyncio.sleep(0)
     writer.write(GET)
     last = await reader.read()
     assert last.startswith(b"HTTP/1.1 200 OK\r\n")

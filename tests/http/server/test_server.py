@@ -56,7 +56,7 @@ async def test_serves_pipelined_requests_in_order(harness: Harness) -> None:
     _, port = await harness.server(slow)
     requests = b"".join(POST.replace(b"hello", b"%05d" % number) for number in range(30))
     reader, writer = await harness.client(port, requests[:700])
-    await asyncio.sleep(0.01)
+    await harness.eventually(lambda: running)
     writer.write(requests[700:])
     for number in range(30):
         assert (await harness.read_message(reader))[1] == b"POST /a? %05d" % number

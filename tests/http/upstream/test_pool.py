@@ -168,9 +168,12 @@ async def test_paused_node_does_not_count_as_silent(harness: Harness) -> None:
 
     node = await harness.node(waiting)
     sink = Recorder()
-    call = harness.pool(node.origin, silence_s=1.0).send(b"GET", b"/", (), b"", sink)
+    pool, later = harness.pool(node.origin, silence_s=1.0), Recorder()
+    call = pool.send(b"GET", b"/", (), b"", sink)
     call.pause()
-    await asyncio.sleep(1.5)
+    pool.send(b"GET", b"/", (), b"", later)
+    await later.over.wait()
+    assert isinstance(later.fault, UpstreamSilent)
     call.resume()  # its silence counts from here
     resumed.set()
     await sink.over.wait()
@@ -180,9 +183,10 @@ async def test_paused_node_does_not_count_as_silent(harness: Harness) -> None:
 async def test_call_paused_before_it_connects_reads_nothing_until_resumed(harness: Harness) -> None:
     node = await harness.responding(OK)
     sink = Recorder()
-    call = harness.pool(node.origin).send(b"GET", b"/", (), b"", sink)
+    pool = harness.pool(node.origin)
+    call = pool.send(b"GET", b"/", (), b"", sink)
     call.pause()
-    await asyncio.sleep(0.1)
+    assert (await pool.fetch(b"GET", b"/", timeout_s=WAIT_S)).body == b"ok"
     assert sink.calls == []
     call.resume()
     await sink.over.wait()

@@ -259,15 +259,16 @@ async def test_extra_replica_with_less_context_is_unloaded_again(loaded: Loaded)
 
 
 async def test_lost_extra_replica_fails_its_own_requests_and_stays_lost(loaded: Loaded) -> None:
-    replicas, _, sink = loaded
+    replicas, (first, _), sink = loaded
     third = FakeHost(2)
     await replicas.extras.add(third)
     for name in "abc":
         replicas.submit(request(name))
-    old = third.sink
+    old, old_first = third.sink, first.sink
     third.lose("killed")
     assert (list(sink.failed), len(replicas.replica_devices)) == (["c"], 2)
-    await asyncio.sleep(0.05)
+    first.lose("killed")
+    await until(lambda: first.sink is not old_first)
     assert third.sink is old
 
 
@@ -303,7 +304,8 @@ async def test_replica_lost_in_its_sleep_comes_back_when_the_model_wakes(loaded:
     assert (await replicas.sleep()).host_bytes == 20
     old = first.sink
     first.lose("killed")
-    await asyncio.sleep(0.05)
+    for _ in range(10):  # more turns of the loop than a reload takes
+        await asyncio.sleep(0)
     assert first.sink is old
     await replicas.wake()
     await until(lambda: first.sink is not old)

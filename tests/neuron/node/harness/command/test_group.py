@@ -28,7 +28,7 @@ from cortex.neuron.worker.model_host import LoadRejected
 from cortex.wire.errors import GroupClaimed, LoadFailed
 from cortex.wire.node.groups import GroupMember, MemberAddress
 
-from .....waiting import NEVER_S, WAIT_S
+from .....waiting import NEVER_S, WAIT_S, until
 from .commands import START, NotedSizes, servers
 
 SECRET = "ab" * 16
@@ -157,13 +157,27 @@ async def test_ports_of_a_load_that_fails_before_it_takes_them_are_free() -> Non
     ports.close()
 
 
+def is_free(host: str, port: int) -> bool:
+    try:
+        socket.create_server((host, port)).close()
+    except OSError:
+        return False
+    return True
+
+
+async def until_later_ports_are_free(times: GroupTimes) -> None:
+    """Those that are held from now on: what was held before for as long would be free, too."""
+    host, port, _ = MemberPorts("127.0.0.1", times).hold("ef" * 16, "another")
+    await until(lambda: is_free(host, port))
+
+
 async def test_ports_are_held_for_one_load_and_not_for_ever() -> None:
     ports = MemberPorts("127.0.0.1", GroupTimes(hold_s=0.01))
     host, port, pulse_port = held = ports.hold(SECRET, "m")
     assert ports.hold(SECRET, "m") == held
     with pytest.raises(OSError, match="in use"):
         socket.create_server((host, port))
-    await asyncio.sleep(0.05)
+    await until(lambda: is_free(host, port))
     address = MemberAddress(node="n", host=host, port=port, pulse_port=pulse_port)
     with pytest.raises(LoadFailed, match="not prepared on this node"):
         ports.take(GroupMember(group=SECRET, rank=0, members=(address, address)))
@@ -171,19 +185,20 @@ async def test_ports_are_held_for_one_load_and_not_for_ever() -> None:
 
 
 async def test_ports_are_held_while_a_version_is_read_and_while_a_load_waits() -> None:
-    ports, num_reads = MemberPorts("127.0.0.1", GroupTimes(hold_s=0.01)), 0
+    times = GroupTimes(hold_s=0.01)
+    ports, num_reads = MemberPorts("127.0.0.1", times), 0
 
     async def read() -> str:
         nonlocal num_reads
         num_reads += 1
-        await asyncio.sleep(0.05)
+        await until_later_ports_are_free(times)
         return "1.2"
 
     held = ports.hold(SECRET, "m")
     assert await ports.version(SECRET, read) == await ports.version(SECRET, read) == "1.2"
     assert num_reads == 1
     ports.await_load(SECRET, "m")
-    await asyncio.sleep(0.05)
+    await until_later_ports_are_free(times)
     assert ports.hold(SECRET, "m") == held
     ports.close()
 

@@ -193,8 +193,6 @@ PACED = {
 that is drawn."""
 UNSEEN = {
     "gateway/responses/test_conversations.py": "test_next_turn_at_another_gateway_has_the_previous_one",
-    "neuron/api/test_head_deadline.py": "test_connection_without_a_begun_head_stays_after_its_first_request",
-    "neuron/engine/parallel/test_ranks.py": "turn",
     "neuron/kernels/moe/test_hosted.py": (
         "test_rows_are_seen_after_a_pause_and_the_thread_that_looks_for_them_ends_with_its_team"
     ),

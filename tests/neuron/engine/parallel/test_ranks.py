@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -90,13 +89,14 @@ def test_divided_model_draws_the_same_tokens_as_one_device(pair: RankThreads, pa
 
 def test_rank_begins_no_step_of_its_own_while_the_leader_waits_for_it_to_connect(tmp_path: Path) -> None:
     """Such a step would wait for the devices that the leader has locked."""
-    is_locked = threading.Event()
+    is_locked, waits = threading.Event(), threading.Event()
     steps_begun: list[bool] = []
 
     @contextlib.contextmanager
     def turn() -> Iterator[None]:
         is_locked.set()
-        time.sleep(0.2)  # the other rank waits until it may connect
+        waits.clear()
+        assert waits.wait(WAIT_S), "the other rank waits until it may connect"
         yield
         is_locked.clear()
 
@@ -105,7 +105,7 @@ def test_rank_begins_no_step_of_its_own_while_the_leader_waits_for_it_to_connect
             RankSpec(rank, 2, str(tmp_path)),
             torch.device("cpu"),
             poll=lambda: steps_begun.append(is_locked.is_set()),
-            follow=lambda: None,
+            follow=waits.set,
             turn=turn() if rank == 0 else None,
         )
 

@@ -230,8 +230,7 @@ def sleeps(tests: Path) -> Iterator[tuple[str, str, int]]:
         for node in ast.iter_child_nodes(parent):
             if is_sleep(node):
                 yield function, getattr(node, "lineno", 0)
-            is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-            yield from inside(node, node.name if is_function else function)
+            yield from inside(node, node.name if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else function)
 
     for path in python_files(tests):
         name = path.relative_to(tests).as_posix()

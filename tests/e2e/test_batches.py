@@ -47,7 +47,7 @@ def test_openai_client_gets_a_result_for_every_line(up: Run) -> None:
         nonlocal batch
         batch = client.batches.retrieve(batch.id)
         assert batch.status in ("validating", "in_progress", "finalizing", "completed"), batch
-        return batch.status == "completed"
+        return bool(batch.status == "completed")
 
     wait_until(is_completed)
     assert batch.output_file_id is not None

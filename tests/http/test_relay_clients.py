@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize("manner", ["close", "reset", "half-close"])
 @pytest.mark.parametrize("phase", ["waiting", "keepalive", "head", "streaming", "not streaming", "not reading"])
 async def test_disconnected_client_aborts_the_call(harness: Harness, phase: str, manner: str) -> None:
+    num_written = 0
+
     async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal num_written
         await node.read(reader)
@@ -44,7 +46,6 @@ async def test_disconnected_client_aborts_the_call(harness: Harness, phase: str,
                 await asyncio.wait_for(writer.drain(), WAIT_S)
         await reader.read()
 
-    num_written = 0
     node = await harness.node(endless)
     server, port = await harness.relaying(harness.pool(node.origin), keepalive_s=0.02 if phase == "keepalive" else 60)
     reader, writer = await harness.client(port)

@@ -150,7 +150,6 @@ def test_finds_the_constants_of_modules_and_classes(tmp_path: Path) -> None:
 SLEEPS = {"time", "asyncio"}
 NEVER_ENDS_S = 3600
 PACED = {
-    "browser/screenshots.py": "_sway",
     "browser/stage.py": "_play",
     "e2e/daemon/group_server.py": "work watch",
     "gateway/page/test_signing_in.py": "drip",
@@ -198,8 +197,8 @@ UNSEEN = {
     ),
 }
 """Waits for what nothing shows yet. No function is to be added."""
-OTHERS = ("waiting.py", "soak/")
-"""The shared helpers, and the load of hours, which is no test."""
+OTHERS = ("waiting.py", "browser/screenshots.py", "soak/")
+"""The shared helpers; and two programs that are no tests: one takes the pictures of the docs, one is a load of hours."""
 
 
 def is_sleep(node: ast.AST) -> bool:
@@ -209,6 +208,8 @@ def is_sleep(node: ast.AST) -> bool:
             return module in SLEEPS and any(each.name == "sleep" for each in node.names)
         case ast.Call(func=ast.Attribute(value=ast.Name(id=module), attr="sleep"), args=args) if module in SLEEPS:
             return not is_endless_or_none(args)
+        case ast.Call(func=ast.Attribute(attr="wait_for_timeout")):  # Playwright's
+            return True
         case _:
             return False
 
@@ -235,7 +236,7 @@ def sleeps(tests: Path) -> Iterator[tuple[str, str, int]]:
     for path in python_files(tests):
         name = path.relative_to(tests).as_posix()
         text = "" if name.startswith(OTHERS) else path.read_text(encoding="utf-8")
-        if "sleep" in text:
+        if "sleep" in text or "wait_for_timeout" in text:
             yield from ((name, function, line) for function, line in inside(ast.parse(text), ""))
 
 
@@ -252,6 +253,7 @@ def test_no_test_sleeps_until_something_must_have_happened() -> None:
         ("time.sleep(0.1)", True),
         ("await asyncio.sleep(pause_s)", True),
         ("from time import sleep", True),
+        ("page.wait_for_timeout(20)", True),
         ("await asyncio.sleep(0)", False),
         ("await asyncio.sleep(NEVER_S)", False),
         ("time.sleep(3600)", False),

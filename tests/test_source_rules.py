@@ -198,7 +198,7 @@ UNSEEN = {
 }
 """Waits for what nothing shows yet. No function is to be added."""
 OTHERS = ("waiting.py", "browser/screenshots.py", "soak/")
-"""The shared helpers; and two programs that are no tests: one takes the pictures of the docs, one is a load of hours."""
+"""The shared helpers; a program that takes the pictures of the docs, and one that is a load of hours."""
 
 
 def is_sleep(node: ast.AST) -> bool:

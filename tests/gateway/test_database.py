@@ -43,6 +43,18 @@ def test_journal_survives_a_reader_while_this_process_has_the_database_open_twic
     second.close_connection()
 
 
+def test_a_file_that_another_process_creates_is_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "new.db"
+    other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    other.execute("CREATE TABLE t (a)")
+    other.execute("BEGIN IMMEDIATE")
+    writes = threading.Timer(0.05, lambda: other.execute("COMMIT"))
+    writes.start()
+    Sqlite(path).connect().close()
+    writes.join()
+    other.close()
+
+
 def test_database_is_private(tmp_path: Path) -> None:
     path = tmp_path / "spend.db"
     open_store(str(path)).close_connection()

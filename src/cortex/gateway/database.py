@@ -12,6 +12,7 @@ import os
 import socket
 import sqlite3
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +38,7 @@ WORK_S = 8.0
 """Longer than any transaction here takes. A frozen server must delay nothing else, and must delay shutdown by less than
 the service manager allows after `gateway.drain_s`."""
 CONNECT_S = 3
+_JOURNAL_RETRY_S = 0.01
 
 
 class StoreError(Exception):
@@ -121,7 +123,7 @@ class Sqlite:
             os.close(file)
         connection = sqlite3.connect(self.path, timeout=work_s, check_same_thread=False)
         try:
-            connection.execute("PRAGMA journal_mode = WAL")
+            _use_journal(connection, work_s)
             connection.execute("PRAGMA synchronous = FULL")
         except BaseException:
             connection.close()
@@ -134,6 +136,19 @@ class Sqlite:
     def limited(self, connection: Any, work_s: float) -> AbstractContextManager[None]:
         del connection, work_s  # a file; waiting for a lock has a limit of its own
         return contextlib.nullcontext()
+
+
+def _use_journal(connection: sqlite3.Connection, work_s: float) -> None:
+    """For this, unlike for anything else, SQLite does not wait while another process writes to a file without one."""
+    ends_s = time.monotonic() + work_s
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > ends_s:
+                raise
+        time.sleep(_JOURNAL_RETRY_S)
 
 
 class Postgres:

@@ -85,7 +85,7 @@ def test_structured_output_follows_its_schema(daemon: Daemon, divided: str) -> N
 
 def test_request_preempts_one_of_a_lower_class_which_then_ends_as_if_alone(daemon: Daemon) -> None:
     """The model has one slot, which a request of a higher class takes. The other request goes on later."""
-    fields = {"model": OTHER, "prompt": "The capital", "max_tokens": 80, "ignore_eos": True}
+    fields = {"model": OTHER, "prompt": "The capital", "max_tokens": 400, "ignore_eos": True}
     alone = text_of(daemon, **fields)
     request = urllib.request.Request(
         f"{daemon.url}/v1/completions",

@@ -31,7 +31,7 @@ class Program(NamedTuple):
     """Its description in the log, such as "the process that decodes pictures"."""
     module: str
     argument: str
-    """Of the module's `prepare`."""
+    """What the module's `prepare` is called with."""
     environment: Mapping[str, str]
     """Added to that of this process."""
     is_killed_unready: bool = False

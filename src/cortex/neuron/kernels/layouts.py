@@ -14,7 +14,7 @@ DeviceLayout = Layout | Float8Layout
 MatrixLayout = DeviceLayout | OrderedLayout | CpuLayout
 """Each says how many bytes a matrix takes (`num_bytes`) and how many rows are packed together (`row_block`)."""
 StackLayout = DeviceLayout | OrderedLayout
-"""Of the rows of several experts."""
+"""The layout of one matrix that holds the rows of several experts."""
 _OF_EACH_EXPERT: Final = "of each expert"
 
 

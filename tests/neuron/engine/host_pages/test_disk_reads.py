@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ import torch
 from cortex.neuron.engine.host_pages import block_files
 from cortex.neuron.engine.host_pages.block_files import BlockFile
 from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors, RunningCopy
-from cortex.neuron.engine.host_pages.disk_reads import DiskFetch, DiskReader, StoredBlock
+from cortex.neuron.engine.host_pages.disk_reads import SWITCH_S, DiskFetch, DiskReader, StoredBlock
 from cortex.neuron.engine.host_pages.memory import HostSlabs
 from cortex.neuron.engine.host_pages.rates import CopyRate
 from cortex.neuron.engine.host_pages.store import BlockKind, BlockPlace
@@ -74,6 +75,24 @@ def test_rate_is_that_of_the_blocks_also_if_nobody_looks_at_the_end(device: Devi
     fetch.wait(WAIT_S)
     rate.measured(fetch.num_bytes, started_s, fetch.ended_s)
     assert rate.expected > 0
+
+
+def test_readers_wait_less_for_the_interpreter_only_while_they_read(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual_s, read_blocks = sys.getswitchinterval(), block_files.read_blocks
+    intervals: list[float] = []
+
+    def read(file: BlockFile, first: int, view: memoryview) -> bool:
+        intervals.append(sys.getswitchinterval())
+        return read_blocks(file, first, view)
+
+    monkeypatch.setattr(block_files, "read_blocks", read)
+    fetch = device.fetch(range(NUM_BLOCKS))
+    fetch.wait(WAIT_S)
+    with device.reader.lock:  # its end is noted with the lock
+        assert sys.getswitchinterval() == usual_s
+    assert set(intervals) == {SWITCH_S}
 
 
 def test_short_fetch_does_not_wait_for_a_long_one(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

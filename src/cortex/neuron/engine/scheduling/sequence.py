@@ -58,7 +58,7 @@ class Sequence:
     """The first of them in 32 bits, for digests."""
     pictures: PicturePositions = NO_PICTURES
     digests: list[Digest] = field(default_factory=list)
-    """Of its full pages, as of the last `digests_of_full_pages`."""
+    """The digests of its full pages, as the last `digests_of_full_pages` returned them."""
     tail: Digest | None = None
     """Digest of its prompt without the last token, if that ends inside a page after the first (`PromptTails`). Set just
     before admission."""

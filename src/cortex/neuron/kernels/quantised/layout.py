@@ -96,7 +96,7 @@ class OrderedLayout:
 
 
 ORDER_BYTES: Final = 2
-"""Of one column in an order."""
+"""The size of one column's entry in an order of columns."""
 
 
 def padded(inputs: int) -> int:

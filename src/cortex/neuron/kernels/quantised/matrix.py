@@ -233,7 +233,7 @@ class OrderedMatrix(PackedMatrix):
         return self.outputs // len(self.order)
 
     def _columns(self, ids: Tensor) -> Tensor:
-        """Of these rows: [rows, inputs]"""
+        """Which input each column of these rows takes: [rows, inputs]"""
         return (self.order.long() & 0xFFFF)[ids // self._expert_rows]
 
     def _unsorted(self, values: Tensor, ids: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ MAX_PAIRS = 8
 MAX_INPUTS = 12 << 10
 """Their values of eight pairs fit into shared memory."""
 PAIR_WARPS, TILE_WARPS = 8, 4
-"""Of a program with one pair, and with a tile of pairs. Measured on an H200."""
+"""Warps of a program that has one pair, and of one that has a tile of pairs: the fastest on an H200."""
 _UNITS = CHUNK // UNIT
 _RESTORE = RESTORE
 
